@@ -15,8 +15,6 @@ import hypothesis
 import pytest
 
 import memory_ranks
-import ranks
-from error_recorder import Recorder
 from models import TORCH
 from ranks import RankPools
 
@@ -33,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--property-minutes", type=float, default=0, help="draw the day's examples for so many minutes (tests/property)"
     )
-    parser.addoption("--record-errors", type=Path, metavar="FILE", help="add which test raises which error to FILE")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -68,35 +65,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     assert not grouped or all(item.nodeid.endswith(group_of(item)) for item in session.items), "xdist reads no groups"
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def error_recorder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Recorder | None]:
-    """What `--record-errors` asks for; None without it."""
-    result = request.config.getoption("--record-errors")
-    recorder = None
-    if result is not None:
-        recorder = Recorder(result.absolute(), tmp_path_factory.mktemp("errors") / "codes")
-        ranks.NOTES = recorder.notes
-    yield recorder
-    ranks.NOTES = None
-
-
-@pytest.fixture(autouse=True)
-def errors_of_this_test(request: pytest.FixtureRequest, error_recorder: Recorder | None) -> Iterator[None]:
-    """With `--record-errors`: which errors the test raised. Those for which the error index names it are among them."""
-    if error_recorder is None:
-        yield
-        return
-    error_recorder.codes_since()
-    yield
-    codes = error_recorder.codes_since()
-    test = request.node.nodeid.removesuffix(group_of(request.node) or "@")
-    error_recorder.write(test, codes)
-    missing = error_recorder.promised(test) - set(codes)
-    assert not missing, f"the error index says that this test raises {sorted(missing)}; it raised {codes}"
 
 
 @pytest.fixture(scope="session")

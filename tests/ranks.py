@@ -34,12 +34,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import error_recorder
-
 TASK_TIMEOUT = 60.0  # seconds, for one task on all ranks of a quiet machine
 LOADED = 4.0  # a machine that does other things too gets so many times as long: a limit is for what hangs
 START_TIMEOUT = 120.0  # seconds, for importing torch and the rendezvous
-NOTES: Path | None = None  # where rank processes note the codes of errors; see error_recorder.py
 GRACE = 3.0  # seconds that the other ranks get to answer once one has failed
 PRELOADED = [
     "torch",
@@ -112,7 +109,7 @@ class RankPool:
         folder.mkdir(parents=True)
         for number in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(number, self.world, folder, theirs, NOTES), daemon=True)
+            process = context.Process(target=serve, args=(number, self.world, folder, theirs), daemon=True)
             process.start()
             theirs.close()
             self.ranks.append(Rank(number, process, ours, folder / f"stacks{number}", folder / f"output{number}"))
@@ -205,7 +202,7 @@ class RankPools:
             pool.close()
 
 
-def serve(rank: int, world: int, folder: Path, connection: Connection, notes: Path | None = None) -> None:
+def serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
     """A rank process: joins its group, then runs tasks until the test process goes away."""
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -222,8 +219,6 @@ def serve(rank: int, world: int, folder: Path, connection: Connection, notes: Pa
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
-    if notes is not None:
-        error_recorder.install(notes)
     connection.send_bytes(pickle.dumps((True, None)))
     gc.collect()
     torch_caches()

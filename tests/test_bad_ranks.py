@@ -90,7 +90,7 @@ class Chooses(nn.Module):
     ("orders", "words"),
     [
         ([[0, 1, 2], [0, 2, 1]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.2'"]),
-        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has come to the end"]),
+        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has reached the end"]),
         ([[1, 2], [0, 1, 2]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.0'"]),
     ],
     ids=["swapped", "one left out", "one more"],
@@ -116,7 +116,7 @@ def test_a_rank_that_begins_anew_while_others_are_in_their_first_pass(run_ranks)
     for rank, text in enumerate(run_ranks(begin_anew, timeout=30)):
         assert "unit 'layers.1'" in text and "rank 1" in text, (rank, text)
         assert "begins a forward of unit '(root)' with gradients" in text, (rank, text)
-        assert "D001" in text or "D004" in text
+        assert "run their units in different orders" in text or "ranks go on differently" in text
 
 
 def begin_anew() -> str:

@@ -211,7 +211,7 @@ def with_memory_of_the_group() -> bool:
                 unit.set_allocate_memory_from_process_group_for_comm(True)
         finally:
             dist.ProcessGroup._get_backend = before
-        with pytest.raises(fullshard.ConfigError, match="exclude"):
+        with pytest.raises(fullshard.ConfigError, match="mutually exclusive"):
             model.blocks[0].set_custom_all_gather(MyGather())
 
     close(gradients_of(fullshard, "gpt", Options(), use), gradients_of(fullshard, "gpt", Options()))

@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_alone_refused(demo: Any, tm
     for step in (1, 2):
         demo.checkpoint.save(tmp_path, model, optimizer, demo.checkpoint.Record({}, 0, 0, step=step))
     for step in (2, 1):
-        with (tmp_path / "checkpoints" / f"step-00000000{step}" / "__0_0.distcp").open("r+b") as file:
+        with (tmp_path / "checkpoints" / f"step-00000000{step}" / "rank-0.safetensors").open("r+b") as file:
             file.truncate(100)
         if step == 2:
             with pytest.warns(UserWarning, match="truncated"):

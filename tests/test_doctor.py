@@ -74,7 +74,7 @@ CAUSES = {
         "elsewhere",
         ("collective that is not the engine's", "rank == 0"),
     ),
-    "absent": (lost(2) | {"state": "absent"}, "absent", ("did not come to a first forward",)),
+    "absent": (lost(2) | {"state": "absent"}, "absent", ("did not reach a first forward",)),
     "apart": (
         status(2, record(9, "reduce", "head")),
         "apart",

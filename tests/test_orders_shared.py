@@ -124,7 +124,7 @@ def test_a_unit_in_another_order_has_no_place():
     gone: list[int] = []
     along = of_one_rank(gone)
     go_through(along, [word(ENTER, 0), word(ENTER, 1), word(LEAVE, 1), word(LEAVE, 0)])
-    with pytest.raises(DivergenceError, match="'a' runs at another place"):
+    with pytest.raises(DivergenceError, match="'a' runs at a different point"):
         go_through(along, [word(ENTER, 0), word(ENTER, 4), word(LEAVE, 4), word(ENTER, 1)], gone)
     assert not along.active and gone[-1] == word(LEAVE, 4)
 

@@ -317,9 +317,9 @@ def wrong_uses() -> list[str]:
     handle.remove()
     problems += named_error(found[0], "between steps", where="in a forward")
     park(model, optimizer)
-    problems += named_error(error_of(lambda: resume(model)), "Adam left out", where="left out")
-    problems += named_error(error_of(lambda: resume(model.body[0])), "module that park was given", where="a part")
-    problems += named_error(error_of(lambda: park(model.body[0])), "is parked", where="a part of it")
+    problems += named_error(error_of(lambda: resume(model)), "Adam missing", where="missing")
+    problems += named_error(error_of(lambda: resume(model.body[0])), "module that was passed to park", where="a part")
+    problems += named_error(error_of(lambda: park(model.body[0])), "already parked", where="a part of it")
     resume(model, optimizer)
     optimizer.step()
     return problems

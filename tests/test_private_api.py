@@ -512,8 +512,6 @@ def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
     index = read_index((tmp_path / ".metadata").read_bytes(), None, "here")
     assert set(index.entries) == {"a", "d"} and index.entries["a"].dtype is torch.bfloat16 and index.values
     assert dcp_files.StorageInfo("file", 1, 2).relative_path == "file"
-    assert dcp_files.StoragePrefix("__0_").prefix == "__0_"
-    assert hasattr(dcp_files.fsspec_writer(), "write_data")
 
 
 def test_a_step_can_run_without_the_hooks_that_programs_registered() -> None:

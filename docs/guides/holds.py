@@ -1,10 +1,10 @@
-"""Draws what one rank holds during a training step, by the number of ranks: docs/guides/holds.svg.
+"""Draw the memory that one rank holds during a training step, by the number of ranks: docs/guides/holds.svg.
 
     python docs/guides/holds.py
 
-Bytes are those of real tensors, `memory_use` asked at every event of the third step. The ranks are one process and a
-fake group, whose collectives do nothing: what is held is what N ranks would hold, the numbers in it mean nothing. A
-test measures again and compares the picture.
+Bytes are those of real tensors, measured by `memory_use` at every event of the third step. The ranks are one process
+and a fake group, whose collectives do nothing: the process holds the memory of one of N ranks, with meaningless values.
+A test measures again and compares the picture.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def unsharded() -> list[Moment]:
     """One process: gradients appear parameter by parameter."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    found: list[Moment] = []
+    moments: list[Moment] = []
 
     def note(_: torch.Tensor | None = None) -> None:
         use = memory_use(model, optimizer)
-        found.append((use.parameters + use.optimizer, use.gradients, 0))
+        moments.append((use.parameters + use.optimizer, use.gradients, 0))
 
     def last() -> None:
         use = memory_use(model, optimizer)
-        found.extend([(use.parameters + use.optimizer, 0, 0)] * (2 * BLOCKS))  # forward: a third of the step
+        moments.extend([(use.parameters + use.optimizer, 0, 0)] * (2 * BLOCKS))  # forward: a third of the step
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(note)
 
     steps(model, optimizer, last)
-    return found
+    return moments
 
 
 def sharded(world: int) -> list[Moment]:
@@ -78,15 +78,15 @@ def sharded(world: int) -> list[Moment]:
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
-        found: list[Moment] = []
+        moments: list[Moment] = []
 
         def note(event: Event) -> None:
             use = memory_use(model, optimizer)
-            found.append((use.parameters + use.optimizer, use.gradients, event.live))
+            moments.append((use.parameters + use.optimizer, use.gradients, event.live))
 
         with record_events(note):
-            steps(model, optimizer, found.clear)
-        return found
+            steps(model, optimizer, moments.clear)
+        return moments
     finally:
         dist.destroy_process_group()
 
@@ -96,7 +96,7 @@ def measure() -> dict[str, list[Moment]]:
 
 
 def draw(panels: dict[str, list[Moment]]) -> str:
-    """The picture as SVG: of each panel the three parts on one another, from the beginning of a step to its end."""
+    """The picture as SVG: in each panel the three parts, stacked, from the beginning of a step to its end."""
     most = max(sum(moment) for moments in panels.values() for moment in moments)
     width, height = LEFT + (PANEL + GAP) * len(panels), TOP + HEIGHT + 70
     out = [
@@ -127,7 +127,7 @@ def draw(panels: dict[str, list[Moment]]) -> str:
 
 
 def area(moments: Sequence[Moment], part: int, x: int, most: int) -> str:
-    """One part and what lies below it, as a polygon down to the floor."""
+    """A part stacked on the parts below it, as a polygon down to the floor."""
     wide = PANEL / len(moments)
     points = []
     for index, moment in enumerate(moments):

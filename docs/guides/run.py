@@ -1,15 +1,15 @@
-"""Runs a page of the documentation: its Python blocks, in their order, as one program on two ranks.
+"""Run a page of the documentation: its Python blocks, in order, as one program on two ranks.
 
     python docs/guides/run.py docs/guides/memory.md
     python docs/guides/run.py docs/guides/memory.md --ranks 4
 
-A page is read as a reader sees it. A comment on the line before a block says what is special about it:
+A comment on the line before a block marks special blocks:
 
-    <!-- file: train.py -->     the block is a file that the page's commands use, no part of the page's program
+    <!-- file: train.py -->     the block is a file for the page's commands, not part of the page's program
     <!-- slow -->               it takes long: `make test-slow` runs it
-    <!-- not run: why -->       nobody runs it
+    <!-- not run: why -->       it is never run
 
-A ```text block right after a Python block is what the first rank prints there; "..." in it stands for anything.
+A ```text block right after a Python block is the output of the first rank; "..." in it stands for anything.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Block:
 
     Attributes:
         section: the innermost heading above it, without its marks.
-        line: of the fence, counted from 1.
-        mark: the comment on the line before it, "" if there is none.
-        output: of a Python block, the ```text block right after it; None if there is none.
+        line: the line of the fence, counted from 1.
+        mark: the comment on the line before it, or "".
+        output: the ```text block right after a Python block, or None.
     """
 
     section: str
@@ -46,7 +46,7 @@ class Block:
     output: str | None = None
 
     def file(self) -> str | None:
-        """The file that the block is, if it is one."""
+        """The name of the file that the block contains, or None."""
         return self.mark.removeprefix("file:").strip() if self.mark.startswith("file:") else None
 
     def runs(self) -> bool:
@@ -56,20 +56,20 @@ class Block:
 
 def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page's text."""
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     matches = list(FENCE.finditer(page))
-    inside = [match.span() for match in matches]
+    spans = [match.span() for match in matches]
     headings = [
-        (one.start(), one[1])
-        for one in re.finditer(r"^#+ (.*)$", page, re.M)
-        if not any(start <= one.start() < stop for start, stop in inside)
+        (heading.start(), heading[1])
+        for heading in re.finditer(r"^#+ (.*)$", page, re.M)
+        if not any(start <= heading.start() < stop for start, stop in spans)
     ]
     for index, match in enumerate(matches):
         following = matches[index + 1] if index + 1 < len(matches) else None
         output = None
         if match["language"] == "python" and following is not None and following["language"] == "text":
             output = following["text"] if not page[match.end() : following.start()].strip() else None
-        found.append(
+        page_blocks.append(
             Block(
                 section=next((title for place, title in reversed(headings) if place < match.start()), ""),
                 line=page.count("\n", 0, match.start("fence")) + 1,
@@ -79,7 +79,7 @@ def blocks(page: str) -> list[Block]:
                 output=output,
             )
         )
-    return found
+    return page_blocks
 
 
 def main() -> int:

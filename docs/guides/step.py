@@ -1,4 +1,4 @@
-"""Draws what one training step does: docs/guides/step.svg, from the events of a step on two ranks.
+"""Draw one training step, from its events on two ranks: docs/guides/step.svg.
 
     torchrun --standalone --nproc-per-node=2 docs/guides/step.py
 
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def record() -> list[Event]:
-    """The events of this rank in the third step; in the first two the order of units becomes known."""
+    """The events of this rank in the third step; the first two record the order of units."""
     torch.manual_seed(0)
     shape = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
     blocks = [nn.Sequential(nn.Linear(*shape[0]), nn.GELU(), nn.Linear(*shape[1])) for _ in range(BLOCKS)]
@@ -50,15 +50,15 @@ def record() -> list[Event]:
 
 
 def facts(events: list[Event]) -> list[tuple[str, str, int, int]]:
-    """Of each event what is the same in every run: verb, unit, bytes, bytes alive after it."""
+    """The facts of each event that are the same in every run: verb, unit, bytes, bytes alive after it."""
     return [(event.verb, event.unit, event.nbytes, event.live) for event in events]
 
 
 def read(picture: str) -> list[tuple[str, str, int, int]]:
     """The facts that a picture was drawn from."""
-    found = re.findall(r"<title>(\w+) (\S+): ([\d,]+) bytes; ([\d,]+) alive", picture)
+    titles = re.findall(r"<title>(\w+) (\S+): ([\d,]+) bytes; ([\d,]+) alive", picture)
     return [
-        (verb, unit, int(nbytes.replace(",", "")), int(live.replace(",", ""))) for verb, unit, nbytes, live in found
+        (verb, unit, int(nbytes.replace(",", "")), int(live.replace(",", ""))) for verb, unit, nbytes, live in titles
     ]
 
 

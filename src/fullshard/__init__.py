@@ -123,14 +123,14 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""Where each public name is defined. It is imported on first use, so that `import fullshard` alone imports no torch."""
+"""Where each public name is defined. Modules are imported on first use: `import fullshard` alone imports no torch."""
 
 _MODULES = ("comm_hooks", "errors", "events", "policies", "state_dict", "wrap")
-"""Modules that are attributes of the package without being imported by name."""
+"""Modules that are attributes of the package without an explicit import."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
         return value

@@ -1,10 +1,10 @@
-"""Tensors inside what users pass to and return from a forward: tuples, lists, dicts, dataclasses, any nesting.
+"""Tensors inside the arguments and outputs of a forward: tuples, lists, dicts, dataclasses, nested at any depth.
 
-Rebuilds a container only where a tensor in it changed, and then keeps its type: named tuples, dict subclasses
-(such as the outputs of Hugging Face models) and frozen dataclasses included. Objects of other types are leaves.
+Rebuilds a container only if a tensor in it changed, and then keeps its type: named tuples, dict subclasses (such as the
+outputs of Hugging Face models) and frozen dataclasses included. Objects of other types are leaves.
 
-Lists, dicts and dataclasses that a user passes to a call are never rebuilt, because the call may put something into
-them: see `Borrowed`.
+Lists, dicts and dataclasses that a user passes to a call are never rebuilt, because the call may write to them: see
+`Borrowed`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 
 _nothing: deque[object] = deque(maxlen=0)
 drain: Callable[[Iterable[object]], object] = _nothing.extend
-"""Runs through an iterator, in C: `drain(map(call, functions))` calls them all."""
+"""Exhausts an iterator, in C: `drain(map(call, functions))` calls all of them."""
 NONES = repeat(None)
-"""As many as are wanted: `map(is_, values, NONES)`."""
+"""An endless iterator of None: `map(is_, values, NONES)`."""
 
 
 def call_apart(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[bool]
 ) -> list[Any] | None:
-    """Call a function that works on each place of its lists by itself, once for the places of each kind.
+    """Call a function that treats the positions of its lists independently, once per kind of position.
 
     Args:
-        func: given lists it returns a list of as many results, or None.
-        args, kwargs: lists with a place for each of `kinds`; others are given as they are.
-        kinds: by place, which of two kinds it is of.
+        func: takes lists, and returns a list of results of the same length, or None.
+        args, kwargs: lists as long as `kinds`; other values are passed unchanged.
+        kinds: per position, which of two kinds it is.
 
     Returns:
-        Results, by place; None if there are none.
+        The results by position; None if there are none.
     """
     results: dict[int, Any] = {}
 
@@ -46,16 +46,16 @@ def call_apart(
         return [value[at] for at in places] if isinstance(value, (list, tuple)) and len(value) == len(kinds) else value
 
     for kind in set(kinds):
-        places = [at for at, each in enumerate(kinds) if each is kind]
-        given = {name: chosen(value, places) for name, value in kwargs.items()}
-        some = func(*[chosen(value, places) for value in args], **given)
-        if some is not None:
-            results.update(zip(places, some, strict=True))
+        places = [at for at, each_kind in enumerate(kinds) if each_kind is kind]
+        chosen_kwargs = {name: chosen(value, places) for name, value in kwargs.items()}
+        outputs = func(*[chosen(value, places) for value in args], **chosen_kwargs)
+        if outputs is not None:
+            results.update(zip(places, outputs, strict=True))
     return [results[at] for at in range(len(kinds))] if results else None
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Whatever in `value` is not a container, in order of appearance: tensors, and objects of other types."""
+    """All leaves of `value`, in order of appearance: tensors, and objects of other types."""
     items = _items(value)
     if items is None:
         yield value
@@ -72,9 +72,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, borrowed: Borrowed | None = None) -> Any:
-    """`value` with `fn` applied to every tensor in it; the same object where `fn` changed nothing.
+    """`value` with `fn` applied to every tensor in it; the same object if `fn` changed nothing.
 
-    No container is written to, except those in `borrowed`.
+    Writes to no container except those in `borrowed`.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -92,7 +92,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, borrowed
 
 
 def map_own(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """As `map_tensors`, of an argument as it is passed: tensors, and those in tuples; the rest is the user's."""
+    """`map_tensors` for an argument as passed: only tensors and tensors in tuples; other containers are the user's."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if not isinstance(value, tuple):
@@ -142,10 +142,10 @@ _SIMPLE = frozenset(
 
 
 def borrowed_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Borrowed | None:
-    """Everything among a call's arguments that the call can put something into; None if there is nothing."""
+    """Everything among a call's arguments that the call can write to; None if there is nothing."""
     values: list[Any] = []
     ahead = [*args, *kwargs.values()] if kwargs else list(args)
-    for value in ahead:  # grows
+    for value in ahead:  # grows during the loop
         if type(value) not in _SIMPLE:
             if isinstance(value, tuple):
                 ahead += value
@@ -155,15 +155,15 @@ def borrowed_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Borrowed | 
 
 
 class Borrowed:
-    """What a call was passed and can put something into: lists, dicts, dataclasses, and objects of other types.
+    """The arguments that a call can write to: lists, dicts, dataclasses, and objects of other types.
 
-    Whoever passed it holds it, too, and looks into it after the call: it is never replaced by a copy. Where a tensor in
-    a list, dict or dataclass has to be another during the call (a cast, a copy on the device), it is replaced in place,
-    and `give_back` puts the original where the replacement still is, with what the call changed in it. Lives as long as
-    the call: it holds tensors.
+    The caller also refers to them, and reads them after the call, so they are never replaced by copies. If a tensor in
+    a list, dict or dataclass has to be replaced during the call (a cast, a copy on the device), it is replaced in the
+    container itself, and `give_back` restores the original wherever the replacement still is, with the changes that
+    the call made in it. Lives only as long as the call, because it refers to tensors.
 
     Attributes:
-        values: the outermost ones.
+        values: the outermost arguments.
     """
 
     __slots__ = ("_containers", "_originals", "_versions", "values")
@@ -173,8 +173,8 @@ class Borrowed:
         self._containers: dict[int, Any] = {}  # by id, at any depth
         for value in values:
             self._add(value)
-        self._originals: dict[int, tuple[Any, Any]] = {}  # by id of a replacement: that, and what it replaced
-        self._versions: dict[int, int] = {}  # of tensors in replacements, by id, where torch counts them
+        self._originals: dict[int, tuple[Any, Any]] = {}  # by id of a replacement: the replacement and its original
+        self._versions: dict[int, int] = {}  # of tensors in replacements, by id, if torch counts them
 
     def _add(self, value: Any) -> None:
         items = _items(value)
@@ -185,61 +185,61 @@ class Borrowed:
                 self._add(item)
 
     def write(self, container: Any, changes: dict[Any, Any]) -> bool:
-        """Replace items of a container in place; False if it is none of these, or cannot be changed."""
+        """Replace items of a container in place; False if it is not one of these, or cannot be changed."""
         if id(container) not in self._containers:
             return False
         for key, new in changes.items():
-            old = container[key] if isinstance(container, (dict, list)) else getattr(container, key)
+            original = container[key] if isinstance(container, (dict, list)) else getattr(container, key)
             try:
                 _put(container, key, new)
-            except TypeError:  # an immutable class of lists or dicts: nobody puts anything into it
+            except TypeError:  # an immutable class of lists or dicts: no call writes to it
                 return False
-            self._originals[id(new)] = (new, old)
+            self._originals[id(new)] = (new, original)
             self._versions |= {id(t): t._version for t in tensors_in(new) if not t.is_inference()}
         return True
 
     def give_back(self) -> None:
-        """Put originals back in place of what `write` put there, with what was changed in place since."""
+        """Restore the originals that `write` replaced, with the in-place changes made to the replacements since."""
         if not self._originals:
             return
         originals, self._originals = self._originals, {}
-        back = {key: self._original(new, old) for key, (new, old) in originals.items()}
+        back = {key: self._original(new, original) for key, (new, original) in originals.items()}
         for container in self._containers.values():
             for key, item in list(_items(container) or ()):
                 if id(item) in back:
                     _put(container, key, back[id(item)])
 
-    def _original(self, new: Any, old: Any) -> Any:
-        """What goes back in place of `new`, which replaced `old`."""
-        if new is old:
-            return old
+    def _original(self, new: Any, original: Any) -> Any:
+        """The object to restore for `new`, which replaced `original`."""
+        if new is original:
+            return original
         if isinstance(new, torch.Tensor):
-            return _with_changes(new, old) if self._may_have_changed(new, old) else old
+            return _with_changes(new, original) if self._may_have_changed(new, original) else original
         changes = {}
-        for (key, mine), (_, original) in zip(_items(new) or (), _items(old) or (), strict=False):
-            item = self._original(mine, original)
-            if item is not original:
-                changes[key] = item
-        return _rebuilt(old, changes) if changes else old
+        for (key, replacement), (_, item) in zip(_items(new) or (), _items(original) or (), strict=False):
+            restored = self._original(replacement, item)
+            if restored is not item:
+                changes[key] = restored
+        return _rebuilt(original, changes) if changes else original
 
-    def _may_have_changed(self, new: torch.Tensor, old: torch.Tensor) -> bool:
-        if new.is_inference():  # of which torch counts no versions; between devices a comparison would be a wait
-            return new.device == old.device
+    def _may_have_changed(self, new: torch.Tensor, original: torch.Tensor) -> bool:
+        if new.is_inference():  # torch counts no versions of these; a comparison between devices would wait
+            return new.device == original.device
         return new._version != self._versions.get(id(new), new._version)
 
 
-def _with_changes(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`old`, with the elements in which its copy `new` (of another dtype or device) was changed in place.
+def _with_changes(new: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """`old` with the elements in which its copy `new` (of a different dtype or device) was changed in place.
 
-    A tensor of its own where `old` needs a gradient, as autograd may have saved it, or cannot be changed in place.
+    A new tensor if `old` needs a gradient, as autograd may have saved it, or if it cannot be changed in place.
     """
-    if new.shape != old.shape:
+    if new.shape != original.shape:
         return new
-    same = (old.to(new.device, new.dtype) == new).to(old.device)
-    changed = torch.where(same, old, new.to(old.device, old.dtype))
-    if not (old.requires_grad and torch.is_grad_enabled()):
+    same = (original.to(new.device, new.dtype) == new).to(original.device)
+    changed = torch.where(same, original, new.to(original.device, original.dtype))
+    if not (original.requires_grad and torch.is_grad_enabled()):
         with contextlib.suppress(RuntimeError):
-            return old.copy_(changed)
+            return original.copy_(changed)
     return changed
 
 

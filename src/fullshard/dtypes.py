@@ -1,6 +1,6 @@
-"""Tensors as collectives take them. Backends know few dtypes: not complex numbers, small integers, 8-bit floats.
+"""Views of tensors for collectives. Backends support few dtypes: no complex numbers, small integers, 8-bit floats.
 
-What is only moved is moved as bytes where its dtype is not known everywhere; what is summed is summed as real numbers.
+Collectives that only move data move bytes if not every backend supports the dtype; those that sum use real numbers.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ KNOWN = frozenset(
         torch.int64,
     }
 )
-"""Dtypes that every backend moves and sums."""
+"""Dtypes that every backend can move and sum."""
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous, as a collective that only moves it takes it: itself, or its bytes [numel * itemsize]."""
+    """A contiguous `tensor` for collectives that only move data: itself, or its bytes [numel * itemsize]."""
     return tensor if tensor.dtype in KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` in integers of its width: what compares equal is equal bit by bit, NaN too."""
+    """A view of `tensor` as integers of the same width, to compare bit by bit, including NaN."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that follows from a tensor's bits: 0-dim int64. Nothing waits for the device.
+    """A checksum of a tensor's bits: 0-dim int64, computed without waiting for the device.
 
-    Words of 8 bytes are summed in runs of 1024, modulo 2^64, and the sums weighted by odd numbers: runs that change
-    places are noticed, words that change places within one are not.
+    Words of 8 bytes are summed in runs of 1024, modulo 2^64, and the sums weighted by odd numbers: this detects runs
+    that are swapped, but not words that are swapped within a run.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
@@ -57,10 +57,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_summed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous, as a collective that sums takes it: itself, or [2 * numel] real numbers of complex ones."""
+    """A contiguous `tensor` for collectives that sum: itself, or for complex numbers [2 * numel] real numbers."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` in real numbers; of complex ones their parts along a last dim of two."""
+    """A view of `tensor` as real numbers; for complex numbers their parts along an additional last dim of two."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -2,17 +2,17 @@
 
     FullshardError
       ConfigError      (ValueError)    an argument or a combination of settings that cannot work
-      LayoutError      (ValueError)    a parameter that cannot be laid out as asked
+      LayoutError      (ValueError)    a parameter that the requested layout does not support
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
-        DamagedCheckpointError           files that are not what was written
+        DamagedCheckpointError           files that differ from those written
         MissingStateError (ValueError too) optimizer state to load that lacks a part
-      PhaseError       (RuntimeError)  a call at a time when it cannot be served
-        UsageError     (AssertionError, ValueError too) the same, where PyTorch's wrapper asserts
+      PhaseError       (RuntimeError)  a call at a time when it is not allowed
+        UsageError     (AssertionError, ValueError too) the same, in places where PyTorch's wrapper asserts
       NotSupportedError (a ConfigError, NotImplementedError too) an unsupported combination of arguments
-      ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
-      AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
-      ReplacementError (a ConfigError, RuntimeError too) a parameter replaced by one that does not fit
+      ArgumentTypeError (a ConfigError, TypeError too) an argument of the wrong type
+      AssertedError    (a ConfigError, AssertionError too) an invalid argument for which PyTorch asserts
+      ReplacementError (a ConfigError, RuntimeError too) an invalid replacement of a parameter
       PrivateNameError (a ConfigError, ImportError too) a program's use of PyTorch's private FSDP names
       UnevenError      (a LayoutError, NotImplementedError too) a parameter that would have to be split unevenly
       NonfiniteError   (RuntimeError)  gradients that are not finite, where the caller asked for an error
@@ -20,13 +20,14 @@
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
 
-Every error and warning ends in its code, which finds it in docs/errors.md: a letter (C ConfigError, L LayoutError,
-D DivergenceError, K CheckpointError, P PhaseError, N NonfiniteError, W a warning; a subclass has its parent's) and a
-number. A code stands for one mistake and is never given to another; `python docs/_errors/codes.py --new C` finds a
-free one.
+Some mistakes need more than a message: their errors and warnings have a topic, a word that the last line names
+(`more:      fullshard explain TOPIC`), and a section of docs/errors.md. The line is a command and not a link, as the
+command prints the text of the version that is installed, on machines without a network too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def message(
@@ -37,10 +38,11 @@ def message(
     expected: object = None,
     got: object = None,
     remedy: str | None = None,
-    code: str | None = None,
+    topic: str | None = None,
 ) -> str:
-    """The text of an error or a warning: what happened, then the facts, a line each; its code is the last."""
-    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy, "code": code}
+    """The text of an error or a warning: what happened, then the facts, a line each, and where to read more."""
+    more = None if topic is None else f"fullshard explain {topic}"
+    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy, "more": more}
     lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
     return "\n".join([what, *lines])
 
@@ -51,8 +53,11 @@ class FullshardError(Exception):
     Args:
         what: what happened, in one sentence.
         parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
-        code: of this mistake, for docs/errors.md. None only for errors that are not Fullshard's own, in tests say.
+        topic: a section of docs/errors.md that says more; if left out, that of the class, if any. An attribute too.
     """
+
+    topic: str | None = None
+    """Of every error of the class that names no other."""
 
     def __init__(
         self,
@@ -63,14 +68,17 @@ class FullshardError(Exception):
         expected: object = None,
         got: object = None,
         remedy: str | None = None,
-        code: str | None = None,
+        topic: str | None = None,
     ) -> None:
+        self.topic = topic or self.topic
         super().__init__(
-            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, code=code),
+            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, topic=self.topic),
         )
         self.what = what
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
-        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__  # its text as it is, in another process too
 
 
 class ConfigError(FullshardError, ValueError):
@@ -78,7 +86,7 @@ class ConfigError(FullshardError, ValueError):
 
 
 class LayoutError(FullshardError, ValueError):
-    """A parameter that cannot be laid out as asked."""
+    """A parameter that the requested layout does not support."""
 
 
 class DivergenceError(FullshardError, RuntimeError):
@@ -90,19 +98,21 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint that are missing, truncated, or not what was written: another one may be whole."""
+    """Files of a checkpoint that are missing, truncated, or changed; a different checkpoint may be intact."""
+
+    topic = "checkpoint-damaged"
 
 
 class MissingStateError(CheckpointError, ValueError):
-    """Optimizer state to load that lacks its states, or a parameter whose neighbours it has."""
+    """Optimizer state to load that lacks all states, or those of a parameter whose neighbours it contains."""
 
 
 class PhaseError(FullshardError, RuntimeError):
-    """A call at a time when it cannot be served."""
+    """A call at a time when it is not allowed."""
 
 
 class UsageError(PhaseError, AssertionError, ValueError):
-    """A method of `FullyShardedDataParallel` called when it cannot be: PyTorch's assert that, or raise `ValueError`."""
+    """A method of `FullyShardedDataParallel` called at the wrong time; PyTorch's asserts, or raises `ValueError`."""
 
 
 class NotSupportedError(ConfigError, NotImplementedError):
@@ -114,15 +124,15 @@ class ArgumentTypeError(ConfigError, TypeError):
 
 
 class AssertedError(ConfigError, AssertionError):
-    """An argument that PyTorch asserts is right."""
+    """An invalid argument for which PyTorch raises `AssertionError`."""
 
 
 class ReplacementError(ConfigError, RuntimeError):
-    """A parameter that was replaced by one that does not fit: PyTorch's writeback raises `RuntimeError`."""
+    """An invalid replacement of a parameter; PyTorch's writeback raises `RuntimeError`."""
 
 
 class PrivateNameError(ConfigError, ImportError):
-    """An adopted program's use of a name that is private in PyTorch's FSDP; libraries may do without on ImportError."""
+    """An adopted program's use of a private name of PyTorch's FSDP; libraries can handle the ImportError."""
 
 
 class UnevenError(LayoutError, NotImplementedError):
@@ -134,13 +144,15 @@ class NonfiniteError(FullshardError, RuntimeError):
 
 
 def class_and_value(value: object) -> str:
-    """What was given, with its class's module: PyTorch has classes of the same names, whose reprs look like ours."""
+    """An argument's repr with its class's module: PyTorch has classes of the same names, whose reprs look like ours."""
     kind = type(value)
     return repr(value) if kind.__module__ == "builtins" else f"{value!r}, a {kind.__module__}.{kind.__qualname__}"
 
 
 def class_to_catch(error: BaseException) -> str:
-    """The name of an error's class as a user catches it: of the tree above, that of the branch (`ConfigError`), because
-    the classes below the branches are for code that catches PyTorch's errors and are not exported."""
+    """The name of the class by which users catch an error: its branch of the tree above (`ConfigError`).
+
+    Classes below the branches exist only for code that catches PyTorch's errors, and are not exported.
+    """
     branches = [kind for kind in type(error).__mro__ if FullshardError in kind.__bases__]
     return (branches[0] if branches else type(error)).__name__

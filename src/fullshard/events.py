@@ -1,7 +1,7 @@
-"""What the engine did, as a stream of small frozen records; tests, timelines and checks all read this one.
+"""The engine's actions as a stream of small frozen records, the same for tests, timelines and checks.
 
-Nobody listening costs one attribute test per event site. `Ledger` is the running account of the bytes that
-come and go within a step; its counters are always kept, because they are two integer additions per change.
+Without listeners each event site costs one attribute test. `Ledger` counts the bytes that come and go within a step;
+its counters are always maintained, at two integer additions per change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing the engine did.
+    """One action of the engine.
 
     Attributes:
         verb: "gather" (an all-gather was issued), "gathered" (its result may be used), "free" (the full bucket was
             released), "collect" (a backward's gradients were moved into the reduction buffer), "reduce" (a gradient
             reduction was issued), "all_reduce" (over the replicate axis), "reduced" (gradients are in `.grad`).
-        unit: name of the unit, from the root ("(root)" is the root itself).
+        unit: name of the unit relative to the root ("(root)" for the root itself).
         nbytes: bytes of the collective's gathered or reduced buffer, padding included (all ranks' slices together).
         rank: global rank of the process that recorded it.
         time: seconds, `time.perf_counter()` of that process.
@@ -36,7 +36,7 @@ class Event:
 
 
 class EventStream:
-    """Fan-out of events to listeners. `listeners` is empty unless somebody records."""
+    """Fan-out of events to listeners. `listeners` is empty unless events are being recorded."""
 
     __slots__ = ("listeners",)
 
@@ -44,14 +44,14 @@ class EventStream:
         self.listeners: list[Callable[[Event], None]] = []
 
     def emit(self, verb: str, unit: str, nbytes: int, rank: int, live: int) -> None:
-        """Tell every listener; call only under `if stream.listeners`."""
+        """Pass an event to every listener; call only under `if stream.listeners`."""
         event = Event(verb, unit, nbytes, rank, time.perf_counter(), live)
         for listener in self.listeners:
             listener(event)
 
 
 stream = EventStream()
-"""The process's event stream: every engine in this process writes to it."""
+"""The process's event stream, shared by all models of this process."""
 
 
 @contextmanager
@@ -59,11 +59,11 @@ def record_events(listener: Callable[[Event], None] | None = None) -> Iterator[l
     """Collect the engine's events while the block runs.
 
     Args:
-        listener: called with each event as it happens, on the thread that caused it (the autograd thread in
-            backward), besides the list being filled.
+        listener: called, in addition, with each event as it happens, on the thread that caused it (the autograd thread
+            in backward).
 
     Returns:
-        The list that fills up, in order.
+        The list to which events are appended, in order.
     """
     events: list[Event] = []
 
@@ -81,7 +81,7 @@ def record_events(listener: Callable[[Event], None] | None = None) -> Iterator[l
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes that are alive only for part of a step, on this rank. One per root.
+    """Bytes on this rank that are alive only for part of a step. One per root.
 
     Attributes:
         gathered: full buckets of gathered units, copies kept after a reshard to a smaller group, buffers of gathers in
@@ -99,12 +99,12 @@ class Ledger:
         return self.gathered + self.reducing
 
     def take_over(self, other: Ledger) -> None:
-        """Count what `other` counted; it is not used from now on."""
+        """Add the counts of `other`, which is no longer used."""
         if other is not self:
             self.gathered += other.gathered
             self.reducing += other.reducing
             self.note()
 
     def note(self) -> None:
-        """Call after raising a counter: keeps the peak."""
+        """Update the peak; call after raising a counter."""
         self.peak = max(self.peak, self.gathered + self.reducing)

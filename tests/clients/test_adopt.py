@@ -46,14 +46,14 @@ def test_every_public_name_is_ours():
     return found
 
 
-BOUND = """
+FIRST = """
 import sys, warnings
 import torch.distributed.pipelining.stage, torch.distributed.pipelining.schedules
 import torch.distributed._composable.replicate_with_fsdp, torch.distributed._tools.fsdp2_mem_tracker
 import torch.distributed.optim.named_optimizer
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
 import fullshard
 first = fullshard.adopt(lenient={lenient})
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
 assert fullshard.adopt(lenient={lenient}) is first
 assert FSDP is fullshard.FullyShardedDataParallel and MixedPrecision is fullshard.MixedPrecision
 for module, name in (
@@ -71,6 +71,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 except fullshard.PrivateNameError as error:
     assert "fullshard.describe" in str(error) and "_fsdp_state.FSDPState" in str(error), error
+    assert "program.py:" in str(error), error
 else:
     raise AssertionError("a private class was handed out")
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as private
@@ -87,42 +88,81 @@ with warnings.catch_warnings(record=True) as told:
     for _ in range(2):
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 assert FSDPState.__module__.startswith("torch.") and len(told) == 1 and "FSDPState" in str(told[0].message), told
+assert told[0].filename.endswith("program.py"), told[0].filename
 """
+
 TOO_LATE = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
 import fullshard
 
-def refused(name):
-    try:
-        fullshard.adopt()
-    except fullshard.PhaseError as error:
-        assert name in str(error) and "first" in str(error), error
-    else:
-        raise AssertionError("adopted a program that PyTorch shards")
+{program}
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-kept = FSDP(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))
-refused("FullyShardedDataParallel")
-del kept
-kept = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-refused("FSDPLinear")
+def adopt():
+    try:
+        fullshard.adopt(lenient=True)
+    except fullshard.PhaseError as error:
+        assert {named!r} in str(error) and "python -m fullshard adopt" in str(error), error
+    else:
+        raise AssertionError("adopted late")
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    assert FullyShardedDataParallel.__module__.startswith("torch."), "something was replaced"
+
+{call}
 """
+START = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed.fsdp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+theirs = [torch.distributed.fsdp]
+layer = torch.nn.Linear(2, 2)
+"""
+LATE = {
+    "a name": ("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard", "FSDP, fully_shard"),
+    "an enumeration": ("from torch.distributed.fsdp import ShardingStrategy", "__main__ imported ShardingStrategy"),
+    "a module": ("import torch.distributed.fsdp as theirs", "__main__ imported theirs"),
+    "state dict functions": (
+        "from torch.distributed.checkpoint.state_dict import get_state_dict",
+        "__main__ imported get_state_dict",
+    ),
+    "another module of the program": ("import holder", "holder imported Wrapper"),
+    "a library that is changed": ("import transformers.modeling_utils", "transformers.modeling_utils is imported"),
+    "a class": (
+        "import torch.distributed.fsdp\nclass Mine(torch.distributed.fsdp.FullyShardedDataParallel): pass",
+        "class Mine(FullyShardedDataParallel)",
+    ),
+    "a sharded module": (
+        START + "torch.distributed.fsdp.fully_shard(layer, mesh=init_device_mesh('cpu', (1,)))",
+        "class FSDPLinear(FSDPModule)",
+    ),
+    "a wrapped module": (
+        START + "model = theirs[0].FullyShardedDataParallel(layer, device_id=torch.device('cpu'))",
+        "an instance of FullyShardedDataParallel",
+    ),
+    "a local variable": (
+        "def main():\n    from torch.distributed.fsdp import FSDPModule\n    adopt(FSDPModule is None)",
+        "main(), ",
+    ),
+}
 
 
 def run(folder: Path, program: str) -> str:
+    (folder / "holder.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper\n")
     (folder / "program.py").write_text(program)
     return script(str(folder / "program.py"))
 
 
-def test_what_was_bound_before_is_replaced_and_private_names_are_refused(tmp_path):
-    """Or warned of, leniently; adopting comes first."""
-    told = run(tmp_path, BOUND.format(lenient=False) + REFUSED)
-    assert "taken earlier by torch.distributed.pipelining.stage: FSDPModule, fully_shard" in told
-    assert "taken earlier by __main__: FSDP, MixedPrecision" in told
-    run(tmp_path, BOUND.format(lenient=True) + WARNED)
-    run(tmp_path, TOO_LATE)
+@pytest.mark.parametrize("lenient", [False, True])
+def test_all_is_replaced_and_private_names_are_refused(tmp_path, lenient):
+    """Or warned of, leniently; also in modules of PyTorch's that were imported before."""
+    run(tmp_path, FIRST.format(lenient=lenient) + (WARNED if lenient else REFUSED))
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_adopting_late_is_refused_by_name(tmp_path, what):
+    program, named = LATE[what]
+    call = "main()" if "def main" in program else "adopt()"
+    text = TOO_LATE.format(program=program, named=named, call=call)
+    run(tmp_path, text.replace("def adopt():", "def adopt(*_):"))
 
 
 PROGRAM = """

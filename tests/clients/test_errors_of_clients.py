@@ -43,12 +43,12 @@ def read(folder: Path | str, name: str = "LlamaForCausalLM", **options: Any) -> 
 
 
 def test_a_class_that_is_not_of_transformers(folder):
-    with raises("C211"):
+    with raises("ConfigError: from_pretrained builds a model of transformers"):
         hf.from_pretrained(nn.Linear, folder)
 
 
 def test_a_model_that_was_quantised(folder):
-    with raises("C212"):
+    with raises("ConfigError: The folder holds a model that was quantised"):
         read(configured(folder, quantization_config={"quant_method": "torchao"}))
 
 
@@ -56,37 +56,37 @@ def test_adapters_that_start_from_the_weights(folder):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"])
-    with raises("C213"):
+    with raises("ConfigError: Adapters are to start from the"):
         read(folder, prepare=lambda base: get_peft_model(base, config))
 
 
 def test_a_preparation_that_returns_nothing(folder):
-    with raises("C214"):
+    with raises("ConfigError: prepare must return the model to shard"):
         read(folder, prepare=lambda base: None)
 
 
 def test_a_name_in_the_place_of_a_folder():
-    with raises("C216"):
+    with raises("ConfigError: from_pretrained reads a local folder"):
         read("meta-llama/Llama-3.2-1B")
 
 
 def test_blocks_of_another_shape(folder):
-    with raises("K169"):
+    with raises("CheckpointError: Safetensors files do not fit the model: a tensor has another shape"):
         read(configured(folder, intermediate_size=32), quantise=lambda block: None)
 
 
 def test_files_of_a_model_with_other_names(folder):
-    with raises("K175"):
+    with raises("CheckpointError: Safetensors files hold no parameter of the model"):
         read(configured(folder, architectures=["GPT2Model"], model_type="gpt2"), "GPT2Model")
 
 
 def test_files_of_more_than_a_base_model(folder):
-    with warns("W030"):
+    with warns("UserWarning: Files hold more than the base model, which was loaded"):
         read(folder, "LlamaModel")
 
 
 def test_files_that_lack_a_part(folder):
-    with warns("W017"):
+    with warns("UserWarning: Files and model have different names; the rest was loaded"):
         read(folder, "LlamaForSequenceClassification", strict=False)
 
 
@@ -94,7 +94,7 @@ def test_a_part_that_nobody_initialises(folder, monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers.LlamaForSequenceClassification, "_init_weights", lambda *_: None)
-    with raises("K170"):
+    with raises("CheckpointError: Files lack a parameter which the model does not initialise either"):
         read(folder, "LlamaForSequenceClassification", strict=False)
 
 
@@ -103,7 +103,7 @@ def test_a_part_that_is_added_without_values(folder):
         base.more = nn.Linear(4, 4, device="meta")
         return base
 
-    with raises("K168"):
+    with raises("CheckpointError: A parameter is in no file, and was not made either"):
         read(folder, prepare=prepare, quantise=lambda block: None)
 
 
@@ -114,28 +114,28 @@ def test_an_adapter_that_is_no_parameter(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
 
     model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with raises("K038"):
+    with raises("CheckpointError: An adapter has a tensor that is no parameter of the model as it is"):
         fullshard.save_safetensors(model, tmp_path / "out", adapter=True)
 
 
 def test_a_precision_by_another_word():
-    with raises("C220"):
+    with raises("ConfigError: mixed_precision must be"):
         hf.shard(llama(), mixed_precision="bfloat16")
 
 
 def test_two_precisions():
-    with raises("C219"):
+    with raises("ConfigError: mixed_precision and mp_policy both set the precision"):
         hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy())
 
 
 def test_units_of_a_class_that_there_is_not():
-    with raises("C221"):
+    with raises("ConfigError: units names a class that no module of the model has"):
         hf.shard(llama(), units=["LlamaDecoder"])
 
 
 def test_a_size_that_is_none(tmp_path, fake_world):
     fake_world(1)
-    with raises("C217"):
+    with raises("ConfigError: max_shard_size is a number of bytes, or a text"):
         hf.save_pretrained(hf.shard(llama()), tmp_path / "out", max_shard_size="5 apples")
 
 
@@ -145,12 +145,12 @@ def test_a_size_that_is_none(tmp_path, fake_world):
 def test_a_mixin_after_the_trainer():
     import transformers
 
-    with raises("C253"):
+    with raises("ConfigError: Mine names ShardedTrainerMixin after the Trainer"):
         type("Mine", (transformers.Trainer, hf.ShardedTrainerMixin), {})
 
 
 def test_a_sharding_that_is_no_dictionary():
-    with raises("C254"):
+    with raises("ConfigError: sharding is a dictionary"):
         sharded_class()(sharding=True)
 
 
@@ -158,17 +158,17 @@ PROGRAMS = Programs()
 SECONDS = 240
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_two_ranks(run_clients, tmp_path, code):
-    assert_raised(code, run_clients(outcome, PROGRAMS[code], tmp_path, timeout=SECONDS))
+@pytest.mark.parametrize("words", PROGRAMS)
+def test_two_ranks(run_clients, tmp_path, words):
+    assert_raised(words, run_clients(outcome, PROGRAMS[words], tmp_path, timeout=SECONDS))
 
 
-@PROGRAMS.raise_("C218")
+@PROGRAMS.raise_("ConfigError: ShardedTrainerMixin shards the model")
 def a_trainer_that_is_told_to_shard_twice(rank: int, folder: Path) -> None:
     sharded_trainer(str(folder), fsdp=True, fsdp_config={"version": 2})
 
 
-@PROGRAMS.raise_("K172")
+@PROGRAMS.raise_("CheckpointError: A checkpoint of an unsharded Trainer holds whole optimizer state")
 def a_checkpoint_of_an_unsharded_trainer(rank: int, folder: Path) -> None:
     trainer = sharded_trainer(str(folder))
     trainer.create_optimizer()
@@ -179,7 +179,7 @@ def a_checkpoint_of_an_unsharded_trainer(rank: int, folder: Path) -> None:
 # Accelerate.
 
 
-@PROGRAMS.raise_("C208")
+@PROGRAMS.raise_("ConfigError: take_over needs an Accelerator as it was made")
 def taking_over_what_is_in_use(rank: int, folder: Path) -> None:
     from accelerate import Accelerator
 
@@ -188,20 +188,20 @@ def taking_over_what_is_in_use(rank: int, folder: Path) -> None:
     take_over(accelerator)
 
 
-@PROGRAMS.raise_("C209")
+@PROGRAMS.raise_("ConfigError: A sharded model is written as safetensors")
 def pickled_weights(rank: int, folder: Path) -> None:
     accelerator = FullshardAccelerator()
     accelerator.save_model(accelerator.prepare(two_layers()), folder, safe_serialization=False)
 
 
-@PROGRAMS.raise_("C210")
+@PROGRAMS.raise_("ConfigError: FullshardAccelerator shards in the place of DDP")
 def another_plugin(rank: int, folder: Path) -> None:
     from accelerate import FullyShardedDataParallelPlugin
 
     FullshardAccelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
-@PROGRAMS.raise_("C222")
+@PROGRAMS.raise_("ConfigError: An optimizer has stepped before the model was sharded")
 def an_optimizer_that_has_stepped(rank: int, folder: Path) -> None:
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -210,54 +210,24 @@ def an_optimizer_that_has_stepped(rank: int, folder: Path) -> None:
     FullshardAccelerator().prepare(model, optimizer)
 
 
-# Programs that adopt late.
-
-
-@PROGRAMS.raise_("P063")
-def adopting_after_a_name_was_kept(rank: int, folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fullshard.adopt()
-    assert fully_shard
-
-
-LEAVES_CLASSES = Programs()
-
-
-def test_two_ranks_of_their_own(run_clients, client_pools, tmp_path):
-    """P029, after which PyTorch's classes stay: no other test has these processes."""
-    told = run_clients(outcome, LEAVES_CLASSES["P029"], tmp_path, timeout=SECONDS)
-    client_pools.close()
-    assert all("code:      P029" in text for text in told), [text[:500] for text in told]
-
-
-@LEAVES_CLASSES.raise_("P029")
-def adopting_after_sharding(rank: int, folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(two_layers())
-    fullshard.adopt()
-    assert model
-
-
 # Programs that have adopted.
 
 ADOPTED = Programs()
 
 
-@pytest.mark.parametrize("code", ADOPTED)
-def test_two_ranks_that_have_adopted(run_adopted, tmp_path, code):
-    assert_raised(code, run_adopted(outcome, ADOPTED[code], tmp_path, timeout=SECONDS))
+@pytest.mark.parametrize("words", ADOPTED)
+def test_two_ranks_that_have_adopted(run_adopted, tmp_path, words):
+    assert_raised(words, run_adopted(outcome, ADOPTED[words], tmp_path, timeout=SECONDS))
 
 
-@ADOPTED.raise_("C133")
+@ADOPTED.raise_("PrivateNameError: This program uses")
 def a_private_name(rank: int, folder: Path) -> None:
     from torch.distributed.fsdp._runtime_utils import _post_forward
 
     assert _post_forward
 
 
-@ADOPTED.raise_("C134")
+@ADOPTED.raise_("PrivateNameError: FSDPMemTracker replaces private methods of")
 def a_tracker_of_private_methods(rank: int, folder: Path) -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 

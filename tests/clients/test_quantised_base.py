@@ -241,9 +241,8 @@ def test_adapters_are_merged_into_another_base(tmp_path):
 
     model = hf.shard(lora("nf4"))
     for merge in (model.merge_adapter, lambda: fullshard.save_safetensors(model, f"{tmp_path}/no", merge_lora=True)):
-        with pytest.raises(fullshard.FullshardError, match=r"QuantisedRows(.|\n)*merge them on one process") as caught:
+        with pytest.raises(fullshard.FullshardError, match=r"QuantisedRows(.|\n)*merge them on one process"):
             merge()
-        assert caught.value.code in ("C246", "K113")
     hf.save_pretrained(model, tmp_path)
     dist.barrier()
     whole = PeftModel.from_pretrained(llama(intermediate_size=24), tmp_path).merge_and_unload()

@@ -96,7 +96,7 @@ def test_an_order_of_one_rank_s_own(way: str, how: str) -> None:
 CASTS = {  # what is told
     "first": f"rank 0 {LEFT}",
     "second": f"rank 1 {LEFT}",
-    "soon": "rank 1: has replaced parameters by ones of another dtype",
+    "soon": "rank 1: has replaced parameters by parameters of a different dtype",
     "between forward and backward": f"rank 1 {LEFT}",
 }
 
@@ -143,7 +143,7 @@ class Adapted(nn.Module):
     ("when", "words"),
     [
         ("after a backward", "rank 1 left the order that all ranks share (at (root), step 4; ran the model's forward"),
-        ("after a forward", "rank 1: uses a model, or a part that was sharded since, for the first time"),
+        ("after a forward", "rank 1: uses a model, or a part of one that was sharded later, for the first time"),
     ],
 )
 @on_ranks
@@ -170,5 +170,5 @@ def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(way: str) -> N
     with pytest.raises(DivergenceError) as error:
         loss_of(model, rank, ALIKE if rank == 0 else (*ALIKE, UNITS - 1)).backward()
     told = str(error.value)
-    assert f"runs unit 'units.{UNITS - 1}'" in told and "has come to the end of unit '(root)'" in told
+    assert f"runs unit 'units.{UNITS - 1}'" in told and "has reached the end of unit '(root)'" in told
     assert_step_is_right(model)

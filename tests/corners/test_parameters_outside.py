@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.optim import outside
+from fullshard.optim import guard
 from ways import on_ranks
 
-pytestmark = pytest.mark.gloo("DDP needs a backend in C++, and parameters are looked at once a process")
+pytestmark = pytest.mark.gloo("it is said once a process")
 
 FORMS = ["fully_shard", "wrapper"]
 
@@ -49,33 +48,32 @@ def shard_blocks(model: Model, form: str) -> None:
 
 def told_at_steps(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str]:
     """What two steps warn of."""
-    with warnings.catch_warnings(record=True) as told, mock.patch.object(outside, "LOOKED", []):
+    with warnings.catch_warnings(record=True) as told, mock.patch.object(guard, "_warned", set()):
         warnings.simplefilter("always")
         for step in range(2):
             model(torch.tensor([dist.get_rank(), step])).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
-    return [str(one.message) for one in told if "code:      W032" in str(one.message)]
+            model.zero_grad()
+    return [str(one.message) for one in told if "parameters that no unit holds" in str(one.message)]
 
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def without_the_root(form: str, separately: bool) -> list[str]:
+def without_the_root(form: str, with_names: bool) -> list[str]:
     model = Model()
     shard_blocks(model, form)
-    apart = [model.embedding.weight, model.head.weight]
-    if separately:
-        return told_at_steps(model, SGD(model.blocks.parameters()), SGD(apart))
-    return told_at_steps(model, SGD(model.parameters()))
+    optimizers = [SGD(model.named_parameters() if with_names else model.parameters()) for _ in range(2)]
+    return told_at_steps(model, *optimizers)
 
 
 @on_ranks
 def test_a_root_that_was_forgotten_is_named_once() -> None:
-    for form, separately in itertools.product(FORMS, [False, True]):
-        (told,) = without_the_root(form, separately)
-        assert "embedding.weight, head.weight" in told, (form, separately)
+    for form, with_names in itertools.product(FORMS, [False, True]):
+        (told,) = without_the_root(form, with_names)
+        names = "embedding.weight, head.weight" if with_names else "of shape (8, 4), of shape (8, 4)"
+        assert f"parameter: {names}\n" in told, (form, with_names, told)
         assert "call fully_shard(model) on the whole model" in told
 
 
@@ -84,16 +82,11 @@ def hooked(model: Model) -> None:
     model.head.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
 
 
-def under_ddp(model: Any) -> None:
-    model.embedding, model.head = (DistributedDataParallel(part) for part in (model.embedding, model.head))
-
-
 AVERAGED: dict[str, Callable[[Any], object]] = {  # models of which everything is averaged, or said to be
     "all in units": fully_shard,
     "ignored": lambda model: fully_shard(model, ignored_params={model.embedding.weight, model.head.weight}),
     "hooks of the user's": hooked,
     "frozen": lambda model: [part.requires_grad_(False) for part in (model.embedding, model.head)],
-    "under DDP": under_ddp,
 }
 
 
@@ -114,19 +107,3 @@ def test_one_rank_drifts_from_nobody(fake_world):
     model = Model()
     shard_blocks(model, "fully_shard")
     assert told_at_steps(model, SGD(model.parameters())) == []
-
-
-def unfinished(how: str) -> object:
-    """Something that keeps a module alive whose `nn.Module.__init__` has not run."""
-    if how == "made by __new__":
-        return nn.Linear.__new__(nn.Linear)
-    with pytest.raises(fullshard.ConfigError) as refused:
-        fullshard.FullyShardedDataParallel(nn.Linear(4, 4), process_group=(1, 2))
-    return refused  # its traceback holds the wrapper
-
-
-@pytest.mark.parametrize("how", ["made by __new__", "refused by the wrapper"])
-def test_modules_that_were_never_finished_are_passed_over(fake_world, how):
-    fake_world(2)
-    kept = unfinished(how)
-    assert len(without_the_root("fully_shard", separately=False)) == 1, kept

@@ -35,9 +35,9 @@ def check_gradients(model: nn.Module, micros: Iterable[int], reference: nn.Modul
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def refused(code: str, call: Callable[[], object]) -> None:
+def refused(words: str, call: Callable[[], object]) -> None:
     """With a RuntimeError, as PyTorch's does."""
-    with pytest.raises(RuntimeError, match=code) as error:
+    with pytest.raises(RuntimeError, match=words) as error:
         call()
     assert isinstance(error.value, PhaseError)
 
@@ -103,8 +103,8 @@ def test_when_a_reduction_is_refused() -> None:
         told.append("forward")
 
     def ask_in_backward(*_: Any) -> None:
-        refused("P346", lambda: model.set_manual_backward_finalization(False))
-        refused("P042", model.finalize_backward)
+        refused("within an iteration whose backward has begun", lambda: model.set_manual_backward_finalization(False))
+        refused("cannot be reduced while the model runs", model.finalize_backward)
         model.set_manual_backward_finalization(True)  # as it is
         told.append("backward")
 
@@ -116,31 +116,31 @@ def test_when_a_reduction_is_refused() -> None:
     model.zero_grad()
     model.set_requires_gradient_sync(False)
     backward(model)
-    refused("P347", model.finalize_backward)
-    refused("P348", model[0].finalize_backward)
-    refused("P348", lambda: model[0].set_manual_backward_finalization(True))
+    refused("needs manual finalization", model.finalize_backward)
+    refused("is for the root unit", model[0].finalize_backward)
+    refused("is for the root unit", lambda: model[0].set_manual_backward_finalization(True))
     model.set_manual_backward_finalization(True)
     handle = model[0].register_full_backward_pre_hook(ask_in_backward)
     backward(model)
     handle.remove()
     assert told == ["forward", "backward"]
-    refused("P346", lambda: model.set_manual_backward_finalization(False))
+    refused("within an iteration whose backward has begun", lambda: model.set_manual_backward_finalization(False))
     model.set_requires_gradient_sync(True)
     later = model(batch(0, dist.get_rank())).square().mean()
     handle = model.finalize_backward(async_op=True)
-    refused("P345", later.backward)  # its forward was before
-    refused("P345", lambda: model(batch(0, 0)))
-    refused("P345", lambda: model[0](batch(0, 0)))
-    refused("P345", model.finalize_backward)
-    refused("P346", lambda: model.set_manual_backward_finalization(False))
+    refused("was not waited for", later.backward)  # its forward was before
+    refused("was not waited for", lambda: model(batch(0, 0)))
+    refused("was not waited for", lambda: model[0](batch(0, 0)))
+    refused("was not waited for", model.finalize_backward)
+    refused("within an iteration whose backward has begun", lambda: model.set_manual_backward_finalization(False))
     handle.wait()
     check_gradients(model, [0, 0])
     model.zero_grad()
     no_sync(model, 0)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    refused("P343", handle.wait)
-    refused("P343", handle.wait)
+    refused("dropped before it was waited for", handle.wait)
+    refused("dropped before it was waited for", handle.wait)
     model.zero_grad()
     backward(model)
     model.finalize_backward()
@@ -168,10 +168,10 @@ def test_a_reset_drops_the_iteration_that_was_not_finalized() -> None:
         model.finalize_backward()
         check_gradients(model, [0])
     backward(model)  # added to what was finalized
-    refused("P417", model.reset_iter_state)
+    refused("added to older ones", model.reset_iter_state)
     model.zero_grad()
     handle = model[0].register_forward_hook(lambda *_: model.reset_iter_state())
-    refused("P416", lambda: backward(model))
+    refused("called while the model runs", lambda: backward(model))
     handle.remove()
     backward(model)
     model.finalize_backward()
@@ -188,8 +188,8 @@ def test_roots_that_share_a_context_wait_for_each_other() -> None:
         model.set_manual_backward_finalization(True)
         no_sync(model, 0)
     handle = one.finalize_backward(async_op=True)
-    refused("P345", two.finalize_backward)
-    refused("P345", lambda: two(batch(0, 0)))
+    refused("was not waited for", two.finalize_backward)
+    refused("was not waited for", lambda: two(batch(0, 0)))
     handle.wait()
     two.finalize_backward()
     check_gradients(one, [0]), check_gradients(two, [0])
@@ -201,7 +201,7 @@ def test_replicas_are_not_left_apart() -> None:
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     backward(model)
-    refused("P344", model.finalize_backward)
+    refused("cannot leave gradients that differ between replicas", model.finalize_backward)
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     check_gradients(model, [0])

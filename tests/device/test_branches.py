@@ -32,11 +32,10 @@ BY_TYPE = {
     "comm/lanes.py: page_lock": "CUDA's own call; entered below",
     "comm/objects.py: run": "who watches a wait, outside of steps; entered below",
     "insight/memory.py: _host_bytes": "a report",
-    "insight/verify/apart.py: exact": "a report",
-    "insight/verify/generators.py: restore": "random numbers of a report",
+    "insight/verify/compare.py: exact": "a report",
+    "insight/verify/session.py: restore_generators": "random numbers of a report",
     "insight/verify/session.py: _device": "a report",
     "insight/verify/whole.py: _of_all": "a report",
-    "integrations/adopted/lightning.py: check": "a refusal",
     "mesh/axes.py: _device": "which device of its type",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
     "store/read.py: _fill": "whether a file is read straight into a tensor",
@@ -210,4 +209,4 @@ def test_a_module_on_the_host_that_computes_elsewhere_is_warned_of() -> None:
         arguments = mock.Mock(axes=mock.Mock(device=torch.device(kind)), ignored={id(one) for one in ignored})
         with mock.patch("warnings.warn") as warned:
             warn_of_host(module, arguments)
-        assert ["W007" in call.args[0] for call in warned.mock_calls] == [True] * count
+        assert ["its values are copied there" in call.args[0] for call in warned.mock_calls] == [True] * count

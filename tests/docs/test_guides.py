@@ -1,7 +1,7 @@
 """The pages say what is so: their programs run, what they print is what they show, links lead somewhere.
 
 Pages of docs/ and README.md are programs on two ranks (`WHOLE`); docs/adopt.md and docs/clients are run by
-tests/clients, docs/errors.md by tests/errors.
+tests/clients, docs/errors.md by tests/test_topics.py.
 docs/guides/run.py says how a page is read.
 """
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.gloo("each program begins its own group")
 
 BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
-BY_ERRORS = {"docs/errors.md"}
+BY_ERRORS = {"docs/errors.md", "src/fullshard/cli/errors.md"}
 WHOLE = [
     page
     for page in pages.pages()

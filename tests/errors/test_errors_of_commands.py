@@ -16,7 +16,7 @@ from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, 
 from fullshard.watcher import rank as rank_module
 from fullshard.watcher import start
 from fullshard.watcher.rank import Rank
-from raising import assert_raises, put, raises, two_layers, warns
+from raising import assert_raises, put, raises, reads, two_layers, warns, words_of
 from stores import Store
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
@@ -34,71 +34,91 @@ def script(folder: Path, text: str) -> str:
     return f"{folder / 'train.py'}:check"
 
 
-CALLS = {
-    "C123": lambda: verify(model_fn=None),
-    "C124": lambda: verify(train_step_fn="step"),
-    "C125": (lambda: verify(steps=0), "steps"),
-    "C126": lambda: verify(reduction="max"),
-    "C127": (lambda: verify(reduction="tokens"), "tokens_fn"),
-    "C128": lambda: verify(train_step_fn=lambda model, optimizer, batches: None, no_sync=True),
-    "C118": (lambda: verify(initial="random"), "initial"),
-    "C116": lambda: verify(modules=["0"], max_norm=1.0),
-    "C130": lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0),
-    "C119": lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()),
+CALLS = [
+    (lambda: verify(model_fn=None), "ConfigError: verify: model_fn must be callable, got None"),
+    (lambda: verify(train_step_fn="step"), "ConfigError: verify: train_step_fn must be callable, got"),
+    (lambda: verify(steps=0), "ConfigError: verify: steps must be an int of at least 1, got 0"),
+    (lambda: verify(reduction="max"), 'ConfigError: verify: reduction must be "mean", "sum" or "tokens", got'),
+    (lambda: verify(reduction="tokens"), 'ConfigError: verify: reduction="tokens" and ... tokens_fn'),
+    (
+        lambda: verify(train_step_fn=lambda model, optimizer, batches: None, no_sync=True),
+        "ConfigError: verify: no_sync is for",
+    ),
+    (lambda: verify(initial="random"), 'ConfigError: initial must be "compare" or "copy"'),
+    (lambda: verify(modules=["0"], max_norm=1.0), "ConfigError: verify: max_norm needs the gradients of the whole"),
+    (lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0), "ConfigError: tokens_fn gave negative numbers, or"),
+    (lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()), "ConfigError: verify could not begin"),
     # What commands and `watch` are given.
-    "C077": (lambda: "train.py", function_at, "is not SCRIPT-OR-MODULE:FUNCTION"),
-    "C078": lambda: function_at("no.such.module:check"),
-    "C203": lambda: fullshard.watch(limit=0),
-    "C204": lambda: fullshard.watch(enabled="yes"),
-    "C205": lambda: fullshard.watch(folder=""),
-    # Layouts, planned without tensors.
-    "L001": lambda: plan_rows([WEIGHT], 0, 4, 1024),
-    "L006": lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
-    "L007": lambda: plan_owner([WEIGHT], 0, 4),
-    "L003": lambda: plan_rows([replace(WEIGHT, dim=2)], 2, 4, 1024),
-    "L008": (
+    (lambda: "train.py", function_at, "ConfigError: 'train.py' is not SCRIPT-OR-MODULE:FUNCTION"),
+    (lambda: function_at("no.such.module:check"), "ConfigError: no.such.module cannot be imported"),
+    (lambda: fullshard.watch(limit=0), "ConfigError: watch() takes limit in seconds"),
+    (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) must be True or False"),
+    (lambda: fullshard.watch(folder=""), "ConfigError: watch() takes the path of a folder, which is"),
+    # Layouts, planned without tensors: what they assert of themselves, and of who plans them.
+    (lambda: plan_rows([WEIGHT], 0, 4, 1024), "AssertionError: no layout for 0 ranks, aligned to 4"),
+    (
+        lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
+        "AssertionError: no layout for 0 ranks, aligned to 4",
+    ),
+    (lambda: plan_owner([WEIGHT], 0, 4), "AssertionError: no layout for 0 ranks, aligned to 4"),
+    (lambda: plan_rows([replace(WEIGHT, dim=2)], 2, 4, 1024), "LayoutError: parameter weight has shape (4, 4): there"),
+    (
         lambda: plan_flat([WEIGHT, BIAS], 2, 4),
         lambda layout: replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8))),
+        "AssertionError: parameters weight and bias overlap in the full bucket",
     ),
-    "L009": lambda: replace(plan_flat([WEIGHT], 2, 4), full_numel=8),
-    "L010": (
+    (
+        lambda: replace(plan_flat([WEIGHT], 2, 4), full_numel=8),
+        "AssertionError: parameter weight ends at 16",
+    ),
+    (
         lambda: plan_flat([WEIGHT], 2, 4),
         lambda layout: replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32),
+        "AssertionError: parameter weight begins at 2, not a multiple of 4",
     ),
     # A rank and its watcher.
-    "D016": (Rank, lambda rank: rank.condemn("Rank 1 has ended (killed by signal 9)."), lambda rank: rank.record(0)),
-}
-FOLDERS = {
-    "C079": (lambda f: function_at(script(f, "pass")), "no function 'check'"),
-    "C080": (lambda f: function_at(f"{f / 'train.py'}:check"), "no file"),
-    "C104": lambda f: doctor(f / "reports"),
-    "C105": (put("stuck-1.json", "{"), lambda f: doctor(f / "stuck-1.json")),
-    "C106": doctor,
-    "C206": (put("reports"), lambda f: fullshard.watch(folder=f / "reports")),
-}
-COMMANDS = {
-    "C081": lambda f: ["verify", script(f, "def check(): raise KeyError('lr')")],
-    "C082": lambda f: ["verify", script(f, "def check(): return 1")],
-    "C083": lambda f: ["verify", script(f, "def check(): return {'model': 1}")],
-    "C207": lambda f: ["explain", "C999"],
-}
+    (
+        Rank,
+        lambda rank: rank.condemn("Rank 1 has ended (killed by signal 9)."),
+        lambda rank: rank.record(0),
+        "DivergenceError: Rank 1 has ended (killed by signal 9)",
+    ),
+]
+FOLDERS = [
+    (lambda f: function_at(script(f, "pass")), "ConfigError: there is no function 'check' in"),
+    (lambda f: function_at(f"{f / 'train.py'}:check"), "ConfigError: there is no file"),
+    (lambda f: doctor(f / "reports"), "ConfigError: there is no file or folder"),
+    (put("stuck-1.json", "{"), lambda f: doctor(f / "stuck-1.json"), "ConfigError: cannot be read: it ends in the"),
+    (doctor, "ConfigError: there is neither a"),
+    (
+        put("reports"),
+        lambda f: fullshard.watch(folder=f / "reports"),
+        "ConfigError: watch() takes the path of a folder, which is ... the file",
+    ),
+]
+COMMANDS = [
+    (lambda f: ["verify", script(f, "def check(): raise KeyError('lr')")], "ConfigError: raised KeyError at"),
+    (lambda f: ["verify", script(f, "def check(): return 1")], "ConfigError: must return a dictionary of"),
+    (lambda f: ["verify", script(f, "def check(): return {'model': 1}")], "ConfigError: returned arguments that"),
+]
 
 
-@pytest.mark.parametrize("code", CALLS)
-def test_calls(code):
-    assert_raises(code, CALLS[code])
+@pytest.mark.parametrize("row", CALLS, ids=words_of)
+def test_calls(row):
+    assert_raises(row)
 
 
-@pytest.mark.parametrize("code", FOLDERS)
-def test_in_a_folder(tmp_path, code):
-    assert_raises(code, FOLDERS[code], tmp_path)
+@pytest.mark.parametrize("row", FOLDERS, ids=words_of)
+def test_in_a_folder(tmp_path, row):
+    assert_raises(row, tmp_path)
 
 
-@pytest.mark.parametrize("code", COMMANDS)
-def test_commands(tmp_path, capsys, code):
+@pytest.mark.parametrize("row", COMMANDS, ids=words_of)
+def test_commands(tmp_path, capsys, row):
     """The command says this, and nothing after it."""
-    assert main(COMMANDS[code](tmp_path)) == 2
-    assert capsys.readouterr().err.split()[-2:] == ["code:", code]
+    arguments, words = row
+    assert main(arguments(tmp_path)) == 2
+    assert reads(capsys.readouterr().err.replace("fullshard", "ConfigError", 1), words)
 
 
 # What `verify` quotes of what it was given.
@@ -111,19 +131,23 @@ def on_meta() -> torch.nn.Module:
 
 
 ONLY = two_layers()
-QUOTED = {
-    "C117": {"modules": ["layers.7"]},
-    "C122": {"shard_fn": lambda model: 1},
-    "C129": {"optimizer_fn": lambda model: 1},
-    "C131": {"model_fn": lambda: ONLY},
-    "C132": {"model_fn": on_meta, "shard_fn": lambda model: fullshard.fully_shard(two_layers())},
-}
+QUOTED = [
+    ({"modules": ["layers.7"]}, "modules= names what the model does not have"),
+    ({"shard_fn": lambda model: 1}, "shard_fn must return a module, or a module and its optimizer"),
+    ({"optimizer_fn": lambda model: 1}, "verify: optimizer_fn must return an optimizer or a list of them"),
+    ({"model_fn": lambda: ONLY}, "model_fn must make a new module at each call"),
+    (
+        {"model_fn": on_meta, "shard_fn": lambda model: fullshard.fully_shard(two_layers())},
+        "model_fn gave parameters on the meta device",
+    ),
+]
 
 
-@pytest.mark.parametrize("code", QUOTED)
-def test_what_verify_quotes(code):
-    with raises("C119", quoting=code):
-        verify(**QUOTED[code])
+@pytest.mark.parametrize("row", QUOTED, ids=words_of)
+def test_what_verify_quotes(row):
+    functions, words = row
+    with raises(f"ConfigError: verify could not begin ... {words}"):
+        verify(**functions)
 
 
 # A rank and its watcher.
@@ -133,7 +157,7 @@ def test_a_watcher_that_cannot_be_started():
     def refuse() -> None:
         raise OSError("no more descriptors")
 
-    with warns("W015"):
+    with warns("UserWarning: no watcher could be started (no more descriptors)"):
         start(Rank(), 0, 2, 60.0, refuse)
 
 
@@ -141,6 +165,6 @@ def test_a_rank_that_went_without_a_word(monkeypatch):
     rank = Rank()
     start(rank, 0, 2, 60.0, Store)
     monkeypatch.setattr(rank_module, "_EXPLAINED", 0.1)
-    with raises("D015"):
+    with raises("DivergenceError: a connection to another rank broke (Connection closed by peer)"):
         raise rank.explain(RuntimeError("Connection closed by peer"))
-    rank.watcher.end(says_so=False)
+    rank.watcher.end(announce=False)

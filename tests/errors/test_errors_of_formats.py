@@ -22,11 +22,11 @@ from forged import save_small
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.exchange.inspect import inspect
 from fullshard.store.formats import pickled
-from fullshard.store.formats.dcp import DcpSink, DcpSource
 from fullshard.store.formats.deepspeed import DeepSpeedSource
+from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.source import Entry
-from raising import assert_raises, put, raises, two_layers
+from raising import assert_raises, put, raises, two_layers, words_of
 
 ENTRIES = {"model.weight": Entry((4,), torch.float32)}
 SAVING = "step-00000100.saving-1a2b"
@@ -45,29 +45,55 @@ def saved(content: object, **how: Any) -> Callable[[Path], None]:
 
 WHOLE = two_layers().state_dict()
 OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
-ASKED = {
-    "C088": lambda f: converted(f, dtype=torch.int8),
-    "C089": lambda f: converted(f, to="deepspeed"),
-    "K020": lambda f: fullshard.convert(f / "a", f),
-    "K021": lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"),
-    "K023": (saved(WHOLE), lambda f: fullshard.convert(f / "a", f / ("b" * 300))),
-    "K024": (saved({"optimizer": OPTIMIZER, "step": 8}), lambda f: converted(f, model_only=True)),
-    "K026": (lambda f: (f / SAVING).mkdir(), lambda f: fullshard.convert(f / SAVING, f / "b.safetensors")),
-    "K029": (put("manifest.json", "{}"), lambda f: fullshard.convert(f / "manifest.json", f / "b.safetensors")),
-    "K035": (lambda f: (f / "a" / ".metadata").mkdir(parents=True), lambda f: inspect(f / "a")),
-    "K036": lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"),
+ASKED = [
+    (lambda f: converted(f, dtype=torch.int8), "ConfigError: Weights can only be cast to a floating-point dtype"),
+    (lambda f: converted(f, to="deepspeed"), "ConfigError: Cannot write the format"),
+    (lambda f: fullshard.convert(f / "a", f), "CheckpointError: already exists, and is not overwritten"),
+    (lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"), "CheckpointError: does not exist ... create it first"),
+    (saved(WHOLE), lambda f: fullshard.convert(f / "a", f / ("b" * 300)), "CheckpointError: cannot be written"),
+    (
+        saved({"optimizer": OPTIMIZER, "step": 8}),
+        lambda f: converted(f, model_only=True),
+        "CheckpointError: The checkpoint contains no model",
+    ),
+    (
+        lambda f: (f / SAVING).mkdir(),
+        lambda f: fullshard.convert(f / SAVING, f / "b.safetensors"),
+        "CheckpointError: is an incomplete checkpoint",
+    ),
+    (
+        put("manifest.json", "{}"),
+        lambda f: fullshard.convert(f / "manifest.json", f / "b.safetensors"),
+        "CheckpointError: is one file of a checkpoint",
+    ),
+    (
+        lambda f: (f / "a" / "manifest.json").mkdir(parents=True),
+        lambda f: inspect(f / "a"),
+        "CheckpointError: has no complete checkpoint ... a folder with the files",
+    ),
+    (lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"), "CheckpointError: /proc/self/mem cannot be"),
     # Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor; and of DeepSpeed.
-    "K057": (save_small, lambda f: DcpSource(f).read("model.2.weight")),
-    "K058": lambda f: DcpSink(f, ENTRIES, {}),
-    "K059": lambda f: DcpSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
-    "K060": lambda f: DcpSink(f / "a", ENTRIES, {}).finish(),
-    "K062": DeepSpeedSource,
-}
+    (
+        save_small,
+        lambda f: CheckpointSource(f).read("model.2.weight"),
+        "CheckpointError: A checkpoint has no tensor of",
+    ),
+    (
+        lambda f: CheckpointSink(f, ENTRIES, {}),
+        "CheckpointError: There is something where a checkpoint is",
+    ),
+    (
+        lambda f: CheckpointSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
+        "CheckpointError: A tensor is not what was announced",
+    ),
+    (lambda f: CheckpointSink(f / "a", ENTRIES, {}).finish(), "CheckpointError: Not all tensors were written"),
+    (DeepSpeedSource, "CheckpointError: is no folder that DeepSpeed wrote"),
+]
 
 
-@pytest.mark.parametrize("code", ASKED)
-def test_what_is_asked_for(tmp_path, code):
-    assert_raises(code, ASKED[code], tmp_path)
+@pytest.mark.parametrize("row", ASKED, ids=words_of)
+def test_what_is_asked_for(tmp_path, row):
+    assert_raises(row, tmp_path)
 
 
 # What is there: FOLDER/a is made, and then converted.
@@ -124,46 +150,51 @@ def columns(folder: Path) -> None:
         torch.save({"model": {"weight": ones(ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"]), 4, 4)}}, file)
 
 
-WRONG: dict[str, Callable[[Path], object]] = {
-    "K025": lambda f: None,
-    "K027": saved(WHOLE, _use_new_zipfile_serialization=False),
-    "K028": put("a"),
-    "K030": put("a", "nothing of a model"),
-    "K031": lambda f: (f / "a").mkdir(),
-    "K032": put("a/__0_0.distcp"),  # without .metadata, which is written last
-    "K033": lambda f: (f / "a" / SAVING).mkdir(parents=True),
-    "K034": put("a/notes.txt"),
-    "K051": truncated,
-    "K054": too_short,
-    "K056": lambda f: (f / "a" / ".metadata").mkdir(parents=True),
-    "K075": whole_models,
-    "K077": lambda f: parts(f, more=2),
-    "K078": columns,
-    "K083": lambda f: archive(f / "a", b"(iposix\nsystem\n."),
-    "K085": no_storage,
-    "K104": saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}),
-    "K105": lambda f: parts(f, key="average"),
-    "K107": saved(["nothing", "of", "a", "model"]),
-}
+WRONG: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: None, "CheckpointError: does not exist"),
+    (saved(WHOLE, _use_new_zipfile_serialization=False), "CheckpointError: is in the format of torch.save"),
+    (put("a"), "CheckpointError: is empty"),
+    (put("a", "nothing of a model"), "CheckpointError: is not a checkpoint of a known format ... a file of torch.save"),
+    (lambda f: (f / "a").mkdir(), "CheckpointError: is empty"),
+    (put("a/rank-0.safetensors"), "CheckpointError: is an incomplete checkpoint: it has no manifest.json"),
+    (lambda f: (f / "a" / SAVING).mkdir(parents=True), "CheckpointError: has no complete checkpoint"),
+    (put("a/notes.txt"), "CheckpointError: is not a checkpoint of a known format ... notes.txt"),
+    (truncated, "CheckpointError: is no whole zip file (File is not a zip file)"),
+    (too_short, "CheckpointError: is truncated ... 1,001,536 bytes"),
+    (lambda f: (f / "a" / ".metadata").mkdir(parents=True), "CheckpointError: There is no checkpoint here"),
+    (whole_models, "CheckpointError: has 2 files of torch.save, none with parts of sharded tensors"),
+    (lambda f: parts(f, more=2), "CheckpointError: is of another checkpoint than the other files"),
+    (columns, "CheckpointError: a tensor is cut on another dim than the first"),
+    (lambda f: archive(f / "a", b"(iposix\nsystem\n."), "CheckpointError: its pickle does what no checkpoint does"),
+    (no_storage, "CheckpointError: it refers to something that is no"),
+    (saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}), "CheckpointError: the state of an optimizer is"),
+    (lambda f: parts(f, key="average"), "CheckpointError: a sharded tensor that is of no model or optimizer"),
+    (saved(["nothing", "of", "a", "model"]), "CheckpointError: holds no state dict"),
+]
 
 
-@pytest.mark.parametrize("code", WRONG)
-def test_what_cannot_be_converted(tmp_path, code):
-    WRONG[code](tmp_path)
-    with raises(code):
+@pytest.mark.parametrize("row", WRONG, ids=words_of)
+def test_what_cannot_be_converted(tmp_path, row):
+    prepare, words = row
+    prepare(tmp_path)
+    with raises(words):
         converted(tmp_path)
 
 
 def test_a_file_of_a_machine_of_another_byte_order(tmp_path, monkeypatch):
     saved(WHOLE)(tmp_path)
     monkeypatch.setattr(sys, "byteorder", "big")
-    with raises("K044"):
+    with raises("CheckpointError: was written on a machine of another byte order"):
         converted(tmp_path)
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     saved(WHOLE)(tmp_path)
-    with TorchFileSource(tmp_path / "a") as source, (tmp_path / "a").open("r+b") as file, raises("K159"):
+    with (
+        TorchFileSource(tmp_path / "a") as source,
+        (tmp_path / "a").open("r+b") as file,
+        raises("DamagedCheckpointError: A file of a checkpoint is truncated ... 64 bytes more"),
+    ):
         file.truncate(100)
         source.read("model.0.weight")
 
@@ -171,7 +202,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 def test_a_pickle_that_is_too_large(tmp_path, monkeypatch):
     saved(WHOLE)(tmp_path)
     monkeypatch.setattr(pickled, "LARGEST", 100)
-    with raises("K081"):
+    with raises("CheckpointError: its pickle is too large to be one of tensors"):
         converted(tmp_path)
 
 
@@ -192,20 +223,32 @@ def buffer_that_is_a_parameter(content: Content) -> None:
     content["module"][name] = torch.ones(3)
 
 
-CHANGED: dict[str, tuple[str, Callable[[Content], object]]] = {
-    "K069": ("optim", lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].append(torch.ones(3))),
-    "K071": ("model", frozen_of_another_size),
-    "K072": ("model", lambda content: content["module"].update({"more.weight": torch.ones(3)})),
-    "K073": ("model", lambda content: content["module"].update(dict.fromkeys(content["buffer_names"], 7))),
-    "K074": ("model", buffer_that_is_a_parameter),
-}
+CHANGED: list[tuple[str, Callable[[Content], object], str]] = [
+    (
+        "optim",
+        lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].append(torch.ones(3)),
+        "CheckpointError: has other groups of weights than of parameters",
+    ),
+    ("model", frozen_of_another_size, "CheckpointError: a part of a frozen parameter has another size"),
+    (
+        "model",
+        lambda content: content["module"].update({"more.weight": torch.ones(3)}),
+        "CheckpointError: does not say what a parameter is",
+    ),
+    (
+        "model",
+        lambda content: content["module"].update(dict.fromkeys(content["buffer_names"], 7)),
+        "CheckpointError: has something else in place of a tensor",
+    ),
+    ("model", buffer_that_is_a_parameter, "CheckpointError: says twice what a tensor is"),
+]
 
 
-@pytest.mark.parametrize("code", CHANGED)
-def test_a_file_of_deepspeed_that_was_changed(tmp_path, code):
+@pytest.mark.parametrize("row", CHANGED, ids=words_of)
+def test_a_file_of_deepspeed_that_was_changed(tmp_path, row):
     step = shutil.copytree(ZERO3, tmp_path / "zero3") / "global_step2"
-    kind, change = CHANGED[code]
+    kind, change, words = row
     (file,) = step.glob(f"*rank_0_*{kind}_states.pt")
     rewritten(file, change)
-    with raises(code):
+    with raises(words):
         fullshard.convert(step, tmp_path / "a.safetensors")

@@ -16,40 +16,52 @@ from fullshard import fully_shard
 from fullshard.agreement.log import Log
 from fullshard.api import whole
 from quantised import GatheredInt8
-from raising import Programs, assert_raised, outcome, sharded, two_layers, wrapped
+from raising import Programs, assert_raised, outcome, sharded, two_layers, words_of, wrapped
 
 pytestmark = pytest.mark.gloo("what happens when ranks differ is found by the watcher and told by gloo")
 
 ONE = torch.ones(1, 4)
 PROGRAMS = Programs()
-CALLS = {  # by each rank, with its number and a folder that both see
-    "C120": lambda rank, folder: verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1])),
-    "C121": lambda rank, folder: verified(DeviceMesh("cpu", [0])),
-    "D012": lambda rank, folder: fullshard.save(folder, sharded(), step=100 + rank),
-    "D013": lambda rank, folder: fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False))),
-    "K135": lambda rank, folder: fullshard.save(folder / f"machine-{rank}", sharded()),
-}
+CALLS = [  # by each rank, with its number and a folder that both see
+    (
+        lambda rank, folder: verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1])),
+        "ConfigError: data_mesh does not number the ranks",
+    ),
+    (lambda rank, folder: verified(DeviceMesh("cpu", [0])), "ConfigError: A rank is not part of the data_mesh that"),
+    (
+        lambda rank, folder: fullshard.save(folder, sharded(), step=100 + rank),
+        "DivergenceError: Ranks save different things: the step differs; nothing was written",
+    ),
+    (
+        lambda rank, folder: fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False))),
+        "DivergenceError: Ranks hold one tensor in different shapes or dtypes",
+    ),
+    (
+        lambda rank, folder: fullshard.save(folder / f"machine-{rank}", sharded()),
+        "CheckpointError: A rank cannot see the folder that rank 0 created",
+    ),
+]
 SECONDS = 30  # a hang is this
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_two_ranks(run_ranks, tmp_path, code):
-    assert_raised(code, run_ranks(outcome, PROGRAMS[code], tmp_path, timeout=SECONDS))
+@pytest.mark.parametrize("words", PROGRAMS)
+def test_two_ranks(run_ranks, tmp_path, words):
+    assert_raised(words, run_ranks(outcome, PROGRAMS[words], tmp_path, timeout=SECONDS))
 
 
-@pytest.mark.parametrize("code", CALLS)
-def test_calls(run_ranks, tmp_path, code):
-    assert_raised(code, run_ranks(called, code, tmp_path, timeout=SECONDS))
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=[words_of(row) for row in CALLS])
+def test_calls(run_ranks, tmp_path, number):
+    assert_raised(words_of(CALLS[number]), run_ranks(called, number, tmp_path, timeout=SECONDS))
 
 
-def called(code: str, folder: Path) -> str:
-    return outcome(CALLS[code], folder)
+def called(number: int, folder: Path) -> list[str]:
+    return outcome(CALLS[number][0], folder)
 
 
 # What ranks train.
 
 
-@PROGRAMS.raise_("D007")
+@PROGRAMS.raise_("DivergenceError: ranks start from different weights (compared at the first forward)")
 def weights_that_one_rank_loaded(rank: int, folder: Path) -> None:
     model = nn.Linear(4, 4)
     if rank == 0:
@@ -57,7 +69,7 @@ def weights_that_one_rank_loaded(rank: int, folder: Path) -> None:
     fully_shard(model)(ONE)
 
 
-@PROGRAMS.raise_("D006")
+@PROGRAMS.raise_("DivergenceError: optimizers did not step alike on all ranks")
 def other_learning_rates(rank: int, folder: Path) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
@@ -66,28 +78,28 @@ def other_learning_rates(rank: int, folder: Path) -> None:
         optimizer.step()
 
 
-@PROGRAMS.raise_("D004")
+@PROGRAMS.raise_("DivergenceError: ranks go on differently (step 0)")
 def a_forward_beside_a_backward(rank: int, folder: Path) -> None:
     model = sharded()
     loss = model(ONE).sum()
     loss.backward() if rank == 0 else model(ONE)
 
 
-@PROGRAMS.raise_("D005")
+@PROGRAMS.raise_("DivergenceError: ranks gathered or reduced different units, or in different orders")
 def units_that_others_did_not_reduce(rank: int, folder: Path) -> None:
     model = sharded()
     with mock.patch.object(Log, "fingerprint", lambda _: rank):  # as if this rank had issued something else
         model(ONE).sum().backward()
 
 
-@PROGRAMS.raise_("D010")
+@PROGRAMS.raise_("DivergenceError: Ranks called set_token_count with different numbers of")
 def other_numbers_of_micro_batches(rank: int, folder: Path) -> None:
     model = sharded(reduction="tokens")
     fullshard.set_token_count(model, [8] * (1 + rank))
     model(ONE).sum().backward()
 
 
-@PROGRAMS.raise_("C044")
+@PROGRAMS.raise_("ConfigError: join: a rank has no batch at all, so it has none to repeat")
 def no_batch_at_all(rank: int, folder: Path) -> None:
     model = sharded()
     for batch in fullshard.join(model, [ONE] if rank == 0 else []):
@@ -101,7 +113,7 @@ class Uneven(GatheredInt8):
         return (torch.ones(3 + dist.get_rank(), 4),), None
 
 
-@PROGRAMS.raise_("D009")
+@PROGRAMS.raise_("DivergenceError: fsdp_pre_all_gather sends what cannot be gathered")
 def rows_that_are_neither_alike_nor_chunks(rank: int, folder: Path) -> None:
     layer = nn.Linear(4, 5, bias=False)
     layer.weight = nn.Parameter(Uneven(layer.weight.detach()))
@@ -120,7 +132,7 @@ class Repeats(nn.Sequential):
         return x
 
 
-@PROGRAMS.raise_("D002")
+@PROGRAMS.raise_("DivergenceError: Unit '1' runs at another place")
 def a_layer_that_runs_once_more(rank: int, folder: Path) -> None:
     model = Repeats(*two_layers())
     for layer in model:
@@ -134,7 +146,7 @@ def a_layer_that_runs_once_more(rank: int, folder: Path) -> None:
 # What they save.
 
 
-@PROGRAMS.raise_("D008")
+@PROGRAMS.raise_("DivergenceError: Ranks' optimizers hold")
 def an_optimizer_of_fewer_parameters(rank: int, folder: Path) -> None:
     model = wrapped(use_orig_params=True)
     optimizer = torch.optim.Adam(list(model.parameters())[rank:])
@@ -149,13 +161,13 @@ def alone(rank: int) -> nn.Module:
     return fully_shard(nn.Linear(4, 4), mesh=meshes[rank])
 
 
-@PROGRAMS.raise_("D011")
+@PROGRAMS.raise_("DivergenceError: Ranks hold different tensors under one name; nothing was written")
 def models_of_their_own(rank: int, folder: Path) -> None:
     torch.manual_seed(rank)
     fullshard.save(folder, alone(rank))
 
 
-@PROGRAMS.raise_("D017")
+@PROGRAMS.raise_("DivergenceError: Ranks read different checkpoints; nothing was loaded")
 def folders_of_two_checkpoints(rank: int, folder: Path) -> None:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     torch.manual_seed(rank)
@@ -163,7 +175,7 @@ def folders_of_two_checkpoints(rank: int, folder: Path) -> None:
     fullshard.load(folder / f"disk-{rank}", nn.Linear(2, 2))
 
 
-@PROGRAMS.raise_("D018")
+@PROGRAMS.raise_("DivergenceError: Ranks ask for different steps; nothing was loaded")
 def loading_other_steps(rank: int, folder: Path) -> None:
     model = sharded()
     for step in (1, 2):
@@ -171,7 +183,7 @@ def loading_other_steps(rank: int, folder: Path) -> None:
     fullshard.load(folder, model, step=1 + rank)
 
 
-@PROGRAMS.raise_("K134")
+@PROGRAMS.raise_("CheckpointError: The ranks that save do not hold every element of a tensor once")
 def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
     alone = dist.new_group([0])
     model = sharded()
@@ -179,11 +191,11 @@ def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
         fullshard.save(folder, model, process_group=alone)
 
 
-@PROGRAMS.raise_("K041")
+@PROGRAMS.raise_("CheckpointError: A save in the background failed ... rank 1: ")
 def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     def sees(where: fullshard.Folder, name: str) -> bool:
         if rank == 1:
-            (where.at(name) / "__1_0.distcp").mkdir()  # where its file is to be
+            (where.at(name) / "rank-1.safetensors").mkdir()  # where its file is to be
         return True
 
     with mock.patch.object(fullshard.Folder, "sees", sees):
@@ -191,7 +203,7 @@ def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     saving.wait()
 
 
-@PROGRAMS.raise_("W013")
+@PROGRAMS.raise_("UserWarning: The random generators were left as they are")
 def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
     model = sharded()
     torch.manual_seed(rank)
@@ -200,7 +212,7 @@ def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
     fullshard.load(folder, two_layers(), process_group=alone)
 
 
-@PROGRAMS.raise_("P060")
+@PROGRAMS.raise_("PhaseError: The loop over full_parameters was left before its end")
 def a_loop_that_is_left(rank: int, folder: Path) -> None:
     for _ in fullshard.full_parameters(sharded(), bucket_bytes=64):
         if rank == 0:
@@ -218,7 +230,7 @@ def verified(mesh: DeviceMesh) -> None:
 # Hugging Face's libraries ask one rank for what takes all.
 
 
-@PROGRAMS.raise_("P030")
+@PROGRAMS.raise_("PhaseError: save_pretrained of a sharded model gathers its weights")
 def weights_of_the_main_process_alone(rank: int, folder: Path) -> None:
     model = sharded()
     whole.PATIENCE = 0.5

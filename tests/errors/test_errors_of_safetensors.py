@@ -14,7 +14,7 @@ from torch import nn
 import fullshard
 from fullshard.store.formats import safetensors_header
 from fullshard.store.formats.safetensors_folder import SafetensorsSource
-from raising import assert_raises, put, raises, two_layers
+from raising import assert_raises, put, raises, two_layers, words_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -74,53 +74,77 @@ def write_a_long_index(folder: Path) -> None:
         file.truncate(10**9)
 
 
-FOLDERS = {
-    "C187": (save, read_when_closed),
-    "C188": lambda f: save(f, max_file_bytes=0),
-    "C189": lambda _: list(fullshard.full_parameters(two_layers(), bucket_bytes=0)),
-    "C190": lambda f: save(f, dtype=torch.int8),
-    "C191": lambda f: save(f, adapter=True, merge_lora=True),
-    "C192": lambda f: load(f, adapter=True, base=True),
-    "C193": lambda _: list(fullshard.full_parameters(two_layers(), merge_lora=True)),
-    "K086": (save, put(f"out/{INDEX}", "{}"), load),
-    "K087": load,
-    "K088": (write_a_long_index, load),
-    "K089": (put(INDEX, "{}"), load),
-    "K090": (put(INDEX, index("../secret.safetensors")), load),
-    "K091": (put(INDEX, index("model-00001-of-00002.safetensors")), load),
-    "K094": (put("notes.txt", "mine"), lambda f: fullshard.save_safetensors(two_layers(), f)),
-    "K100": (put("model.safetensors", b"not a header"), load),
-    "K101": lambda f: fullshard.save_safetensors(of_complex_numbers(), f / "out"),
-    "K115": (save, lambda f: load(f, tied())),
-    "K116": (save, lambda f: load(f, nn.Linear(4, 4))),
+FOLDERS = [
+    (save, read_when_closed, "ConfigError: A safetensors file was closed and then read"),
+    (lambda f: save(f, max_file_bytes=0), "ConfigError: max_file_bytes must be a positive number of bytes"),
+    (
+        lambda _: list(fullshard.full_parameters(two_layers(), bucket_bytes=0)),
+        "ConfigError: bucket_bytes must be a positive number of bytes",
+    ),
+    (lambda f: save(f, dtype=torch.int8), "ConfigError: dtype must be a floating-point dtype, or None"),
+    (lambda f: save(f, adapter=True, merge_lora=True), "ConfigError: adapter and merge_lora exclude each other"),
+    (lambda f: load(f, adapter=True, base=True), "ConfigError: adapter and base exclude each other: files hold one or"),
+    (
+        lambda _: list(fullshard.full_parameters(two_layers(), merge_lora=True)),
+        "ConfigError: merge_lora: the model has no LoRA adapter",
+    ),
+    (save, put(f"out/{INDEX}", "{}"), load, "CheckpointError: A folder holds two models"),
+    (load, "CheckpointError: There are no safetensors files of that name"),
+    (write_a_long_index, load, "DamagedCheckpointError: An index of safetensors files is longer than any can be"),
+    (put(INDEX, "{}"), load, "DamagedCheckpointError: An index of safetensors files is damaged"),
+    (put(INDEX, index("../secret.safetensors")), load, "CheckpointError: A checkpoint names a file outside of its"),
+    (
+        put(INDEX, index("model-00001-of-00002.safetensors")),
+        load,
+        "DamagedCheckpointError: A checkpoint names a file that is not there",
+    ),
+    (
+        put("notes.txt", "mine"),
+        lambda f: fullshard.save_safetensors(two_layers(), f),
+        "CheckpointError: The folder to write to is there already, and is not empty",
+    ),
+    (put("model.safetensors", b"not a header"), load, "DamagedCheckpointError: A safetensors file is damaged, or is"),
+    (
+        lambda f: fullshard.save_safetensors(of_complex_numbers(), f / "out"),
+        "CheckpointError: A tensor is of a dtype that safetensors files do not have",
+    ),
+    (save, lambda f: load(f, tied()), "CheckpointError: A parameter is tied in the model"),
+    (save, lambda f: load(f, nn.Linear(4, 4)), "CheckpointError: Safetensors files do not fit the model: names differ"),
     # Adapters.
-    "C182": (lambda _: adapted(), lambda f: save(f, adapter=True)),
-    "C183": lambda f: save_adapter(f, two_adapters()),
-    "C184": lambda f: save_adapter(f, adapted(), "french"),
-    "C194": lambda _: list(fullshard.full_parameters(adapted(use_dora=True), merge_lora=True)),
-    "K039": lambda f: load(f, adapted(), adapter=True),
-    "K040": (lambda f: save_adapter(f, adapted(r=4)), lambda f: load(f, adapted(), adapter=True)),
-}
+    (lambda _: adapted(), lambda f: save(f, adapter=True), "ConfigError: The model has no adapter of ... Sequential"),
+    (lambda f: save_adapter(f, two_adapters()), "ConfigError: adapter=True needs one active adapter"),
+    (lambda f: save_adapter(f, adapted(), "french"), "ConfigError: The model has no adapter of this name"),
+    (
+        lambda _: list(fullshard.full_parameters(adapted(use_dora=True), merge_lora=True)),
+        "ConfigError: merge_lora: an adapter cannot be merged tensor by tensor",
+    ),
+    (lambda f: load(f, adapted(), adapter=True), "CheckpointError: A folder holds no adapter of"),
+    (
+        lambda f: save_adapter(f, adapted(r=4)),
+        lambda f: load(f, adapted(), adapter=True),
+        "CheckpointError: An adapter in a folder was made with another setting than the",
+    ),
+]
 
 
-@pytest.mark.parametrize("code", FOLDERS)
-def test_in_a_folder(tmp_path, code):
-    assert_raises(code, FOLDERS[code], tmp_path)
+@pytest.mark.parametrize("row", FOLDERS, ids=words_of)
+def test_in_a_folder(tmp_path, row):
+    assert_raises(row, tmp_path)
 
 
 def test_adapters_without_peft(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with raises("C181"):
+    with raises("ConfigError: Adapters are saved and loaded in"):
         save(tmp_path, adapter=True)
 
 
 def test_a_disk_that_is_too_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
-    with raises("K093"):
+    with raises("CheckpointError: There is not enough room for what is to be written"):
         save(tmp_path)
 
 
 def test_more_names_than_a_file_can_have(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_header, "MOST_BYTES", 100)
-    with raises("K102"):
+    with raises("CheckpointError: The header of a safetensors file would be longer than readers take"):
         save(tmp_path)

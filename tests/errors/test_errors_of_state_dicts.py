@@ -12,7 +12,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
-from raising import assert_raises, nested, run, sharded, two_layers, wrapped
+from raising import assert_raises, nested, run, sharded, two_layers, words_of, wrapped
 
 FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -62,34 +62,85 @@ def loaded(change: Any) -> None:
     FSDP.optim_state_dict_to_load(model, optimizer, {"state": state, "param_groups": groups})
 
 
-CALLS = {
-    "C075": lambda: get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other")),
-    "C076": lambda: set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True)),
-    "K001": lambda: FSDP.set_state_dict_type(wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()),
-    "K002": (
+CALLS = [
+    (
+        lambda: get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other")),
+        "ConfigError: dsd_fqn_modifiers has no meaning for models that Fullshard shards",
+    ),
+    (
+        lambda: set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True)),
+        "ConfigError: full_state_dict must be True when broadcast_from_rank0 is True",
+    ),
+    (
+        lambda: FSDP.set_state_dict_type(wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()),
+        "CheckpointError: Expected state_dict_config of type FullStateDictConfig but got",
+    ),
+    (
         nested,
         lambda m: FSDP.set_state_dict_type(m.module[0], StateDictType.SHARDED_STATE_DICT),
         FSDP.get_state_dict_type,
+        "CheckpointError: instances in this module have different state dict types",
     ),
-    "K003": lambda: FSDP.get_state_dict_type(nn.Linear(4, 4)),
-    "K004": lambda: FSDP.rekey_optim_state_dict({"state": {7: {}}}, OptimStateKeyType.PARAM_NAME, two_layers()),
-    "K005": (two_layers, lambda m: FSDP.optim_state_dict(m, sgd(m))),
-    "K006": (wrapped, lambda m: fullshard.optimizer_state_dict(m, adam(m)), "optim_state_dict"),
-    "K007": (sharded, lambda m: set_optimizer_state_dict(m, sgd(m), {}, options=FROM_0)),
-    "K008": (lambda: wrapped(use_orig_params=True), lambda m: get_model_state_dict(m.module[0])),
-    "K010": (state_of_rows, lambda both: FSDP.optim_state_dict(*both)),
-    "K011": (lambda: flat(sharding_strategy=ShardingStrategy.NO_SHARD), lambda m: m.state_dict()),
-    "K012": lambda: loaded(lambda state: state.pop("bias")),
-    "K013": lambda: loaded(lambda state: state["bias"].pop("exp_avg")),
-    "K014": lambda: loaded(lambda state: state["bias"].update(step=torch.tensor(2.0))),
-    "K015": lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3))),
-    "K016": (wrapped, lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []})),
-    "K018": (flat, lambda m: m.load_state_dict(flat(nn.Linear(4, 4)).state_dict())),
-    "W003": (wrapped, lambda m: FSDP.sharded_optim_state_dict(m, sgd(m))),
-    "W004": (wrapped, lambda m: FSDP.full_optim_state_dict(m, sgd(m), optim_input=list(m.parameters()))),
-}
+    (lambda: FSDP.get_state_dict_type(nn.Linear(4, 4)), "CheckpointError: this module contains no"),
+    (
+        lambda: FSDP.rekey_optim_state_dict({"state": {7: {}}}, OptimStateKeyType.PARAM_NAME, two_layers()),
+        "CheckpointError: The optimizer state has a key that the optimizer does not",
+    ),
+    (two_layers, lambda m: FSDP.optim_state_dict(m, sgd(m)), "CheckpointError: this model contains no"),
+    (
+        wrapped,
+        lambda m: fullshard.optimizer_state_dict(m, adam(m)),
+        "CheckpointError: The model is wrapped by FullyShardedDataParallel ... optim_state_dict",
+    ),
+    (
+        sharded,
+        lambda m: set_optimizer_state_dict(m, sgd(m), {}, options=FROM_0),
+        "CheckpointError: rank 0 has no optimizer state dict to send to the others",
+    ),
+    (
+        lambda: wrapped(use_orig_params=True),
+        lambda m: get_model_state_dict(m.module[0]),
+        "CheckpointError: A module inside a FullyShardedDataParallel was given",
+    ),
+    (state_of_rows, lambda both: FSDP.optim_state_dict(*both), "CheckpointError: State 'rows' of the optimizer is"),
+    (
+        lambda: flat(sharding_strategy=ShardingStrategy.NO_SHARD),
+        lambda m: m.state_dict(),
+        "CheckpointError: LOCAL_STATE_DICT can only be used when parameters are flattened",
+    ),
+    (lambda: loaded(lambda state: state.pop("bias")), "MissingStateError: The optimizer state to load lacks a"),
+    (lambda: loaded(lambda state: state["bias"].pop("exp_avg")), "MissingStateError: The optimizer state to load of a"),
+    (
+        lambda: loaded(lambda state: state["bias"].update(step=torch.tensor(2.0))),
+        "CheckpointError: State 'step' differs between parameters of one ... 1.0, as weight",
+    ),
+    (
+        lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3))),
+        "CheckpointError: Values to load do not fit the model: a tensor has a different shape ... bias.exp_avg",
+    ),
+    (
+        wrapped,
+        lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []}),
+        "MissingStateError: What was given to load is not an optimizer state dict",
+    ),
+    (
+        flat,
+        lambda m: m.load_state_dict(flat(nn.Linear(4, 4)).state_dict()),
+        "CheckpointError: A LOCAL state dict fits only the same model",
+    ),
+    (
+        wrapped,
+        lambda m: FSDP.sharded_optim_state_dict(m, sgd(m)),
+        "FutureWarning: ``FullyShardedDataParallel.sharded_optim_state_dict`` is being",
+    ),
+    (
+        wrapped,
+        lambda m: FSDP.full_optim_state_dict(m, sgd(m), optim_input=list(m.parameters())),
+        "FutureWarning: The `optim_input` argument is deprecated",
+    ),
+]
 
 
-@pytest.mark.parametrize("code", CALLS)
-def test_calls(code):
-    assert_raises(code, CALLS[code])
+@pytest.mark.parametrize("row", CALLS, ids=words_of)
+def test_calls(row):
+    assert_raises(row)

@@ -16,7 +16,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm_hooks import DefaultState
 from fullshard.state_dict import get_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
-from raising import ONE, assert_raises, nested, raises, run, step, two_layers, warns, wrapped
+from raising import ONE, assert_raises, nested, raises, run, step, two_layers, warns, words_of, wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -63,89 +63,158 @@ def hook(m: FSDP) -> None:
 
 
 world = torch.distributed.distributed_c10d._get_default_group
-CALLS = {
-    "C049": lambda: FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))), auto_wrap_policy={nn.Linear}),
-    "C050": lambda: by_policy({"layout": "rows"}),
-    "C051": lambda: FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), use_orig_params=False),
-    "C052": lambda: setattr(CPUOffload(), "pin_memory", True),
-    "C053": lambda: MixedPrecision(param_dtype="bfloat16"),
-    "C054": lambda: wrapped(sharding_strategy="FULL_SHARD"),  # meant: ShardingStrategy.FULL_SHARD
-    "C055": lambda: FSDP(torch.nn.functional.relu),
-    "C056": lambda: wrapped(process_group=world(), device_mesh=init_device_mesh("cpu", (2,))),
-    "C057": lambda: wrapped(device_mesh=init_device_mesh("cpu", (2,)), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-    "C059": lambda: wrapped(device_id="gpu"),
-    "C060": lambda: wrapped(ignored_modules=[], ignored_states=[]),
-    "C061": lambda: FSDP(two_layers(), ignored_modules=1),
-    "C062": lambda: wrapped(ignored_states=["0.weight"]),
-    "C063": (lambda: FSDP(nn.Linear(4, 4)), lambda m: FSDP(nn.Sequential(m, nn.Linear(4, 4)), ignored_modules=[m])),
-    "C064": lambda: wrapped(param_init_fn="normal"),
-    "C065": lambda: FSDP(Scale()),
-    "C066": lambda: FSDP(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None),
-    "C067": lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
-    "C069": lambda: wrapped().register_comm_hook(None, "average"),
-    "C070": lambda: wrapped(auto_wrap_policy={"Linear"}),
-    "C071": lambda: wrapped(auto_wrap_policy=nn.Linear),  # meant: {nn.Linear}
-    "C072": lambda: by_policy(None),
-    "C073": lambda: enable_wrap(wrapper_cls="FSDP").__enter__(),
-    "C074": lambda: ModuleWrapPolicy({"Linear"}),
-    "C087": lambda: DefaultState(None),
-    "C090": (flat, lambda m: setattr(m.module, "_flat_param", nn.Parameter(torch.ones(3))), run),
-    "C091": (originals, lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(3))), run),
-    "C143": lambda: wrapped(process_group=world(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-    "C144": lambda: wrapped(process_group=(world(), world())),
-    "C145": lambda: wrapped(process_group="nccl"),
-    "C155": (wrapped, step, lambda m: clip_grad_norm_(list(m.parameters())[:1], 1.0), "model.clip_grad_norm_"),
-    "C157": (wrapped, step, lambda m: m.clip_grad_norm_(1.0, norm_type=0)),
-    "P014": (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0]),
-    "P015": (nested, run, lambda m: hook(m.module[0])),
-    "P016": (nested, step, lambda m: m.module[0].clip_grad_norm_(1.0)),
-    "P020": (wrapped, lambda m: m.module[0].register_forward_hook(lambda *_: summon(m)), run),
-    "P023": (wrapped, hook, hook),
-    "P024": (hybrid, hook),
-    "P028": (flat, lambda m: m.module[0].weight + 1),
-    "P032": (flat, lambda m: _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1}), step),
-    "P062": lambda: setattr(wrapped(), "_is_root", True),
-    "C012": (wrapped, fully_shard, "once"),
-    "W002": lambda: FSDP(
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
-        auto_wrap_policy={nn.Linear},
+CALLS = [
+    (
+        lambda: FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))), auto_wrap_policy={nn.Linear}),
+        "ConfigError: auto_wrap_policy was passed for a model that is already wrapped",
     ),
-    "W006": (two_layers, lambda m: FSDP(m, ignored_modules=[m])),
-}
-SUMMONED = {
+    (
+        lambda: by_policy({"layout": "rows"}),
+        "ArgumentTypeError: auto_wrap_policy has arguments for a Linear that Fully",
+    ),
+    (
+        lambda: FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), use_orig_params=False),
+        "ConfigError: Must flatten tensors with uniform dtype when use_orig_params=False",
+    ),
+    (lambda: setattr(CPUOffload(), "pin_memory", True), "ConfigError: CPUOffload has no field"),
+    (lambda: MixedPrecision(param_dtype="bfloat16"), "ConfigError: MixedPrecision.param_dtype has an invalid value"),
+    (
+        lambda: wrapped(sharding_strategy="FULL_SHARD"),
+        "ConfigError: sharding_strategy has an invalid type",
+    ),  # meant: ShardingStrategy.FULL_SHARD
+    (lambda: FSDP(torch.nn.functional.relu), "ConfigError: FullyShardedDataParallel takes an nn.Module, got function"),
+    (
+        lambda: wrapped(process_group=world(), device_mesh=init_device_mesh("cpu", (2,))),
+        "ConfigError: process_group and device_mesh are mutually exclusive: pass one of them",
+    ),
+    (
+        lambda: wrapped(device_mesh=init_device_mesh("cpu", (2,)), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        "ConfigError: HYBRID_SHARD cannot use this device_mesh",
+    ),
+    (lambda: wrapped(device_id="gpu"), "ConfigError: device_id is not a device"),
+    (
+        lambda: wrapped(ignored_modules=[], ignored_states=[]),
+        "ConfigError: ignored_modules and ignored_states are mutually",
+    ),
+    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be a list"),
+    (lambda: wrapped(ignored_states=["0.weight"]), "ConfigError: the ignored states must be parameters, or modules"),
+    (
+        lambda: FSDP(nn.Linear(4, 4)),
+        lambda m: FSDP(nn.Sequential(m, nn.Linear(4, 4)), ignored_modules=[m]),
+        "ConfigError: ignored modules must not be FullyShardedDataParallel instances",
+    ),
+    (lambda: wrapped(param_init_fn="normal"), "ConfigError: param_init_fn must be callable, got"),
+    (lambda: FSDP(Scale()), "ConfigError: Scale is on the meta device and has no reset_parameters()"),
+    (
+        lambda: FSDP(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None),
+        "ConfigError: param_init_fn left Linear on the meta device",
+    ),
+    (
+        lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
+        "NotSupportedError: writeback=True and rank0_only=True is not supported",
+    ),
+    (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: a communication hook must be callable, got"),
+    (lambda: wrapped(auto_wrap_policy={"Linear"}), "ConfigError: auto_wrap_policy must contain module classes, got"),
+    (
+        lambda: wrapped(auto_wrap_policy=nn.Linear),
+        'ArgumentTypeError: auto_wrap_policy must be "auto"',
+    ),  # meant: {nn.Linear}
+    (lambda: by_policy(None), "ConfigError: CustomPolicy's lambda_fn returned an invalid value"),
+    (lambda: enable_wrap(wrapper_cls="FSDP").__enter__(), "ConfigError: enable_wrap needs a callable wrapper_cls"),
+    (lambda: ModuleWrapPolicy({"Linear"}), "ConfigError: module_classes must contain module classes, got"),
+    (lambda: DefaultState(None), "ConfigError: Expected to pass in an explicit ProcessGroup to DefaultState"),
+    (
+        flat,
+        lambda m: setattr(m.module, "_flat_param", nn.Parameter(torch.ones(3))),
+        run,
+        "ConfigError: A FlatParameter was replaced by something that is not its shard",
+    ),
+    (
+        originals,
+        lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(3))),
+        run,
+        "ReplacementError: A sharded parameter was replaced by something that does not fit it",
+    ),
+    (
+        lambda: wrapped(process_group=world(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        "ConfigError: A hybrid strategy shards over one group and replicates over",
+    ),
+    (lambda: wrapped(process_group=(world(), world())), "ConfigError: process_group is a pair only for hybrid"),
+    (lambda: wrapped(process_group="nccl"), "ConfigError: process_group must be a process group"),
+    (
+        wrapped,
+        step,
+        lambda m: clip_grad_norm_(list(m.parameters())[:1], 1.0),
+        "ConfigError: clip_grad_norm_ was given parameters of a ... model.clip_grad_norm_",
+    ),
+    (wrapped, step, lambda m: m.clip_grad_norm_(1.0, norm_type=0), "ConfigError: norm_type must be positive, got 0.0"),
+    (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0], "PhaseError: the instance wraps nothing yet"),
+    (nested, run, lambda m: hook(m.module[0]), "UsageError: register_comm_hook can only be called on a root"),
+    (nested, step, lambda m: m.module[0].clip_grad_norm_(1.0), "PhaseError: clip_grad_norm_() is for the root"),
+    (
+        wrapped,
+        lambda m: m.module[0].register_forward_hook(lambda *_: summon(m)),
+        run,
+        "UsageError: Cannot manually unshard parameters during forward/backward",
+    ),
+    (wrapped, hook, hook, "UsageError: a communication hook is already registered"),
+    (hybrid, hook, "UsageError: Communication hooks do not work with hybrid strategies"),
+    (flat, lambda m: m.module[0].weight + 1, "PhaseError: add was asked of a parameter whose instance is not"),
+    (
+        flat,
+        lambda m: _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1}),
+        step,
+        "PhaseError: An optimizer was attached to a tensor over several parameters",
+    ),
+    (lambda: setattr(wrapped(), "_is_root", True), "UsageError: _is_root cannot be set"),
+    (wrapped, fully_shard, "AssertedError: fully_shard was already applied to this ... once"),
+    (
+        lambda: FSDP(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            auto_wrap_policy={nn.Linear},
+        ),
+        "UserWarning: Modules of type BatchNorm1d become separate instances",
+    ),
+    (two_layers, lambda m: FSDP(m, ignored_modules=[m]), "UserWarning: the module passed to FullyShardedDataParallel"),
+]
+SUMMONED = [
     # While `model` is summoned.
-    "C068": lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(2, 4))),
-    "P018": lambda m: m.load_state_dict(two_layers().state_dict()),
-    "P019": summon,
-}
+    (
+        lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(2, 4))),
+        "ReplacementError: A parameter was replaced inside summon_full_params by one of",
+    ),
+    (lambda m: m.load_state_dict(two_layers().state_dict()), "PhaseError: load_state_dict() was called inside"),
+    (summon, "UsageError: Cannot manually unshard parameters when already unsharding"),
+]
 
 
-@pytest.mark.parametrize("code", CALLS)
-def test_calls(code):
-    assert_raises(code, CALLS[code])
+@pytest.mark.parametrize("row", CALLS, ids=words_of)
+def test_calls(row):
+    assert_raises(row)
 
 
-@pytest.mark.parametrize("code", SUMMONED)
-def test_inside_summon_full_params(code):
+@pytest.mark.parametrize("row", SUMMONED, ids=words_of)
+def test_inside_summon_full_params(row):
     model = originals()
-    with raises(code), FSDP.summon_full_params(model):
-        SUMMONED[code](model)
+    call, words = row
+    with raises(words), FSDP.summon_full_params(model):
+        call(model)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator of this number")
 def test_an_accelerator_that_there_is_not():
-    with raises("C058"):
+    with raises("ConfigError: device_id=0 names an accelerator, and this machine has none"):
         wrapped(device_id=0)
 
 
 def test_no_shard_on_a_mesh_of_two_dims():
-    with raises("C057"):
+    with raises("ConfigError: NO_SHARD cannot use this device_mesh"):
         wrapped(device_mesh=init_device_mesh("cpu", (1, 2)), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 def test_a_policy_that_is_none():
-    with raises("C071"):
+    with raises('ArgumentTypeError: auto_wrap_policy must be "auto"'):
         wrapped(auto_wrap_policy=1000)
 
 
@@ -156,7 +225,7 @@ def test_a_policy_that_is_none():
     ids=["auto", "classes", "policy", "function"],
 )  # fmt: skip
 def test_a_policy_that_chooses_nothing(policy):
-    with warns("W034"):
+    with warns("UserWarning: auto_wrap_policy matched no module"):
         wrapped(auto_wrap_policy=policy)
 
 
@@ -164,7 +233,7 @@ def test_a_forward_inside_summon_full_params():
     model = wrapped()
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         model._runner().unit.showing.summon(True, False)  # as on another rank than the first
-        with raises("P013"):
+        with raises("UsageError: forward() was called inside summon_full_params() of the same model"):
             run(model)
 
 
@@ -172,7 +241,7 @@ def test_a_backward_of_what_was_summoned():
     model = wrapped()
     with FSDP.summon_full_params(model):
         loss = model.module[0].weight.sum()
-    with raises("P021"):
+    with raises("UsageError: backward() goes through whole parameters that"):
         loss.backward()
 
 
@@ -189,7 +258,7 @@ def test_a_backward_of_what_was_summoned_of_original_parameters(trained):
         shown = [weight.sum(), bias.sum()]
     after = weight.sum() + bias.sum()
     for loss in shown:
-        with raises("P021"):
+        with raises("UsageError: backward() goes through whole parameters that"):
             loss.backward()
     assert weight.grad is None and bias.grad is None
     before.backward()
@@ -201,14 +270,14 @@ def test_a_backward_of_what_was_summoned_of_original_parameters(trained):
 def test_the_state_of_a_module_inside_of_an_instance(make):
     model = make()
     for inside in (model.module, model.module[0]):
-        with raises("K008"):
+        with raises("CheckpointError: A module inside a FullyShardedDataParallel was given"):
             get_model_state_dict(inside)
 
 
 def test_a_backward_inside_summon_full_params():
     model = wrapped()
     loss = model(ONE).sum()
-    with FSDP.summon_full_params(model), raises("P045"):
+    with FSDP.summon_full_params(model), raises("UsageError: backward() was called inside summon_full_params()"):
         loss.backward()
 
 
@@ -216,14 +285,14 @@ def test_a_step_inside_summon_full_params():
     model = flat()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
-    with raises("P022"), FSDP.summon_full_params(model):
+    with raises("UsageError: A FlatParameter was changed inside summon_full_params"), FSDP.summon_full_params(model):
         optimizer.step()
 
 
 def test_one_rank_splits_nothing():
     torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    with warns("W005"):
+    with warns("UserWarning: FSDP is switching to use `NO_SHARD` instead of"):
         wrapped()
 
 
@@ -242,5 +311,5 @@ def test_an_optimizer_that_is_not_known():
     model = flat()
     optimizer = Momentum(model.parameters(), {})
     step(model)
-    with warns("W009"):
+    with warns("UserWarning: Momentum was given runs of elements in one dim"):
         optimizer.step()

@@ -120,7 +120,7 @@ def test_incompatible_granules_get_collectives_of_their_own():
     specs = specs_of([(64, 1021), (64, 1019)])
     alone = plan_blocks(specs, [1021, 1019], 16, 1, 100, "blocks(row)")
     assert len(alone.segments) == 2 and alone.gathered_numel == alone.parameter_numel
-    assert "2 collectives with 0.0% padding in place of one" in alone.note
+    assert "2 collectives with 0.0% padding instead of one" in alone.note
     together = plan_blocks(specs, [1021, 1019], 16, 1, 1 << 30, "blocks(row)")
     assert len(together.segments) == 1 and together.note == ""
     assert math.prod((64, 1021)) + math.prod((64, 1019)) < together.gathered_numel
@@ -145,6 +145,6 @@ def test_long_rows_on_many_ranks_fall_back_to_rows():
     chosen = plan_blocks(specs, granules, 64, 4, 1 << 20, "blocks(row)", whole_rows=True)
     assert blocks.kind == "flat" and chosen.kind == "rows"
     assert chosen.gathered_numel < 0.4 * blocks.gathered_numel
-    assert chosen.name == "blocks(row) as rows" and "a copy, in place of blocks" in chosen.note
+    assert chosen.name == "blocks(row) as rows" and "a copy, instead of blocks" in chosen.note
     few = plan_blocks(specs, granules, 2, 4, 1 << 20, "blocks(row)", whole_rows=True)
     assert few.kind == "flat" and few.note == ""

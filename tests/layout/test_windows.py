@@ -35,7 +35,9 @@ def test_a_window_holds_every_element_once(shapes, world, data):
         assert window.numel <= total + max(total // 8, SMALL)
         taken = [0] * window.numel
         for index, slot in enumerate(chosen):
-            held = sorted(element for lot in window.lots[index] for element in elements(layout.held(slot, lot.part)))
+            held = sorted(
+                element for lot in window.lots[index] for element in elements(layout.view_in_whole(slot, lot.part))
+            )
             assert held == list(range(slot.numel)), (layout.name, slot)
             at = window.whole_at(index)
             for lot in window.lots[index]:
@@ -43,7 +45,7 @@ def test_a_window_holds_every_element_once(shapes, world, data):
                 assert start <= lot.at and lot.at + lot.part.numel <= start + length
                 assert lot.part == layout.part(slot, lot.rank)
                 places = list(elements((lot.part.shape, lot.part.stride, lot.at)))
-                for place, element in zip(places, elements(layout.held(slot, lot.part)), strict=True):
+                for place, element in zip(places, elements(layout.view_in_whole(slot, lot.part)), strict=True):
                     taken[place] += 1
                     assert at is None or place == at + element
         assert max(taken, default=0) <= 1 and sum(taken) == total

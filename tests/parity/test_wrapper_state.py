@@ -190,25 +190,24 @@ def memory_bound(orig: bool) -> list[str]:
     model, _ = net_case("nested", orig)
     peak, problems = [0], []
     sizes = [sum(b.layout.gathered_numel for b in m._runner().unit.buckets) for m in FSDP.fsdp_modules(model)]
-    from fullshard.shard import Bucket
+    from fullshard.checkpoint.whole import Batch
 
-    gather, alive = Bucket.gather_whole, []
+    pack, alive = Batch.pack, []
 
     def elements() -> int:
         return sum({s._cdata: s.nbytes() // 4 for ref in alive if (s := ref()) is not None}.values())
 
-    def counted(bucket: Any, comm: Any, local: torch.Tensor) -> torch.Tensor:
-        made = gather(bucket, comm, local)
-        alive.append(weakref.ref(made.untyped_storage()))
+    def counted(batch: Any) -> None:
+        pack(batch)
+        alive.append(weakref.ref(batch._buffer.untyped_storage()))
         peak[0] = max(peak[0], elements())
-        return made
 
-    Bucket.gather_whole = counted
+    Batch.pack = counted
     try:
         with typed("FULL", model, FULL(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
     finally:
-        Bucket.gather_whole = gather
+        Batch.pack = pack
     if len(alive) != len(sizes) or peak[0] > max(sizes):
         problems.append(f"{len(alive)} gathers, {peak[0]} elements whole at once; the largest unit has {max(sizes)}")
     for key, value in state.items():

@@ -135,7 +135,7 @@ def test_custom_policies_give_arguments_and_must_answer() -> None:
     plan = ours.plan_wrapping(Nested(), POLICIES["custom"](ours))
     assert {name: kwargs for name, _, kwargs in plan}["heads.0"] == {"forward_prefetch": True}
     assert {name: kwargs for name, _, kwargs in plan}["inner"] == {}
-    with pytest.raises(fullshard.ConfigError, match="gave no answer"):
+    with pytest.raises(fullshard.ConfigError, match="returned an invalid value"):
         ours.plan_wrapping(Nested(), ours.CustomPolicy(lambda m: 3))
     model, mesh = GPT(), dist.init_device_mesh("cpu", (1,))
     policy = ours.CustomPolicy(lambda m: {"layout": "columns"} if m is model.blocks[1] else isinstance(m, Block))

@@ -29,7 +29,7 @@ def test_convert_then_inspect(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["inspect", "b", "--tensors"]) == 0
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if line.startswith("model.odd.weight "))
-    assert row.split() == ["model.odd.weight", "13x3", "float32", "156", "__0_0.distcp"]
+    assert row.split() == ["model.odd.weight", "13x3", "float32", "156", "rank-0.safetensors"]
     assert "tied: model.head.weight is model.embedding.weight" in text and "hashes: all right" in text
     assert main(["convert", "b", "c", "--to", "safetensors", "--dtype", "bfloat16"]) == 0
     assert "left out: optimizer state (9 tensors)" in capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_convert_then_inspect(here: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_damage_is_found_by_hashes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert("a.pt", "b")
-    (file,) = Path("b").glob("*.distcp")
+    (file,) = Path("b").glob("rank-*.safetensors")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -56,7 +56,6 @@ def test_damage_is_found_by_hashes(here: Path, capsys: pytest.CaptureFixture[str
 
 def half_folder() -> None:
     convert("a.pt", "bad")
-    Path("bad/.metadata").unlink()
     Path("bad/manifest.json").unlink()
 
 

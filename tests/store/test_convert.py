@@ -18,7 +18,7 @@ from files import Awkward, program, same, trained
 from fullshard import CheckpointError, ConfigError, convert
 from fullshard.exchange.detect import open_source
 
-NAMES = {"fullshard": "folder", "torch": "file.pt", "safetensors": "folder.safetensors"}
+NAMES = {"fullshard": "folder", "torch": "file.pt", "safetensors": "folder.safetensors", "dcp": "folder.dcp"}
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -33,10 +33,10 @@ def test_a_model_from_each_kind_into_each(tmp_path: Path) -> None:
     here = tmp_path / "start.pt"
     torch.save(model, here)
     for number, kind in enumerate(("torch", "fullshard", "fullshard", "torch", "safetensors", "safetensors",
-                                   "fullshard", "safetensors", "torch")):  # fmt: skip
+                                   "fullshard", "dcp", "dcp", "fullshard", "safetensors", "dcp", "torch")):  # fmt: skip
         place = tmp_path / str(number)
         place.mkdir()
-        done = convert(here, place / NAMES[kind])
+        done = convert(here, place / NAMES[kind], to="dcp" if kind == "dcp" else None)
         assert not done.left_out and done.target_kind == kind
         here = place / NAMES[kind]
         if number == 3:
@@ -60,6 +60,21 @@ def test_a_whole_program_there_and_back(tmp_path: Path) -> None:
     trained()[0].load_state_dict(loaded["model"])
     (group,) = loaded["optimizer"]["param_groups"]
     assert same(group["lr"], torch.tensor(0.01)) and group["betas"] == (0.9, 0.999)
+
+
+def test_a_whole_program_by_way_of_dcp(tmp_path: Path) -> None:
+    """What is no tensor, too: settings, scalars of optimizer state, a step, and a user's values."""
+    saved = program()
+    saved["optimizer"]["state"][saved["optimizer"]["param_groups"][0]["params"][0]]["note"] = "kept"
+    torch.save(saved, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
+    convert(tmp_path / "b", tmp_path / "c.pt")
+    first, last = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "c.pt"))
+    assert first.keys() == last.keys() and (last["step"], last["epoch"]) == (12, 3)
+    assert last["settings"] == first["settings"] and same(last["generator"]["state"], first["generator"]["state"])
+    assert "kept" in [own.get("note") for own in last["optimizer"]["state"].values()]
+    (before,), (after,) = first["optimizer"]["param_groups"], last["optimizer"]["param_groups"]
+    assert after["betas"] == before["betas"] and same(after["lr"], before["lr"])
 
 
 def test_fullshard_loads_what_was_converted_and_converts_what_it_saved(tmp_path: Path) -> None:
@@ -89,7 +104,7 @@ def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
     torch.save({**program(), "model": Awkward().state_dict()}, tmp_path / "a.pt")
     done = convert(tmp_path / "a.pt", tmp_path / "b", to="safetensors")
     assert {"optimizer state (9 tensors)", "optimizer", "step", "state: epoch"} <= {*done.left_out}
-    assert "model.head.weight is tied to model.embedding.weight: written as a tensor of its own" in done.notes
+    assert "model.head.weight is tied to model.embedding.weight: written as a separate tensor" in done.notes
     assert "state: epoch" in convert(tmp_path / "a.pt", tmp_path / "c.pt", model_only=True).left_out
     assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == Awkward().state_dict().keys()
     optimizer = {"state": {}, "param_groups": [], "own": 1}
@@ -102,7 +117,9 @@ def test_numbers_in_place_of_names_and_averages_that_are_one_are_noted(tmp_path:
     states = {"state": {0: {"exp_avg": one, "exp_avg_sq": one}}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"a": torch.ones(2)}, "optimizer": states}, tmp_path / "a.pt")
     notes = " ".join(convert(tmp_path / "a.pt", tmp_path / "b.pt").notes)
-    assert "numbers in place of names" in notes and "exp_avg_sq and optimizer.state.0.exp_avg are one tensor" in notes
+    assert (
+        "numbers in place of names" in notes and "exp_avg_sq and optimizer.state.0.exp_avg are the same tensor" in notes
+    )
 
 
 def test_weights_are_cast_and_nothing_else(tmp_path: Path) -> None:
@@ -121,9 +138,9 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, monke
     torch.save(program(), tmp_path / "a.pt")
     (tmp_path / "there").mkdir()
     for name in ("a.pt", "there"):
-        with pytest.raises(CheckpointError, match="nothing is overwritten"):
+        with pytest.raises(CheckpointError, match="is not overwritten"):
             convert(tmp_path / "a.pt", tmp_path / name)
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         convert(tmp_path / "a.pt", tmp_path / "x" / "y.pt")
 
     def stop(name: str, done: int, total: int) -> None:
@@ -135,7 +152,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, monke
             convert(tmp_path / "a.pt", tmp_path / name, to=kind, progress=stop)
         assert sorted(one.name for one in tmp_path.iterdir()) == ["a.pt", "there"], kind
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match="not enough room"):
+    with pytest.raises(CheckpointError, match="not enough disk space"):
         convert(tmp_path / "a.pt", tmp_path / "b.pt")
 
 
@@ -159,7 +176,7 @@ def peak_of(kind):
     assert done
     return peak - before
 
-print(json.dumps({kind: peak_of(kind) for kind in ("torch", "fullshard", "safetensors")}))
+print(json.dumps({kind: peak_of(kind) for kind in ("torch", "fullshard", "safetensors", "dcp")}))
 """
 
 
@@ -172,5 +189,5 @@ def test_memory_is_of_one_tensor_and_a_buffer(tmp_path: Path) -> None:
         [sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=250
     )
     peaks = json.loads(ran.stdout)
-    assert len(peaks) == 3 and max(peaks.values()) < one + 64 * 2**20, peaks
+    assert len(peaks) == 4 and max(peaks.values()) < one + 64 * 2**20, peaks
     assert min(peaks.values()) > one / 2, "a tensor is seen while it is held"

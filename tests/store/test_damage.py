@@ -21,7 +21,7 @@ from fullshard import CheckpointError, ConfigError, DamagedCheckpointError, Full
 from ways import error_of, named_error, on_ranks
 
 NEWEST, OLDER = "step-000000002", "step-000000001"
-DATA = "__0_0.distcp"
+DATA = "rank-0.safetensors"
 NEWER = "a newer format"
 
 
@@ -37,7 +37,7 @@ def cut(path: Path) -> None:
 
 def of_a_newer_format(folder: Path) -> None:
     forged = Forged(folder)
-    forged.manifest |= {"version": 3, "news": "that nobody knows yet"}
+    forged.manifest |= {"version": 4, "news": "that nobody knows yet"}
     forged.write_manifest(json.dumps(forged.manifest).encode())
 
 
@@ -51,18 +51,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a file has grown": (lambda f: (f / DATA).write_bytes((f / DATA).read_bytes() + b"more"), ("longer", DATA)),
     "a file is gone": (lambda f: (f / DATA).unlink(), ("missing", DATA)),
     "a bit of a tensor": (lambda f: flip(f / DATA), ("xxh3", DATA)),
-    "a bit of the metadata": (lambda f: flip(f / ".metadata"), ("xxh3", ".metadata")),
     "a bit of the manifest": (lambda f: flip(f / "manifest.json"), ("manifest", "hash")),
     "the manifest is cut": (lambda f: cut(f / "manifest.json"), ("manifest", "damaged")),
     "the manifest is empty": (lambda f: (f / "manifest.json").write_bytes(b""), ("manifest", "damaged")),
-    "the metadata is gone": (lambda f: (f / ".metadata").unlink(), ("missing", ".metadata")),
     "the manifest is gone": (lambda f: (f / "manifest.json").unlink(), ("latest", NEWEST, OLDER)),
     "a file is another's": (from_another, (DATA,)),
     "latest names nothing": (
         lambda f: (f.parent / "latest").write_text("step-000000009\n"), ("latest", "step-000000009", NEWEST)),
     "latest is empty": (lambda f: (f.parent / "latest").write_text(""), ("latest", NEWEST)),
     "latest leads away": (lambda f: (f.parent / "latest").write_text(f"../{NEWEST}"), ("latest", NEWEST)),
-    NEWER: (of_a_newer_format, ("newer", "version 3", "update")),
+    NEWER: (of_a_newer_format, ("does not read", "version 4", "update")),
 }  # fmt: skip
 """What is done to the newest checkpoint, and words in the error."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints are DCP's: what PyTorch's programs save Fullshard loads, and the other way round."""
+"""What PyTorch's programs save by DCP Fullshard loads; and they load what `convert --to dcp` makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
-from fullshard.store.formats.dcp import DcpSink, DcpSource
+from forged import ForgedDcp, saved
+from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from training import full
 
 
@@ -56,13 +57,14 @@ def test_what_pytorch_saves_loads(run_ranks: Any, tmp_path: Path, way: str, worl
         assert not problems
 
 
-def ours_saves(folder: Path, way: str) -> tuple[str, dict[str, Tensor]]:
+def ours_saves(folder: Path, way: str) -> dict[str, Tensor]:
     model, optimizer = make(way, uses=True, like_pytorch=True)
     train(model, optimizer, range(STEPS))
-    return str(fullshard.save(folder, model, optimizer).wait()), whole(model, optimizer)
+    fullshard.save(folder, model, optimizer)
+    return whole(model, optimizer)
 
 
-def pytorch_loads(path: str, want: dict[str, Tensor]) -> list[str]:
+def pytorch_loads(path: Path, want: dict[str, Tensor]) -> list[str]:
     model, optimizer = of_pytorch(1)
     states = get_state_dict(model, optimizer)
     dcp.load(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
@@ -70,8 +72,10 @@ def pytorch_loads(path: str, want: dict[str, Tensor]) -> list[str]:
     return differences(all_of(*get_state_dict(model, optimizer)), want)
 
 
-def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path) -> None:
-    (path, want), _ = run_ranks(ours_saves, tmp_path, "wrapper")
+def test_pytorch_loads_what_was_converted(run_ranks: Any, tmp_path: Path) -> None:
+    want, _ = run_ranks(ours_saves, tmp_path / "ours", "wrapper")
+    path = tmp_path / "theirs"
+    assert not fullshard.convert(tmp_path / "ours", path, to="dcp").left_out
     for problems in run_ranks(pytorch_loads, path, want, world=3):
         assert not problems
     dcp_to_torch_save(path, tmp_path / "whole.pt")
@@ -81,11 +85,32 @@ def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path) -> None:
     assert found["optimizer"]["param_groups"][0]["lr"] == 0.01
 
 
+def test_records_of_any_strides_and_dtypes(tmp_path: Path) -> None:
+    """As other programs may have written them, and parts of them that a rank asks for."""
+    tensors = {
+        "turned": torch.arange(12.0).view(3, 4).T,
+        "eight": torch.arange(6.0).to(torch.float8_e4m3fn).view(2, 3),
+        "one": torch.tensor(5),
+        "none": torch.empty(0, 3),
+    }
+    plain = {"betas": (0.9, 1), "words": ["a", None]}
+    dcp.save({**tensors, "plain": plain}, checkpoint_id=tmp_path, no_dist=True)
+    forged = ForgedDcp(tmp_path)
+    forged.put_record("turned", saved(tensors["turned"]))  # DCP itself writes it row by row
+    forged.sign()
+    with CheckpointSource(tmp_path) as source:
+        for name, tensor in tensors.items():
+            read = source.read(f"model.{name}")
+            assert read.shape == tensor.shape and torch.equal(read.float(), tensor.float()), name
+        assert source.read("model.turned", [1, 1], [2, 2]).tolist() == tensors["turned"][1:3, 1:3].tolist()
+        assert source.values["state"]["plain"] == plain
+
+
 def test_tensor_by_tensor_in_one_process(run_ranks: Any, tmp_path: Path) -> None:
     """A checkpoint of two ranks, copied as conversion does, is one of one rank that loads the same."""
     (want, _), _ = run_ranks(train_and_save, "flat", tmp_path, state={"seen": {"tokens": 7}})
     copy = tmp_path / "copy"
-    with DcpSource(tmp_path) as source, DcpSink(copy, source.entries, source.values, source.ties) as sink:
+    with CheckpointSource(tmp_path) as source, CheckpointSink(copy, source.entries, source.values, source.ties) as sink:
         part = source.read("model.head.bias", [2], [3])
         for name in source.entries:
             sink.write(name, source.read(name))

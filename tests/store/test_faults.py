@@ -157,7 +157,7 @@ def trees(ranks: ThreadRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[
         job.save(BEFORE)
     for rest in ("step-000000009.saving-00ff", "step-000000000.deleting-00ff"):
         (run / rest).mkdir()
-        (run / rest / "__0_0.distcp").write_text("half")
+        (run / rest / "rank-0.safetensors").write_text("half")
     (run / "latest.new").write_text("step-0")
     return made
 

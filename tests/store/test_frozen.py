@@ -25,7 +25,6 @@ from ways import differences, shard
 DATA = Path(__file__).parent / "data" / "frozen"
 KINDS = ("rows", "wrapper", "plain", "whole.pt", "safetensors")
 FROZEN = [("0.1.0", kind) for kind in KINDS]
-FROZEN += [("0.1.0-xxh3", kind) for kind in ("rows", "wrapper", "plain")]  # version 2 of the manifest: other hashes
 
 
 class Small(nn.Module):

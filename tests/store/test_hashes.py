@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import io
-import itertools
 import json
 import os
 import sys
@@ -27,11 +26,6 @@ from fullshard import CheckpointError
 from fullshard.exchange.inspect import inspect
 from fullshard.store import hashed
 from fullshard.store.hashed import BLOCK, CHUNK, Hashed
-from fullshard.store.piece import whole_piece
-from fullshard.store.record import RecordFinder
-from fullshard.store.source import Entry
-from fullshard.store.storage import LocalStorage, Stored
-from fullshard.store.write import RecordWriter, saved
 
 NEWEST = "step-000000003"
 WITHOUT = MappingProxyType({**hashed.KINDS, "xxh3_128": None})
@@ -43,9 +37,9 @@ def test_either_kind_loads_and_says_which_it_is(tmp_path, monkeypatch):
         without.setattr(hashed, "KINDS", WITHOUT)
         save_small(tmp_path / "slow")
         assert outcome(tmp_path / "slow")[0] is None
-    for kind, version, key in (("fast", 2, "xxh3_128"), ("slow", 1, "sha256")):  # what reads 1 alone refuses 2
+    for kind, key in (("fast", "xxh3_128"), ("slow", "sha256")):
         manifest = json.loads((tmp_path / kind / NEWEST / "manifest.json").read_bytes())["manifest"]
-        assert manifest["version"] == version and outcome(tmp_path / kind)[0] is None
+        assert outcome(tmp_path / kind)[0] is None
         assert all(set(facts) == {"bytes", key} for facts in manifest["files"].values())
 
 
@@ -75,41 +69,6 @@ def test_hashes_are_those_of_the_bytes(length):
         wanted.append(hashed.new_hash(facts.kind, ""))
         wanted[-1].update(data[begin : begin + BLOCK])
     assert list(facts.hashes) == [found.hexdigest() for found in wanted]
-
-
-SHAPES = ((), (0,), (1,), (7,), (1, 1), (40, 30), (3, 0, 2), (64, 64))
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
-
-
-def test_records_are_those_of_torch_save():
-    """Also those whose surroundings were kept from one before: byte for byte."""
-    for shape, dtype in itertools.product(SHAPES, DTYPES):
-        kept = io.BytesIO()
-        stream = Hashed(kept)
-        records = RecordWriter(stream, "a file")
-        tensors = [torch.randint(0, 2, shape).to(dtype) + number for number in range(3)]
-        places = [records.piece(whole_piece(f"tensor {n}", tensor, True)) for n, tensor in enumerate(tensors)]
-        for tensor, place in zip(tensors, places, strict=True):
-            wanted = io.BytesIO()
-            saved(tensor, Hashed(wanted))
-            assert kept.getvalue()[place.begin : place.begin + place.nbytes] == wanted.getvalue()
-
-
-def test_records_that_look_alike_are_still_looked_at(tmp_path):
-    """What was made of one record's surroundings is used for another only if these are the same."""
-    places, data = [], b""
-    for turned in (False, False, True):  # the last says other strides: it is not row by row
-        kept = io.BytesIO()
-        tensor = torch.randn(64, 64)
-        torch.save(tensor.t() if turned else tensor, kept)
-        places.append(Stored("x", (0, 0), (64, 64), "records", len(data), len(kept.getvalue())))
-        data += kept.getvalue()
-    assert len({place.nbytes for place in places}) == 1
-    (tmp_path / "records").write_bytes(data)
-    finder = RecordFinder(LocalStorage(tmp_path))
-    found = [finder.find(place, Entry((64, 64), torch.float32)).elements for place in places]
-    assert found[2] is None
-    assert found[1] - places[1].begin == found[0] - places[0].begin
 
 
 def test_other_systems_import_it(monkeypatch):

@@ -69,8 +69,8 @@ def test_a_folder_that_was_copied_in_any_order(tmp_path: Path) -> None:
             assert folder.names() == [name_of(1), name_of(2), name_of(3)]
         assert loaded(copy) == 3  # `latest` was not copied
         inspect(copy)
-    os.truncate(copy / name_of(3) / "__0_0.distcp", 100)
-    with pytest.warns(UserWarning, match="W014"):
+    os.truncate(copy / name_of(3) / "rank-0.safetensors", 100)
+    with pytest.warns(UserWarning, match="was passed over"):
         assert loaded(copy, fall_back=True) == 2
     save(copy, 4, keep_last=2)
     assert Folder(copy).names() == [name_of(3), name_of(4)]
@@ -117,8 +117,8 @@ def test_files_that_were_moved_up_a_folder(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "whole", step)
     files = sorted(path.name for path in (tmp_path / "whole" / name_of(2)).iterdir())
-    assert len(files) == 3
-    for moved in (some for n in (1, 2, 3) for some in itertools.combinations(files, n)):
+    assert len(files) == 2
+    for moved in (some for n in (1, 2) for some in itertools.combinations(files, n)):
         folder = tmp_path / "+".join(moved)
         shutil.copytree(tmp_path / "whole", folder)
         for file in moved:
@@ -134,13 +134,13 @@ def test_a_checkpoint_that_has_checkpoints_in_it(tmp_path: Path) -> None:
     nested = tmp_path / name_of(1)
     save(tmp_path, 1)
     save(nested, 2)
-    with pytest.warns(UserWarning, match="W420"):
+    with pytest.warns(UserWarning, match="files of a checkpoint of its own"):
         assert loaded(nested) == 2
     assert loaded(nested, step=2) == 2
     assert loaded(tmp_path) == 1
     for to in (tmp_path, tmp_path / "alone"):
         shutil.copytree(nested / name_of(2), to, dirs_exist_ok=True)
-    with pytest.warns(UserWarning, match="W420"):
+    with pytest.warns(UserWarning, match="files of a checkpoint of its own"):
         assert loaded(tmp_path) == 1
     assert loaded(tmp_path / "alone") == 2
 
@@ -154,19 +154,24 @@ def test_a_renamed_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text(name_of(2))
     with pytest.raises(DamagedCheckpointError, match="step 1"):
         loaded(tmp_path)
-    with pytest.warns(UserWarning, match="W014"):
+    with pytest.warns(UserWarning, match="was passed over"):
         assert loaded(tmp_path, fall_back=True) == 5
     assert loaded(tmp_path / name_of(2)) == 1  # named as it is
 
 
 def test_without_a_manifest_nothing_is_checked_and_that_is_said(tmp_path: Path) -> None:
-    save(tmp_path, 0)
-    (tmp_path / name_of(0) / "manifest.json").unlink()
-    with pytest.warns(UserWarning, match="W421"):
-        loaded(tmp_path / name_of(0))
+    """Of a folder of DCP's; without it files of ours are no checkpoint."""
+    save(tmp_path / "ours", 0)
+    fullshard.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    with pytest.warns(UserWarning, match="no manifest.json"):
+        loaded(tmp_path / "dcp")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded(tmp_path / name_of(0), check=False)  # nothing was to be checked
+        loaded(tmp_path / "dcp", check=False)  # nothing was to be checked
+    (tmp_path / "ours" / name_of(0) / "manifest.json").unlink()
+    for reads in (loaded, inspect):
+        with pytest.raises(CheckpointError):
+            reads(tmp_path / "ours" / name_of(0))
 
 
 # A save beside it.

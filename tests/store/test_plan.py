@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
+from assembled import assembled, rectangles
 from fullshard import CheckpointError
-from fullshard.store import metadata, plan
+from fullshard.store import manifest, plan
 from fullshard.store.piece import Piece
 from fullshard.store.plan import fingerprint
 from fullshard.store.ranks import Ranks
@@ -151,7 +151,8 @@ def test_tensors_that_only_some_ranks_have(tmp_path: Path) -> None:
     nn.init.constant_(layer.weight, rank + 1)
     model = nn.ModuleDict({f"stage-{rank}": fullshard.fully_shard(layer, mesh=meshes[rank])})
     fullshard.save(tmp_path, model)
-    content(tmp_path / "step-000000000")
+    whole = assembled(tmp_path / "step-000000000")
+    assert all((whole[f"model.stage-{rank}.weight"] == rank + 1).all() for rank in world)
     loaded = nn.ModuleDict({f"stage-{rank}": nn.Linear(3 + rank, 2) for rank in world})
     fullshard.load(tmp_path, loaded)
     for rank in world:
@@ -165,10 +166,9 @@ def test_what_ranks_hold_without_knowing_of_each_other_is_written_once(tmp_path:
     meshes = [DeviceMesh("cpu", [rank]) for rank in range(dist.get_world_size())]
     layer: Any = fullshard.fully_shard(nn.Linear(3, 2), mesh=meshes[dist.get_rank()])
     path = fullshard.save(tmp_path, layer).wait()
-    found = dcp.FileSystemReader(path).read_metadata()
-    assert all(len(found.state_dict_metadata[name].chunks) == 1 for name in ("model.weight", "model.bias"))
-    places = {index.fqn: info.relative_path for index, info in found.storage_data.items()}
-    assert {places["model.weight"], places["model.bias"]} == {"__0_0.distcp", "__1_0.distcp"}
+    found = [(name, file) for file, name, *_ in rectangles(Path(str(path))) if name.startswith("model.")]
+    assert len(found) == 2
+    assert set(dict(found).values()) == {"rank-0.safetensors", "rank-1.safetensors"}
 
 
 def two_layers() -> nn.Module:
@@ -191,18 +191,6 @@ def test_scalars_are_those_of_a_rank_that_holds_the_parameter(tmp_path: Path) ->
     loaded = torch.optim.AdamW(plain.parameters())
     fullshard.load(tmp_path, plain, loaded, rng=False)
     assert [float(loaded.state[parameter]["step"]) for parameter in plain.parameters()] == [1.0, 1.0]
-
-
-def content(path: Path) -> tuple[Any, ...]:
-    """What is in a checkpoint: PyTorch's reader's view of the metadata, and all values."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    state = {
-        name: torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in metadata.state_dict_metadata.items()
-        if hasattr(facts, "size")
-    }
-    dcp.load(state, checkpoint_id=path)
-    return {n: t.tolist() for n, t in state.items()}, metadata.planner_data
 
 
 @on_ranks
@@ -238,14 +226,14 @@ class Noting:
 
 
 def test_no_garbage_is_searched_for_while_pieces_are_listed(tmp_path: Path, monkeypatch: Any) -> None:
-    """Among millions of them it takes most of the time: while a save is planned, and while metadata is read."""
+    """Among millions of them it takes most of the time: while a save is planned, and while a manifest is read."""
     for fails in (False, True):
         noting = Noting(fails)
         with pytest.raises(CheckpointError) if fails else nullcontext():
             fullshard.save(tmp_path, nn.Linear(2, 2), state={"noting": noting})
         assert noting.collected == [False] and gc.isenabled()
     collected = []
-    read = metadata.read_pickle
-    monkeypatch.setattr(metadata, "read_pickle", lambda *args: (collected.append(gc.isenabled()), read(*args))[1])
+    read = manifest._manifest
+    monkeypatch.setattr(manifest, "_manifest", lambda *args: (collected.append(gc.isenabled()), read(*args))[1])
     fullshard.load(tmp_path, nn.Linear(2, 2), strict=False)
     assert collected == [False] and gc.isenabled()

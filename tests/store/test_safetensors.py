@@ -27,7 +27,7 @@ from fullshard import CheckpointError
 from fullshard.errors import DamagedCheckpointError
 from fullshard.store import in_place
 from fullshard.store.formats import safetensors_folder
-from fullshard.store.formats.dcp import DcpSink
+from fullshard.store.formats.own import CheckpointSink
 from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
 from fullshard.store.formats.safetensors_header import DTYPES
 from fullshard.store.source import Entry
@@ -468,7 +468,7 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch, what):
     monkeypatch.setattr(*patched[what])
 
     def dcp() -> None:
-        with DcpSink(target, {"model.a": Entry((2,), torch.float32)}, {}) as sink:
+        with CheckpointSink(target, {"model.a": Entry((2,), torch.float32)}, {}) as sink:
             sink.write("model.a", torch.ones(2))
             sink.finish()
 

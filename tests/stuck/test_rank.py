@@ -133,7 +133,7 @@ def test_a_backends_own_error_is_printed_with_the_report() -> None:
         "raise RuntimeError('Connection closed by peer')"
     )
     ended = run(program)
-    assert "RuntimeError: Connection closed by peer\nfullshard had found before: Ranks are stuck" in ended.stderr
+    assert "RuntimeError: Connection closed by peer\nfullshard reported earlier: Ranks are stuck" in ended.stderr
 
 
 # The roll call.
@@ -203,7 +203,7 @@ def world() -> Iterator[Callable[..., World]]:
     yield make
     for each in made:
         for rank, tasks in zip(each.ranks, each.tasks, strict=True):
-            rank.watcher.end(says_so=False)
+            rank.watcher.end(announce=False)
             tasks.put(None)
 
 
@@ -220,8 +220,8 @@ def test_ranks_that_wait_are_told_who_does_not_come(world: Callable[..., World])
         ranks.does(number, waits)
     reports = {ranks.report_of(number) for number in (0, 1)}
     assert len(reports) == 1, "all ranks raise the same"
-    assert "rank 2 did not come" in reports.pop()
-    with pytest.raises(DivergenceError, match="rank 2 did not come"):
+    assert "rank 2 did not arrive" in reports.pop()
+    with pytest.raises(DivergenceError, match="rank 2 did not arrive"):
         until = time.monotonic() + WAITED
         while time.monotonic() < until:
             ranks.ranks[2].record(word(log.GATHER, ROOT) + TURN)  # which is then told, too
@@ -256,7 +256,7 @@ def test_one_that_reads_files_is_waited_for(world: Callable[..., World]) -> None
     time.sleep(6.0)
     assert not ranks.raised.get(0), ranks.raised
     over.set()
-    assert "rank 1 did not come" in ranks.report_of(0)
+    assert "rank 1 did not arrive" in ranks.report_of(0)
 
 
 def test_the_last_word_of_a_rank_is_read_at_once(world: Callable[..., World]) -> None:
@@ -282,7 +282,7 @@ def test_one_that_waits_takes_over_from_a_judge_that_went_on(world: Callable[...
     (roll,) = ranks.lines[0].get(["1/roll"])
     ranks.lines[0].put("1/roll", roll.replace('"by": null', '"by": 1'))  # and it has not even said that there is one
     ranks.does(0, waits)
-    assert "rank 1 did not come" in ranks.report_of(0)
+    assert "rank 1 did not arrive" in ranks.report_of(0)
 
 
 def test_silence_counts_from_a_wait_on(world: Callable[..., World]) -> None:
@@ -361,7 +361,7 @@ def test_a_store_that_is_reached_again_serves_again(
             time.sleep(0.05)
         assert not any(each.is_alone for each in watchers)
     ranks.does(0, waits)
-    assert "rank 1 did not come" in ranks.report_of(0)
+    assert "rank 1 did not arrive" in ranks.report_of(0)
     printed = capfd.readouterr().err
     for number in (0, 1):
         assert printed.count(f"rank {number}'s watcher could not reach the process group's store (Connection") == 1
@@ -378,7 +378,7 @@ def test_what_was_not_heard_while_the_store_was_not_reached_is_no_silence(
     ranks.does(0, waits)
     while 1 not in watching._heard and time.monotonic() < until:
         time.sleep(0.05)
-    ranks.ranks[1].watcher.end(says_so=False)  # so that it is not heard again
+    ranks.ranks[1].watcher.end(announce=False)  # so that it is not heard again
     Flaky.cut.set()
     while not watching.is_alone and time.monotonic() < until:
         time.sleep(0.05)
@@ -431,7 +431,7 @@ def test_a_rank_without_neighbours_is_named_by_its_silence_after_the_limit(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world(2, limit=4.0)
-    ranks.ranks[1].watcher.end(says_so=False)  # as one that is stopped, or holds the interpreter
+    ranks.ranks[1].watcher.end(announce=False)  # as one that is stopped, or holds the interpreter
     monkeypatch.setattr(roll_call.Watcher, "_neighbour_of", lambda *_: None)
     began = time.monotonic()
     ranks.does(0, waits)
@@ -457,4 +457,4 @@ def test_a_fault_of_the_judge_is_not_silence(
     assert "planted in the judge" in printed
     assert not ranks.ranks[0].watcher.is_alone, "nor is it the store's"
     monkeypatch.undo()
-    assert "rank 1 did not come" in ranks.report_of(0), "and it is watched on"
+    assert "rank 1 did not arrive" in ranks.report_of(0), "and it is watched on"

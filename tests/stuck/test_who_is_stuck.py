@@ -134,7 +134,7 @@ def test_no_answer_ends_what_a_broken_connection_has_ended_already() -> None:
 
 def test_where_a_rank_is_that_does_not_answer_is_not_known() -> None:
     text = report([status(0), seen(1, state="T")])
-    assert "stopped by a signal (SIGSTOP; where it was is not known)" in text and "last: not known" in text
+    assert "stopped by a signal (SIGSTOP; its position is unknown)" in text and "last: unknown" in text
 
 
 def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
@@ -154,11 +154,11 @@ def watcher() -> Iterator[Watcher]:
     """Of a rank of its own in this process, as number 0 of two."""
     watcher = Watcher(Rank(), 0, 2, Store)
     yield watcher
-    watcher.end(says_so=False)
+    watcher.end(announce=False)
 
 
 def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands(watcher: Watcher) -> None:
-    watcher.end(says_so=False)
+    watcher.end(announce=False)
     rank = watcher.rank
     rank.idle = True
     rank.record(log.TURN)
@@ -314,7 +314,7 @@ from fullshard.watcher.rank import Rank
 from fullshard.watcher.roll_call import Watcher
 rank = Rank()
 rank.watcher = watcher = Watcher(rank, 1, 2, Store)
-watcher.end(says_so=False)
+watcher.end(announce=False)
 def statuses():
     for _ in range(2):
         time.sleep(1.0)

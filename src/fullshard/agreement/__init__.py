@@ -1,9 +1,9 @@
-"""Whether all ranks do the same: hold one model, start from the same weights, issue the same, step alike.
+"""Checks that all ranks agree: same model, same initial weights, same collectives, same optimizer steps.
 
-`log.py` is what a rank issues. `model.py` and `weights.py` are asked at a model's first forward, `first_pass.py` along
-the first pass of each kind, `position.py` before anything new is issued, `shared_order.py` where ranks may run
-different units, `use.py` at the end of each backward, `stale.py` where a pass begins with gathered units. `meeting.py`
-makes ranks' watchers known to each other.
+`log.py` records what a rank issues. `model.py` and `weights.py` run at a model's first forward, `first_pass.py` during
+the first pass of each kind, `position.py` before a rank issues anything new, `shared_order.py` where ranks may run
+different units, `use.py` at the end of each backward, `stale.py` when a pass begins with gathered units. `meeting.py`
+starts the watchers and opens the engine's own connections.
 """
 
 from .first_pass import FirstPass

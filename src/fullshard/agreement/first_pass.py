@@ -1,11 +1,13 @@
-"""What ranks compare along the first pass of each kind, and never again.
+"""The comparisons between ranks during the first pass of each kind, which later passes do not repeat.
 
-Which unit each is about to run: without that, gathers of equal sizes would swap two units' parameters and say nothing,
-and others would hang. Whether the model's own code changed a unit's weights since the pass began (a momentum encoder):
-such a unit is never gathered ahead in forward. Whether a forward wrote to what was gathered for it: values are
-compared, exactly; later passes go by version counters, which miss writes through `.data`. And whether a backward may
-lead to a unit on any rank: one that trains is gone through anyway, but a frozen one that no rank comes back to need not
-be gathered again.
+- Which unit each rank is about to run. Otherwise gathers of equal sizes would silently swap two units' parameters, and
+  gathers of different sizes would hang.
+- Whether the model's own code changed a unit's weights since the pass began (a momentum encoder): such a unit is never
+  prefetched in forward.
+- Whether a forward wrote to its unit's full buffers. The first pass compares values exactly; later passes rely on
+  version counters, which miss writes through `.data`.
+- Whether a backward may reach a unit on any rank. Backwards visit trainable units in any case, but a frozen unit that
+  no rank reaches need not be gathered again.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ class FirstPass:
     """See the module's docstring. One per root.
 
     Args:
-        units: all under the root.
+        units: all units under the root.
         comm: collectives.
 
     Attributes:
-        active: whether there is anything to do at a unit's beginning and end: the first pass of a kind runs.
+        active: whether a first pass of its kind is running, so that units must report where they begin and end.
         in_step: see `SharedOrder`.
     """
 
@@ -44,28 +46,28 @@ class FirstPass:
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self.units, self.comm = units, comm
         self.active = False
-        self._marks: list[tuple[int, int]] = []  # of each unit, what its weights were as the pass began
-        self._led_back: set[int] = set()  # frozen ones whose outputs needed a gradient in a first pass, on any rank
+        self._marks: list[tuple[int, int]] = []  # per unit, the state of its weights when the pass began
+        self._led_back: set[int] = set()  # frozen units whose outputs needed a gradient in a first pass, on any rank
 
     def begin(self, kind: int, first: bool) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
-            kind: passes of one kind run units in one order.
-            first: whether none of the kind was complete so far.
+            kind: passes of the same kind run units in the same order.
+            first: whether no pass of this kind has completed yet.
         """
         self.active = first
         if first:
             self._marks = [(unit.version(), unit.checksum()) for unit in self.units]
 
     def enter(self, index: int) -> bool:
-        """A unit is about to be gathered for its forward. Collective over its mesh.
+        """Compare, before a unit is gathered for its forward. Collective over its mesh.
 
         Returns:
-            Whether the model's own code changed its weights since the pass began, on any rank.
+            Whether the model's own code changed the unit's weights since the pass began, on any rank.
 
         Raises:
-            DivergenceError: another rank is about to run another one.
+            DivergenceError: a rank is about to run a different unit.
         """
         unit = self.units[index]
         if not unit.buckets:
@@ -74,13 +76,13 @@ class FirstPass:
         return bool(self._compare(word(ENTER, index), changed, [unit]) & _CHANGED)
 
     def written(self, index: int, leads_back: bool) -> list[Member]:
-        """Parameters of a gathered unit, whose forward is over, that are not what their shards hold, on any rank.
+        """The parameters that a unit's forward, now over, wrote to on any rank, so that they differ from their shards.
 
         Args:
-            leads_back: whether its outputs need a gradient on this rank.
+            leads_back: whether the unit's outputs need a gradient on this rank.
 
         Raises:
-            DivergenceError: another rank is about to run a unit, or to leave another one.
+            DivergenceError: a rank is about to run a unit, or to leave a different one.
         """
         unit = self.units[index]
         if not unit.buckets:
@@ -92,20 +94,21 @@ class FirstPass:
             self._led_back.add(index)
         if flags & _CHANGED:
             return []
-        (found,) = differing([unit], self.comm)
-        told = [id(member) for bucket in unit.buckets if bucket.form.plain for member in bucket.members]
-        return [member for member in found if id(member) in told]  # what a subclass gathers cannot be compared
+        (changed,) = differing([unit], self.comm)
+        comparable = [id(member) for bucket in unit.buckets if bucket.form.plain for member in bucket.members]
+        return [member for member in changed if id(member) in comparable]  # an extension's gathered values are not
 
     def goes_back(self, index: int) -> bool:
-        """Whether backwards go through a unit, on every rank alike, even if nothing led back to it on this one.
+        """Whether backwards visit a unit, the same on every rank, even if no gradient reaches it on this one.
 
-        What a rank's outputs need differs between ranks, so it is not asked. A unit that trains has to be reduced, if
-        need be with zeros. One that is frozen is gathered for nothing where no rank needs it: a frozen backbone.
+        Whether outputs need gradients may differ between ranks, so this rank's own outputs do not decide. A trainable
+        unit has to be reduced, with zeros if necessary. Gathering a frozen unit would be wasted where no rank needs
+        it (a frozen backbone).
         """
         return index in self._led_back or not is_frozen(self.units[index])
 
     def end(self) -> None:
-        """The pass is over.
+        """End the pass.
 
         Raises:
             DivergenceError: another rank is about to run a unit.
@@ -115,16 +118,16 @@ class FirstPass:
         self.stop()
 
     def stop(self) -> None:
-        """The pass is over, or was broken off."""
+        """Stop comparing: the pass is over, or an exception ended it."""
         self.active = False
 
     def forget(self) -> None:
-        """Nothing that ranks learned together counts any more."""
+        """Discard everything that ranks learned together."""
         self._led_back.clear()
 
     def _compare(self, token: int, flags: int, units: Sequence[Unit]) -> int:
-        """Returns the flags that any rank gave."""
-        self.active = False  # where this raises: all ranks do, and there is nothing left to compare
+        """Return the flags set on any rank."""
+        self.active = False  # stays so if this raises: it raises on all ranks, so nothing is left to compare
         RANK.talks("the first pass")
         flags = agree_on(token, flags, largest(units), self.comm, self._differ)
         self.active = True
@@ -135,20 +138,20 @@ class FirstPass:
 
 
 def is_frozen(unit: Unit) -> bool:
-    """Whether the unit holds parameters, and none of them trains."""
+    """Whether the unit has parameters, all of them frozen."""
     return bool(unit.buckets) and not any([bucket.trains for bucket in unit.buckets])
 
 
 def largest(units: Sequence[Unit]) -> MeshAxes:
-    """Of the largest mesh that these units, some of which hold parameters, are sharded over."""
+    """The largest mesh over which these units are sharded; at least one of them has parameters."""
     return max([bucket.axes for unit in units for bucket in unit.buckets], key=lambda axes: axes.world)
 
 
 def differing(units: Sequence[Unit], comm: Comm) -> list[list[Member]]:
-    """For each gathered unit, the parameters whose values are not those of their shards, on any rank. Collective.
+    """For each gathered unit, the parameters whose values differ from their shards on any rank. Collective.
 
-    The values themselves are compared: nothing else tells of every change (an alias of a shard that a collective wrote
-    to, a fused optimizer).
+    Compares the values themselves: nothing else detects every change (a collective that wrote to an alias of a shard, a
+    fused optimizer).
     """
     with torch.no_grad():
         flags = torch.cat([unit.differs() for unit in units]).to(torch.int32)

@@ -1,6 +1,6 @@
-"""Sums over ranks that the host of an accelerator reads some rounds later, when they have long arrived.
+"""Sums over ranks that the host of an accelerator reads a few rounds later, when they have long arrived.
 
-The host waits for no device, and all ranks read a sum in the same round, whatever it says.
+So the host never waits for the device, and all ranks read a sum in the same round, whatever its value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..comm import Comm, begin_copy_to_host, host_buffer
 from ..mesh import MeshAxes
 
 _LATE = 2
-"""Rounds after which sums are read."""
+"""Rounds between sending a sum and reading it."""
 
 
 @dataclass
 class _Round:
     """Owns three buffers [n] int64: this rank's numbers and the sums, both page-locked, and the sums on the device."""
 
-    own: torch.Tensor
+    numbers: torch.Tensor
     sums: torch.Tensor
     result: torch.Tensor  # `sums`, once `arrived`
     arrived: torch.Event | None = None
@@ -30,22 +30,22 @@ class _Round:
 
 
 class LateSums:
-    """See the module's docstring. One for a mesh and a question; `due`, then `send`, in every round.
+    """See the module's docstring. One per mesh and purpose; every round calls `due`, then `send`.
 
-    Ownership: the buffers of `_LATE` rounds, used again and again.
+    Ownership: the buffers of `_LATE` rounds, which are reused.
 
     Args:
-        axes: over whose ranks is summed.
+        axes: the mesh whose ranks are summed over.
         comm: collectives.
     """
 
     def __init__(self, axes: MeshAxes, comm: Comm) -> None:
         self.axes, self.comm = axes, comm
         self._sent: deque[_Round] = deque()  # oldest first
-        self._read: _Round | None = None  # whose buffers the next round may have
+        self._read: _Round | None = None  # its buffers are free for the next round
 
     def due(self) -> tuple[torch.Tensor, Any] | None:
-        """The sums of the oldest round, on the host, and what was sent beside them; None while too few were sent."""
+        """The oldest round's sums, on the host, and the facts sent along; None until `_LATE` rounds are under way."""
         if len(self._sent) < _LATE:
             return None
         oldest = self._read = self._sent.popleft()
@@ -54,28 +54,28 @@ class LateSums:
         return oldest.result, oldest.facts
 
     def send(self, values: torch.Tensor, facts: Any) -> torch.Tensor:
-        """Sum this round's numbers. Collective over the mesh.
+        """Start summing this round's numbers. Collective over the mesh.
 
         Args:
-            values: [n], of the host or the device.
-            facts: what `due` gives back with the sums.
+            values: [n] int64, on the host or the device.
+            facts: returned by `due` with the sums.
 
         Returns:
             [n] int64, the sums, on the device.
         """
-        this, self._read = self._read, None
-        if this is None or this.own.numel() != values.numel():
+        current, self._read = self._read, None
+        if current is None or current.numbers.numel() != values.numel():
             numel = values.numel()
             sums = torch.empty(numel, dtype=torch.int64, device=self.axes.device)
-            this = _Round(host_buffer(numel), sums, host_buffer(numel))
+            current = _Round(host_buffer(numel), sums, host_buffer(numel))
         if values.device.type == "cpu":
-            this.own.copy_(values)
-            values = this.own
-        this.sums.copy_(values, non_blocking=True)
-        sum_over(this.sums, self.axes, self.comm)
-        this.arrived, this.facts = begin_copy_to_host(this.sums, this.result), facts
-        self._sent.append(this)
-        return this.sums
+            current.numbers.copy_(values)
+            values = current.numbers
+        current.sums.copy_(values, non_blocking=True)
+        sum_over(current.sums, self.axes, self.comm)
+        current.arrived, current.facts = begin_copy_to_host(current.sums, current.result), facts
+        self._sent.append(current)
+        return current.sums
 
 
 def sum_over(vector: torch.Tensor, axes: MeshAxes, comm: Comm) -> None:

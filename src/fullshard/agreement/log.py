@@ -1,12 +1,12 @@
 """What a rank issues, pass by pass: a list of tokens per kind of pass, and a cursor. Pure.
 
 A token is an integer: a verb, and the index of a unit above it (`watcher/log.py`). Ranks compare what they issue while
-it is new, and need not as long as each goes on as it did then: whoever leaves the known list compares first
-(`position.py`), and so never issues a collective that others do not.
+it is new, and need not compare while each repeats its list: a rank that is about to leave its list compares first
+(`position.py`), and so never issues a collective that the others do not.
 
-From the same tokens follows what is gathered ahead. A forward issues its gathers in one order, whether early or late,
-so the next token tells the next gather. A backward reduces in between, so the next gather among its tokens counts.
-Passes of one kind that begin with other units gathered issue other tokens: they are told apart.
+Prefetch follows the same tokens. A forward issues its gathers in a fixed order, whether early or late, so the next
+token is the next gather. A backward reduces in between, so the next gather among its tokens counts. Passes of one kind
+that begin with different units gathered issue different tokens, and have lists of their own.
 """
 
 from __future__ import annotations
@@ -23,66 +23,67 @@ from typing import Any
 from ..watcher.log import GATHER, REGATHER, VERB_BITS, VERBS
 
 NOTHING = -1
-"""What is expected where nothing is."""
+"""Expected where no token is."""
 VERB = (1 << VERB_BITS) - 1
 """The bits of a token that hold its verb; those above hold the unit's index."""
 ENTER, LEAVE, SIZES, MODEL = range(len(VERBS), len(VERBS) + 4)
-"""Compared, and never issued: a unit's forward begins or ends; what units gather has changed; a model is new."""
+"""Compared but never issued: a unit's forward begins or ends; gather sizes have changed; a model is new."""
 MOST_UNITS = 1 << 20
-"""More than a root has."""
+"""An upper bound: no root has this many units."""
 
 _MEMORY = 1024  # passes
-_KINDS = 64  # of passes, whose tokens are known
-_CONTEXT = 512  # passes that a prediction looks back: of 256 micro-batches
+_KINDS = 64  # of passes, whose tokens are kept
+_CONTEXT = 512  # passes that a prediction looks back: 256 micro-batches
 
 
 class Log:
     """See the module's docstring. One per root.
 
-    What goes on as it did is settled by the caller, as a call would cost more than all of it:
+    Callers handle an expected token themselves, since a call would cost more than the work:
     `if log.expected == token: log.expected = next(log.ahead, NOTHING)`, else `log.next(token)`.
 
     Attributes:
-        kind: of the pass that runs now, and the state in which it began; None outside of passes.
-        known: what the last pass of the kind went on with; empty if there was none.
-        expected: what comes next if this one goes on alike; `NOTHING` once it does not, and at the end.
-        ahead: what comes after that.
-        left: where it first went on otherwise: what was expected, and what came; `NOTHING` where nothing was, or did.
-        complete: kinds of passes that came to their end.
+        kind: of the current pass, and the state in which it began; None outside of passes.
+        known: the tokens of the last pass of this kind; empty if there was none.
+        expected: the next token if the pass repeats them; `NOTHING` once it differs, and at the end.
+        ahead: iterator over the tokens after `expected`.
+        left: where the pass first differed: the expected and the actual token, either of which may be `NOTHING`; None
+            while it repeats.
+        complete: kinds of passes of which at least one has ended.
 
     >>> log = Log()
-    >>> def goes_on_with(*tokens):
+    >>> def repeats(*tokens):
     ...     log.begin(FORWARD)
-    ...     known = [log.next(token) for token in tokens]
+    ...     expected = [log.next(token) for token in tokens]
     ...     log.end()
-    ...     return known
+    ...     return expected
     >>> FORWARD = 0
-    >>> goes_on_with(7, 8), goes_on_with(7, 9, 8), goes_on_with(7, 9, 8)
+    >>> repeats(7, 8), repeats(7, 9, 8), repeats(7, 9, 8)
     ([False, False], [True, False, False], [True, True, True])
     >>> log.expects(FORWARD)
     True
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[Hashable, list[int]] = {}  # by kind and state; that of the pass which ended last comes last
+        self._tokens: dict[Hashable, list[int]] = {}  # by kind and state, in the order in which passes ended
         self._letters: dict[int, str] = {}  # by kind
         self._history = ""  # letters of kinds, newest first
-        self._around: list[tuple[Any, ...]] = []  # the passes around the one that runs now, innermost last
-        self._sum = 0  # of what was issued since the ranks last agreed, as far as it was worked out
+        self._around: list[tuple[Any, ...]] = []  # the passes around the current one, innermost last
+        self._sum = 0  # checksum of the tokens since the ranks last agreed, up to the current pass
         self.complete: set[int] = set()
         self._start(None)
 
     def expects(self, kind: int) -> bool:
-        """Whether a pass of this kind is what comes next, if passes go on as they did."""
+        """Whether a pass of this kind comes next if passes repeat their pattern."""
         return following(self._history) == self._letters.get(kind, "")
 
     # A pass.
 
     def begin(self, kind: int, state: Hashable = None) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
-            kind: a token; what ranks call it.
+            kind: a token, the same on all ranks.
             state: passes of one kind that begin in different states issue different tokens.
         """
         letter = self._letters.setdefault(kind, chr(len(self._letters)))
@@ -92,7 +93,7 @@ class Log:
         self._start((kind, state))
 
     def turn(self, state: Hashable) -> None:
-        """The pass that runs now goes on as one of its kind that began in this state."""
+        """Continue the current pass as one of its kind that began in this state."""
         assert self.kind is not None
         kind, _ = self.kind
         self._keep()
@@ -104,11 +105,11 @@ class Log:
         self.ahead = iter(self.known)
         self.expected = next(self.ahead, NOTHING)
         self.left: tuple[int, int] | None = None
-        self._seen: list[int] = []  # what it went on with, once it has left what is known
+        self._seen: list[int] = []  # the pass's tokens, once it differs from `known`
         self._strayed = False
 
     def next(self, token: int) -> bool:
-        """The pass goes on with this; returns whether it did so last time. Outside of passes: True."""
+        """Add the pass's next token; return whether it was expected. Outside of passes: True."""
         if self.expected == token:
             self.expected = next(self.ahead, NOTHING)
         elif self.kind is None:
@@ -120,9 +121,9 @@ class Log:
         return True
 
     def stray(self, expected: int, token: int) -> None:
-        """The pass comes to this where it had gathered something else ahead: what it goes on with is not its order.
+        """The pass needs this token where it had already gathered a different one ahead: its tokens show a wrong order.
 
-        The next pass of the kind gathers nothing ahead, and so shows the order.
+        So the next pass of the kind gathers nothing ahead, and its tokens show the real order.
         """
         self._leave(expected, token)
         self._strayed = True
@@ -132,38 +133,38 @@ class Log:
             self._seen, self.expected, self.left = self.taken(), NOTHING, (expected, token)
 
     def taken(self) -> list[int]:
-        """What the pass that runs now has gone on with."""
+        """The tokens of the current pass so far."""
         if self.left is not None:
             return self._seen
         return self.known[: len(self.known) - length_hint(self.ahead) - (self.expected != NOTHING)]
 
     def end(self) -> tuple[int, int, int] | None:
-        """The pass is over; this is how passes of its kind go.
+        """End the pass; its tokens become those expected of its kind.
 
         Returns:
-            Where it left what was known: its kind, what was expected, and what came; None if it did not.
+            Where it first differed: its kind, the expected and the actual token; None if it repeated all.
         """
         if self.kind is None:
             return None
         kind, known = self.kind[0], self.known
         self.complete.add(kind)
         left = self._keep()
-        self._go_on()
+        self._resume_outer()
         return (kind, *left) if known and left is not None else None
 
     def lose(self) -> None:
-        """Passes were broken off. They count as they are: on other ranks, where nothing was raised, they ended."""
+        """End passes after an exception. They count as they are: on ranks without the exception they ended normally."""
         while self.kind is not None:
             self._keep()
-            self._go_on()
+            self._resume_outer()
 
-    def _go_on(self) -> None:
-        """With the pass around the one that is over."""
+    def _resume_outer(self) -> None:
+        """Continue the pass around the one that is over."""
         around = self._around.pop()
         self.kind, self.known, self.ahead, self.expected, self.left, self._seen, self._strayed = around
 
     def _keep(self) -> tuple[int, int] | None:
-        """Know what the pass that runs now went on with; returns where it went on otherwise than the last one."""
+        """Keep the current pass's tokens; return where it first differed from the last one of its kind."""
         if self.expected != NOTHING:
             self._leave(self.expected, NOTHING)
         tokens = self.known if self.left is None else self._seen
@@ -176,9 +177,9 @@ class Log:
         return self.left
 
     def forget(self) -> None:
-        """Nothing is known any more: whatever comes next is new."""
-        for what in (self._around, self._tokens, self._letters, self.complete):
-            what.clear()
+        """Discard all tokens: whatever comes next is new."""
+        for memory in (self._around, self._tokens, self._letters, self.complete):
+            memory.clear()
         self._history = ""
         self._sum = 0
         self._start(None)
@@ -186,33 +187,33 @@ class Log:
     # Questions.
 
     def next_gather(self) -> int | None:
-        """The unit whose gather the pass issues next if it goes on as it is known to; None if that is no gather."""
+        """The unit whose gather the pass is expected to issue next; None if the expected token is not a gather."""
         token = self.expected
         return token >> VERB_BITS if token & VERB == GATHER else None
 
     def next_gathers(self, depth: int) -> list[int]:
-        """The up to `depth` units that are gathered next, as far as the pass goes on as the last one of its kind.
+        """Up to `depth` units that are gathered next if the pass repeats the last one of its kind.
 
-        Reductions in between are passed over: a gather may be issued before one that is expected first. The pass
-        leaves what is known then, once, and its gathers still tell where it is.
+        Skips reductions: a gather may be issued before a reduction that is expected first. The pass then differs from
+        `known`, once, and its gathers still show how far it has come.
         """
         if self._strayed:
             return []
         if self.left is None:
             coming = _gathers_in([self.expected, *copy(self.ahead)])
         else:
-            known, gone = list(_gathers_in(self.known)), list(_gathers_in(self._seen))
-            coming = iter(known[len(gone) :] if known[: len(gone)] == gone else ())
+            known, issued = list(_gathers_in(self.known)), list(_gathers_in(self._seen))
+            coming = iter(known[len(issued) :] if known[: len(issued)] == issued else ())
         return list(islice(coming, max(0, depth)))
 
     def fingerprint(self) -> int:
-        """Of what was issued since the ranks last agreed, which they do now; below 2^32.
+        """A checksum, below 2^32, of the tokens issued since the ranks last agreed; they agree now.
 
-        A checksum of the tokens: worked out once a pass rather than with each, which costs a step less. What a pass
-        issues before ranks agree, within it, is in the next one, too.
+        Computed once per pass rather than per token, which costs a step less. Tokens of a pass that is still running
+        when ranks agree are included in the next fingerprint, too.
         """
-        found, self._sum = _mixed(self.taken(), self._sum), 0
-        return found
+        checksum, self._sum = _mixed(self.taken(), self._sum), 0
+        return checksum
 
 
 def _mixed(tokens: Sequence[int], before: int) -> int:
@@ -220,12 +221,14 @@ def _mixed(tokens: Sequence[int], before: int) -> int:
 
 
 def _gathers_in(tokens: Iterable[int]) -> Iterator[int]:
-    """The units that these gather."""
+    """The units that these tokens gather."""
     return (token >> VERB_BITS for token in tokens if token & VERB in (GATHER, REGATHER))
 
 
 def following(history: str) -> str | None:
-    """What came after the longest stretch that ended as passes end now, the latest such one; None if none did.
+    """The kind of pass that followed the most recent passes when they last occurred; None if they are new.
+
+    Looks for the longest stretch of recent passes that occurred before; of several occurrences, the latest counts.
 
     Args:
         history: a letter for each pass, newest first. Stretches of up to half of it are looked for.
@@ -233,9 +236,9 @@ def following(history: str) -> str | None:
     >>> following("abacaba"[::-1])
     'c'
     """
-    most = min(len(history) // 2, _CONTEXT)
-    at = history.find(history[:most], 1)  # the usual case: what repeats is shorter than all that is looked at
-    if at < 0:  # whatever comes again does so with all that it begins with
-        longest = bisect_left(range(1, most + 1), True, key=lambda length: history.find(history[:length], 1) < 0)
+    limit = min(len(history) // 2, _CONTEXT)
+    at = history.find(history[:limit], 1)  # the usual case: a short pattern repeats
+    if at < 0:  # bisect: the prefixes of a stretch that recurs recur too
+        longest = bisect_left(range(1, limit + 1), True, key=lambda length: history.find(history[:length], 1) < 0)
         at = history.find(history[:longest], 1) if longest else 0
-    return history[at - 1] if at > 0 and most else None
+    return history[at - 1] if at > 0 and limit else None

@@ -1,4 +1,4 @@
-"""Ranks meet: each is watched from its first unit on; at a first forward they open connections of the engine's own."""
+"""Starts this rank's watcher at its first unit, and opens the engine's own connections at a first forward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..watcher import RANK, start
 from .aside import texts_of_all
 
 _met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups whose ranks have met."""
+"""Groups for which `meet` has run."""
 _published: list[weakref.ref[dist.ProcessGroup]] = []  # the default group under which this rank is watched
 
 
 def arrive(axes: MeshAxes) -> None:
-    """A unit is made on this mesh: from now on this process is watched, and waits for gloo's threads at its end."""
-    rest_at_exit()  # also of one rank alone: the program may have collectives of its own
+    """Start the watcher when a unit is made on this mesh, and let the process wait for gloo's threads when it exits."""
+    rest_at_exit()  # for a single rank too: the program may have its own collectives
     if axes.world == 1 or axes.shard.backend not in _WATCHED or not dist.is_initialized():
         return
     default, group = dist.group.WORLD, axes.shard.group
@@ -44,10 +44,10 @@ def meet(axis: Axis, comm: Comm, device: torch.device) -> None:
         return
     opened = axis.open_lines(texts_of_all(new_name(), axis, comm, device)[0])
     if axis.backend != "gloo":
-        RANK.idle = True  # collectives are waited for by the device, of which the host knows nothing
+        RANK.idle = True  # the device waits for collectives; the host does not see it
         if "False" in texts_of_all(str(opened), axis, comm, device):
             axis.close_lines()
 
 
 _WATCHED = ("gloo", "nccl", "xccl", "hccl")
-"""Backends whose ranks are processes that can be watched."""
+"""Backends whose ranks are processes, which can be watched."""

@@ -1,12 +1,12 @@
-"""Whether all ranks train the same model: asked once, before the first gather could hang.
+"""Whether all ranks train the same model: checked once, before the first gather could hang.
 
-Every rank describes its parameters in lines: name, shape, dtypes, unit, layout. Digests of 32 bytes are compared over
-every axis; only if they differ is the first rank's text sent, and compared line by line.
+Every rank describes its parameters in lines: name, shape, dtypes, unit, layout. Ranks compare 32-byte digests over
+every axis; only if these differ is the first rank's text sent and compared line by line.
 
-Names may differ where ranks leave different modules alone: the number of experts that a rank ignores moves the numbers
-of the layers after them. Beside a module that some rank ignores, the parts of names that stand where its own does
-are not compared; everything else about a parameter is. A name that one rank shards and the other ignores with the same
-shape stays a difference: it could be either's mistake.
+Names may differ where ranks ignore different modules: ignored experts shift the numbers of the layers after them. For
+siblings of a module that some rank ignores, the component of the name at that module's position is not compared;
+everything else about a parameter is. A name that one rank shards and the other ignores, with the same shape, still
+counts as a difference: either rank could be mistaken.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .messages import different_models
 
 @dataclass(frozen=True)
 class Line:
-    """One parameter, in order.
+    """The description of one parameter.
 
     Attributes:
         name: from the root.
         shape: as text.
-        facts: dtypes, whether it trains, layout; None of a parameter that is ignored.
+        facts: dtypes, whether it trains, layout; None for an ignored parameter.
         unit: the name of its unit.
     """
 
@@ -52,11 +52,11 @@ def check_same_model(
     """Raise on every rank if the ranks of any axis do not train the same model. Collective over each axis.
 
     Args:
-        lines: this rank's sharded parameters.
-        ignored: those that it leaves alone.
+        lines: this rank's sharded parameters, in order.
+        ignored: this rank's ignored parameters.
 
     Raises:
-        DivergenceError: names both ranks and the first line that differs.
+        DivergenceError: names two ranks and the first line that differs.
     """
     if not comm.communicates:
         return
@@ -69,24 +69,25 @@ def check_same_model(
             continue
         first = _sent([*lines, *ignored], 0, axis, comm, device)
         at = _difference(first, [*lines, *ignored])
-        found = _of_all([-1 if at is None else at], axis, comm, device)
-        other = next((i for i, (at,) in enumerate(found) if at >= 0), None)
+        differences = _of_all([-1 if at is None else at], axis, comm, device)
+        other = next((i for i, (at,) in enumerate(differences) if at >= 0), None)
         if other is not None:
             second = _sent([*lines, *ignored], other, axis, comm, device)
-            (at,), counts = found[other], [sum(line.facts is not None for line in each) for each in (first, second)]
-            pair = zip((first, second), counts, strict=True)
-            texts = [str(each[at]) if at < count else "(nothing: it has no more parameters)" for each, count in pair]
+            (at,), both = differences[other], (first, second)
+            counts = [sum(line.facts is not None for line in model) for model in both]
+            pairs = zip(both, counts, strict=True)
+            texts = [str(model[at]) if at < count else "(nothing: no more parameters)" for model, count in pairs]
             raise different_models((axis.ranks[0], axis.ranks[other]), texts, at, max(counts))
 
 
 def _of_all(numbers: Sequence[int], axis: Axis, comm: Comm, device: torch.device) -> list[list[int]]:
-    """Those of every rank of the axis."""
+    """Gather every rank's numbers over the axis."""
     RANK.talks("the same model")
     return rows_of_all([numbers], [axis], comm, device)
 
 
 def _sent(lines: Sequence[Line], source: int, axis: Axis, comm: Comm, device: torch.device) -> list[Line]:
-    """The lines of the axis' rank `source`, on every rank."""
+    """Broadcast the lines of the axis' rank `source`."""
     fields = ("\t".join([line.name, line.shape, line.unit, *([line.facts] if line.facts else [])]) for line in lines)
     payload = bytearray("\n".join(fields).encode())
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
@@ -100,8 +101,8 @@ def _sent(lines: Sequence[Line], source: int, axis: Axis, comm: Comm, device: to
 
 
 def _difference(first: Sequence[Line], second: Sequence[Line]) -> int | None:
-    """The number of the first sharded parameter in which the ranks differ; None if there is none."""
-    left = {(line.name, line.shape) for lines in (first, second) for line in lines if line.facts is None}
+    """The index of the first sharded parameter in which two ranks differ; None if they agree."""
+    ignored = {(line.name, line.shape) for lines in (first, second) for line in lines if line.facts is None}
     loose_a, loose_b = _beside_ignored(first), _beside_ignored(second)
     sharded = [[line for line in lines if line.facts is not None] for lines in (first, second)]
     for at, (a, b) in enumerate(zip_longest(*sharded)):
@@ -109,20 +110,20 @@ def _difference(first: Sequence[Line], second: Sequence[Line]) -> int | None:
             return at
         if not _alike(a.name, b.name, loose_a, loose_b) or not _alike(a.unit, b.unit, loose_a, loose_b):
             return at
-        if (a.name, a.shape) in left or (b.name, b.shape) in left:
+        if (a.name, a.shape) in ignored or (b.name, b.shape) in ignored:
             return at
     return None
 
 
 def _beside_ignored(lines: Sequence[Line]) -> set[str]:
-    """The modules that have a part, of whichever depth, of which everything is ignored."""
-    kept = {prefix for line in lines if line.facts is not None for prefix in _prefixes(line.name)}
-    found = set()
+    """The modules with a submodule or parameter, at any depth, that is ignored completely."""
+    with_sharded = {prefix for line in lines if line.facts is not None for prefix in _prefixes(line.name)}
+    parents = set()
     for line in lines:
         if line.facts is None:
-            whole = next((prefix for prefix in _prefixes(line.name) if prefix not in kept), line.name)
-            found.add(whole.rpartition(".")[0])
-    return found
+            whole = next((prefix for prefix in _prefixes(line.name) if prefix not in with_sharded), line.name)
+            parents.add(whole.rpartition(".")[0])
+    return parents
 
 
 def _prefixes(name: str) -> list[str]:
@@ -131,7 +132,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _alike(a: str, b: str, loose_a: set[str], loose_b: set[str]) -> bool:
-    """Whether two names are one but for parts that stand beside something ignored."""
+    """Whether two names are equal, except in components that are siblings of something ignored."""
     if a == b:
         return True
     parts_a, parts_b = a.split("."), b.split(".")

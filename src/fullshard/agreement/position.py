@@ -1,10 +1,10 @@
-"""Where a rank is: what it is about to issue, told to its watcher, and compared with other ranks where that is new.
+"""A rank's position: records what it is about to issue for its watcher, and compares it with other ranks where new.
 
-Ranks that issue different collectives at one time swap units' values without a word where sizes agree; where they do
-not, gloo ends the process and NCCL waits for ever. So nothing is issued that ranks have not agreed on: along the first
-pass of every kind (`first_pass.py`), and whenever this rank leaves what it has issued before (`log.py`). Ranks that
-leave it alike compare, and go on; one that leaves it alone waits for the others, which wait for it in turn, until the
-watcher tells all of them.
+Ranks that issue different collectives at the same time silently swap units' values if sizes agree; if they do not, gloo
+aborts the process and NCCL waits forever. So ranks agree on everything before they issue it: during the first pass of
+every kind (`first_pass.py`), and whenever a rank leaves the order that it issued before (`log.py`). If all ranks leave
+it in the same way they compare and go on. A rank that leaves it alone waits for the others, and they for it, until the
+watcher reports this on all of them.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Position:
     """See the module's docstring. One per root.
 
     Args:
-        units: all under the root.
-        names: theirs.
+        units: all units under the root.
+        names: their names.
         comm: collectives.
         check: see `Check`.
         unused: see `Unused`.
 
     Attributes:
-        log: what is issued.
-        axes: over which ranks compare; None if there is nobody to compare with.
-        step: backwards that reduced so far.
-        compares: whether what is new is compared here; not along a first pass, which compares more.
-        reduced: whether the pass that runs now reduced something.
+        log: the tokens issued.
+        axes: the mesh whose ranks compare; None if there is no rank to compare with.
+        step: number of backwards that have reduced.
+        compares: whether new tokens are compared here; not during a first pass, which compares more.
+        reduced: whether the current pass has reduced anything.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Position:
         self.compares, self.reduced = True, False
         self.axes = _compared(units, comm)
         self._place = RANK.new_root(self, names, [unit.gathered_bytes for unit in units])
-        self._gathers = (0, self._gathered())  # after so many moves of storage, a checksum
-        self._warned = False  # that an order changed
+        self._gathers = (0, self._gathered())  # number of storage moves, and the checksum after them
+        self._warned = False  # of a changed order
         self.turns = self._count_turns()
 
     def _count_turns(self) -> count[int]:
-        """What is recorded next, but for its token."""
+        """The numbers to record, without their tokens."""
         return count(word(0, self._place) + TURN, TURN)
 
     def begin(self, verb: int, index: int, state: Hashable = None) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
             verb: `FORWARD` or `BACKWARD`.
@@ -96,7 +96,7 @@ class Position:
             state: in which it begins, see `Log.begin`.
 
         Raises:
-            DivergenceError: other ranks begin another one.
+            DivergenceError: other ranks begin a different pass.
         """
         self.reduced = False
         RANK.record(step_word(self._place, self.step))
@@ -104,11 +104,11 @@ class Position:
             self.turns = self._count_turns()
         kind = word(verb, index)
         if self.check != "first" or not self.log.expects(kind):
-            self._compare(kind)  # first: where this raises, nothing has begun
+            self._compare(kind)  # before anything else: if it raises, no pass has begun
         self.log.begin(kind, state)
 
     def begin_model(self) -> None:
-        """This model is used for the first time. Ranks that have met say so before anything else: others may gather.
+        """Compare before this model's first use, if the engine's connections are open: other ranks may be gathering.
 
         Raises:
             DivergenceError: other ranks do something else.
@@ -117,17 +117,17 @@ class Position:
             self._compare(MODEL)
 
     def compare_sizes(self) -> None:
-        """Compare with the other ranks if units have changed their storage on this one, and gather other sizes now.
+        """Compare with the other ranks if units' storage was replaced on this one and their gather sizes changed.
 
         Raises:
-            DivergenceError: other ranks gather other sizes, or begin a pass.
+            DivergenceError: other ranks gather different sizes, or begin a pass.
         """
         before, sizes = self._gathers
         moves = sum(map(_MOVES, self.units))
         if moves != before:
-            self._gathers = (moves, found := self._gathered())
-            if found != sizes:
-                self._compare(word(SIZES, found))
+            self._gathers = (moves, checksum := self._gathered())
+            if checksum != sizes:
+                self._compare(word(SIZES, checksum))
 
     def _gathered(self) -> int:
         """A checksum of what units gather, in bytes and dtypes."""
@@ -135,13 +135,13 @@ class Position:
         return zlib.crc32(repr(facts).encode())
 
     def issue(self, verb: int, index: int) -> None:
-        """A unit's gather or reduction is about to be issued.
+        """Record a unit's gather or reduction that is about to be issued, and compare it if it is new.
 
         Raises:
-            DivergenceError: other ranks are about to issue another one; or the watchers found the ranks stuck.
+            DivergenceError: other ranks are about to issue a different one; or the watchers found the ranks stuck.
         """
-        # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
-        # lines: `Log.next` is written out for what goes on as it did.
+        # Runs with every collective, with cold caches, where a call costs as much as ten lines: so `Log.next` is
+        # inlined for expected tokens.
         log, token = self.log, verb | index << VERB_BITS
         if log.expected == token:
             log.expected = next(log.ahead, NOTHING)
@@ -150,34 +150,34 @@ class Position:
         RANK.record(token + next(self.turns))
 
     def stray(self, expected: int, index: int) -> None:
-        """A unit is about to be gathered as it is needed, though another one was expected first and gathered ahead.
+        """Note that a unit is needed and gathered now, although a different one was expected and gathered ahead.
 
         Raises:
-            DivergenceError: other ranks do not leave that one out; the watchers name it.
+            DivergenceError: other ranks do run the expected unit; the watchers name it.
         """
         token = word(GATHER, expected)
         self.log.stray(token, word(GATHER, index))
         self._leave_log(token)
 
     def tell(self, verb: int, index: int) -> None:
-        """A unit is gathered as a user asks for it, outside of passes and maybe on one rank alone."""
+        """Record a gather that the user requested, outside of passes and possibly on this rank only."""
         RANK.record(word(verb, self._place + index))
 
     def keep(self, index: int, count: int) -> None:
-        """A user asks, between passes, for units to stay gathered, on every rank: the passes to come run otherwise.
+        """Compare a user's request, made between passes on every rank, for units to stay gathered: it changes passes.
 
         Args:
-            index: of the first of them.
-            count: how many they are.
+            index: of the first of the units.
+            count: number of units.
 
         Raises:
-            DivergenceError: other ranks ask for others, or begin a pass.
+            DivergenceError: other ranks request different units, or begin a pass.
         """
         self.begin(KEEP, index * MOST_UNITS + min(count, MOST_UNITS - 1))
         self.end()
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.compares = True
         if (left := self.log.end()) is not None and not self._warned:
             self._warn_of_another_order(*left)
@@ -188,20 +188,20 @@ class Position:
             self._record(END, 0)
 
     def lose(self) -> None:
-        """After an exception, maybe on this rank alone: what was issued was issued by all."""
+        """End passes after an exception, possibly on this rank only: all ranks issued the same up to there."""
         self.compares = True
         self.log.lose()
 
     def forget(self) -> None:
-        """Each rank learned its own order: all begin anew."""
+        """Discard the order that this rank learned; all ranks start anew."""
         self.compares = True
         self.log.forget()
 
     def _warn_of_another_order(self, kind: int, *tokens: int) -> None:
-        """Say once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the one before it.
+        """Warn once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the one before it.
 
-        PyTorch's wrapper gives this warning there. Ranks are compared along a first pass and wherever one leaves what
-        it issued before; this names the units.
+        PyTorch's wrapper gives this warning in that mode. Ranks compare in any case where one leaves its order; the
+        warning names the units.
         """
         if kind & VERB != FORWARD or dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             return
@@ -210,7 +210,7 @@ class Position:
         warnings.warn(other_forward_order(self.names, self.units[0].rank, before, now), stacklevel=5)
 
     def _leave_log(self, token: int) -> None:
-        """What comes next is not what came there before."""
+        """Compare a token that differs from the expected one."""
         if self.compares:
             self._compare(token)
 
@@ -232,7 +232,7 @@ class Position:
 
 
 class Every(Position):
-    """Where `check="every"`: also what is known is compared."""
+    """For `check="every"`: compares every token, expected or not."""
 
     def issue(self, verb: int, index: int) -> None:
         """See `Position.issue`."""
@@ -240,14 +240,14 @@ class Every(Position):
         super().issue(verb, index)
 
     def _leave_log(self, token: int) -> None:
-        """Nothing: it was compared before."""
+        """Do nothing: `issue` has compared the token."""
 
 
 def checked(check: str, unused: str) -> tuple[Check, Unused]:
-    """These settings, if they are ones.
+    """Return these settings if they are valid.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: an unknown value.
     """
     for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
         if value not in kinds:
@@ -256,9 +256,9 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
 
 
 def _compared(units: Sequence[Unit], comm: Comm) -> MeshAxes | None:
-    """The largest mesh of these units; None if there is nobody to compare with."""
-    found = [bucket.axes for unit in units for bucket in unit.buckets]
-    axes = max(found, key=lambda axes: axes.world, default=None)
+    """The largest mesh of these units; None if there is no rank to compare with."""
+    meshes = [bucket.axes for unit in units for bucket in unit.buckets]
+    axes = max(meshes, key=lambda axes: axes.world, default=None)
     if axes is None or axes.world == 1 or not comm.communicates or axes.shard.backend == "fake":
         return None
     return axes

@@ -1,18 +1,18 @@
-"""The order of a pass in which ranks run different units (`unused="zeros"`): one that all of them go through.
+"""One order of units, shared by all ranks, for passes in which ranks run different units (`unused="zeros"`).
 
-A rank may leave units out: it gathers and frees them in step with the others all the same, and takes part in their
-reductions with zeros. In the first pass of a kind ranks say before a unit begins or ends which one that is; one is
-chosen, and the ranks that want another one go through it in passing (`Merging`). The outcome is one list of tokens that
-every rank's own is a part of, completed by the units that no rank ran. Later passes follow it with a cursor, without a
-word: a rank that comes to a token goes through those before it first.
+A rank may skip units: it still gathers and frees them in step with the others, and takes part in their reductions with
+zeros. In the first pass of a kind ranks announce each unit before they begin or end it; one of the announced units is
+chosen, and the ranks that want a different one pass over it (`Merging`). The result is a list of tokens of which every
+rank's own list is a subsequence, completed by the units that no rank ran. Later passes follow it with a cursor, without
+communication: a rank that reaches a token first passes over those before it.
 
-Ranks go back over this order, which they share (`runtime/trace.py`). That does not serve units that a backward runs
-forward once more (activation checkpointing around several of them): a rank gathers all of these before it reduces the
-first, of which ranks that left some out know nothing. So with `check="every"` nothing is foreseen, in backwards either:
-before every gather and reduction ranks say what they want next, and go on with the same one (`chosen_in_backward`). Who
-did not want it takes part in passing: in a gather for nothing, in a reduction with the gradients it has, or zeros.
-Units are reduced once a backward is over on all ranks, as these may come to them in different orders: until then whole
-gradients are held.
+Backwards follow the shared order in reverse (`runtime/trace.py`). That does not work for units that a backward runs
+forward again (activation checkpointing around several of them): a rank gathers all of these before it reduces the
+first, which ranks that skipped some of them cannot foresee. So with `check="every"` nothing is foreseen, in backwards
+either: before every gather and reduction ranks announce what they want next, and all do the same
+(`chosen_in_backward`). Ranks that wanted something else take part: in a gather without using it, in a reduction with
+the gradients they have, or zeros. Units are reduced once the backward is over on all ranks, as ranks may reach them in
+different orders; until then whole gradients stay in memory.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .messages import out_of_shared_order
 
 
 class SharedOrder:
-    """See the module's docstring. One per root; what `FirstPass` is where all ranks run the same units.
+    """See the module's docstring. One per root, instead of `FirstPass`, which is for ranks that run the same units.
 
     Args:
-        axes: over which ranks talk.
+        axes: the mesh whose ranks share the order.
         names: of all units under the root.
         comm: collectives.
-        always: whether ranks say what they run in every pass, and in backwards: with `check="every"`.
+        always: whether ranks announce what they run in every pass, and in backwards: with `check="every"`.
         pass_over: begins or ends a unit that this rank does not run: takes `ENTER` or `LEAVE`, and its index.
         take_part: does in a backward what other ranks want next: takes `GATHER`, to run its forward again, `REGATHER`
             or `REDUCE`, and a unit's index.
 
     Attributes:
-        active: whether there is anything to do at a unit's beginning and end.
+        active: whether units must report where they begin and end.
     """
 
     def __init__(
@@ -61,51 +61,51 @@ class SharedOrder:
         self.active = False
         self._kind = -1
         self._orders: dict[int, list[int]] = {}  # tokens, by kind of pass
-        self._merging: Merging | None = None  # makes the order of the pass that runs now
-        self._at = 0  # the cursor, in an order that is known
-        self._begun: dict[int, int] = {}  # by unit, when its forward began, in the passes since the last backward
+        self._merging: Merging | None = None  # builds the order of the current pass
+        self._at = 0  # the cursor in a known order
+        self._begun: dict[int, int] = {}  # by unit, its rank in the order of forwards since the last backward
 
     @property
     def in_step(self) -> SharedOrder | None:
-        """This, if backwards ask before all they do; None if they go by the forward's order."""
+        """This object if backwards announce every action; None if they follow the forward's order."""
         return self if self._always else None
 
     def begin(self, kind: int, first: bool) -> None:
-        """A pass begins; see `FirstPass`."""
+        """Begin a pass; see `FirstPass`."""
         self._kind, self._at = kind, 0
         self._merging = None if kind in self._orders else Merging(self._axes.world)
         self.active = True
 
     def enter(self, index: int) -> bool:
-        """A unit is about to be gathered for its forward.
+        """Catch up with the shared order before a unit is gathered for its forward.
 
         Returns:
-            False: nothing is known of its weights.
+            False: weights are not compared.
 
         Raises:
-            DivergenceError: ranks know an order in which the unit does not come here.
+            DivergenceError: the shared order is known, and the unit does not begin here.
         """
         self._come_to(word(ENTER, index))
         return False
 
     def written(self, index: int, leads_back: bool) -> list[Member]:
-        """A unit's forward is over; returns nothing: ranks do not compare what it wrote to.
+        """Catch up with the shared order after a unit's forward; returns []: ranks do not compare values.
 
         Raises:
-            DivergenceError: ranks know an order in which the unit does not end here.
+            DivergenceError: the shared order is known, and the unit does not end here.
         """
         self._come_to(word(LEAVE, index))
         return []
 
     def goes_back(self, index: int) -> bool:
-        """Whether backwards go through a unit on every rank: all of them."""
+        """Whether backwards visit a unit on every rank: always."""
         return True
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         if self._merging is not None:
             tokens = self._merging.tokens
-            if not self._always:  # else nothing follows it
+            if not self._always:  # else no pass follows it
                 self._orders[self._kind] = completed(tokens, parents_of(self._names))
             elif torch.is_grad_enabled():
                 for token in tokens:
@@ -114,16 +114,16 @@ class SharedOrder:
         self.stop()
 
     def stop(self) -> None:
-        """The pass is over, or was broken off."""
+        """Stop: the pass is over, or an exception ended it."""
         self._merging, self.active = None, False
 
     def forget(self) -> None:
-        """Nothing that ranks learned together counts any more."""
+        """Discard everything that ranks learned together."""
         self._orders.clear()
         self._begun.clear()
 
     def come_to(self, verb: int, index: int) -> None:
-        """Take part in what other ranks do in a backward before this, until all that is left is to do it. Collective.
+        """Take part in other ranks' actions in a backward until all ranks agree on this one. Collective.
 
         Args:
             verb: `GATHER` (to run a unit's forward again), `REGATHER`, `REDUCE`, or `END`: nothing is left.
@@ -134,8 +134,8 @@ class SharedOrder:
         self._agree_on(word(verb, index), partial(chosen_in_backward, begun=self._begun), self._take_part)
 
     def _come_to(self, token: int) -> None:
-        """Go through what other ranks run before this one does."""
-        self.active = False  # units that are passed over ask nothing
+        """Pass over the units that other ranks run before this token."""
+        self.active = False  # units that are passed over report nothing
         if self._merging is not None:
             self._agree_on(token, self._merging.chosen, self._pass_over)
         else:
@@ -150,27 +150,27 @@ class SharedOrder:
         self.active = True
 
     def _agree_on(self, token: int, choose: Callable[[Sequence[int]], int], act: Callable[[int, int], None]) -> None:
-        """Do what is chosen of what all ranks want, until it is this. Collective, once for each."""
+        """Do what ranks choose, until they choose this token. One collective per choice."""
         while (chosen := choose(self._wanted(token))) != token:
             act(chosen & VERB, chosen >> VERB_BITS)
 
     def _wanted(self, token: int) -> list[int]:
-        """What each rank is about to do. Collective."""
+        """The token that each rank wants next. Collective."""
         RANK.talks("shared order")
         rows = rows_of_all([(token,)], self._axes.all, self._comm, self._axes.device)
-        return [each for (each,) in rows]
+        return [wanted for (wanted,) in rows]
 
 
 def chosen_in_backward(wanted: Sequence[int], begun: dict[int, int]) -> int:
-    """What is done next.
+    """Choose the next token in a backward.
 
-    Gathers first: ranks that want to reduce are done with their own backward. Of units that run again those that
-    began first in the forward, of others those that began last, as ranks that run them will want them in this order.
-    Reductions in the order in which every rank asks for them, by index.
+    Gathers come first: ranks that want to reduce are done with their own backward. Of units whose forward runs again,
+    the first to begin in the forward comes first; of others, the last, since ranks that run them will want them in
+    this order. Reductions follow by index, the order in which every rank requests them.
 
     Args:
-        wanted: by each rank.
-        begun: by unit, when its forward began.
+        wanted: each rank's token.
+        begun: by unit, its rank in the order of forwards.
 
     >>> begun = {0: 0, 1: 1, 2: 2}
     >>> chosen_in_backward([word(REDUCE, 2), word(GATHER, 2), word(GATHER, 1)], begun) == word(GATHER, 1)
@@ -186,7 +186,7 @@ def chosen_in_backward(wanted: Sequence[int], begun: dict[int, int]) -> int:
 
 
 class Merging:
-    """Makes the order, token by token, on every rank alike.
+    """Builds the shared order token by token, the same on every rank.
 
     >>> def chosen(*wanted):
     ...     token = merging.chosen([word(verb, unit) for verb, unit in wanted])
@@ -202,30 +202,30 @@ class Merging:
 
     def __init__(self, world: int) -> None:
         self.tokens: list[int] = []
-        self._open: list[frozenset[int]] = []  # of each unit, the ranks that really run it; innermost last
+        self._open: list[frozenset[int]] = []  # per open unit, the ranks that really run it; innermost last
         self._everyone = frozenset(range(world))
 
     def chosen(self, wanted: Sequence[int]) -> int:
-        """What comes next, given what each rank wants: of the ranks inside the innermost unit, the first to begin.
+        """Choose the next token: the lowest unit that any rank inside the innermost open unit wants to begin.
 
-        Only when all of these want to end that unit it is ended.
+        The innermost unit ends only when all ranks inside it want to end it.
         """
         inside = self._open[-1] if self._open else self._everyone
         begins = [token for rank, token in enumerate(wanted) if rank in inside and token & VERB == ENTER]
         token = min(begins) if begins else wanted[min(inside)]
         self.tokens.append(token)
         if begins:
-            self._open.append(frozenset(rank for rank, each in enumerate(wanted) if each == token))
+            self._open.append(frozenset(rank for rank, want in enumerate(wanted) if want == token))
         else:
             self._open.pop()
         return token
 
 
 def completed(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The order with the units that nobody ran, each inside its parent and before the next unit in module order.
+    """Insert the units that no rank ran, each inside its parent and before the next unit in module order.
 
     Args:
-        parents: by index of a unit, the unit around it; -1 of the root. Units come after their parents.
+        parents: by index of a unit, the unit around it; -1 for the root. Units come after their parents.
 
     >>> order = completed([word(ENTER, 0), word(ENTER, 2), word(LEAVE, 2), word(LEAVE, 0)], [-1, 0, 0, 0])
     >>> [token >> VERB_BITS for token in order]
@@ -249,13 +249,13 @@ def completed(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 def parents_of(names: Sequence[str]) -> list[int]:
-    """By index, the unit around each, by names from the root; "" is the root's.
+    """By index, the unit around each unit, derived from names relative to the root; "" is the root.
 
     >>> parents_of(["", "a", "a.b", "ab"])
     [-1, 0, 1, 0]
     """
-    found = []
+    parents = []
     for index, name in enumerate(names):
         above = [i for i in range(index) if not names[i] or name.startswith(f"{names[i]}.")]
-        found.append(max(above, key=lambda i: len(names[i])) if above else -1)
-    return found
+        parents.append(max(above, key=lambda i: len(names[i])) if above else -1)
+    return parents

@@ -1,4 +1,4 @@
-"""Whether what stayed gathered between two passes is still what the ranks' shards hold."""
+"""Whether full buffers that stayed gathered between two passes still match the ranks' shards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .messages import changed_unseen
 
 
 class Stale:
-    """Finds units that stayed gathered though their shards changed since, on any rank. One per root.
+    """Finds units that stayed gathered although their shards have changed on any rank. One per root.
 
-    On a CPU values are compared, which tells of every change. On an accelerator that would make the host wait for the
-    device in every pass that begins with gathered units (each token that is generated, each micro-batch): there the
-    hosts compare what they know of changes. The values of one unit a pass, in turn, are compared as well, and read late
-    (`late.py`): what nobody knew of, a write by a kernel that torch did not see, is then an error.
+    On a CPU it compares values, which detects every change. On an accelerator that would make the host wait for the
+    device in every pass that begins with gathered units (each generated token, each micro-batch), so the hosts compare
+    the changes they know of. In addition each pass compares the values of one unit, in turn, and reads the result late
+    (`late.py`): a change that no host knew of, such as a write by a kernel that torch did not see, is then an error.
 
     Args:
-        units: all under the root.
+        units: all units under the root.
         comm: collectives.
     """
 
@@ -34,46 +34,46 @@ class Stale:
         self._on_device = any([has_streams(bucket.axes.device) for unit in units for bucket in unit.buckets])
         self._late: LateSums | None = None
         self._most = max([len(unit.members) for unit in units], default=0)
-        self._turn = 0  # of the unit whose values are compared next
+        self._turn = 0  # selects the unit whose values are compared next
 
     def changes(self, units: Sequence[Unit]) -> list[tuple[bool, list[Member]]]:
-        """For each of these gathered units, whether it changed, and what was written to while gathered. Collective.
+        """For each gathered unit, whether it changed, and the parameters written to while gathered. Collective.
 
         Args:
-            units: all of a root that are gathered, which have parameters.
+            units: all gathered units of the root that have parameters.
 
         Raises:
-            UsageError: the values of one have changed, and nobody knew; on an accelerator only.
+            UsageError: a unit's values changed without any host knowing; on an accelerator only.
         """
         axes = largest(units)
         if not self._on_device:
-            found = differing(units, self.comm)
-            return [(bool(some), unit.written() if some else []) for unit, some in zip(units, found, strict=True)]
+            by_unit = differing(units, self.comm)
+            return [(bool(wrong), unit.written() if wrong else []) for unit, wrong in zip(units, by_unit, strict=True)]
         late = self._late
         if late is None or late.axes is not axes:
             late = self._late = LateSums(axes, self.comm)
-        if (old := late.due()) is not None:
-            _refuse(*old, units[0].rank)
+        if (arrived := late.due()) is not None:
+            _refuse(*arrived, units[0].rank)
         written = [unit.written() for unit in units]
-        mine = [self._turn, *[_changed(unit) or bool(some) for unit, some in zip(units, written, strict=True)]]
-        rows = rows_of_all([mine], axes.all, self.comm, axes.device) if self.comm.communicates else [mine]
+        local = [self._turn, *[_changed(unit) or bool(members) for unit, members in zip(units, written, strict=True)]]
+        rows = rows_of_all([local], axes.all, self.comm, axes.device) if self.comm.communicates else [local]
         turns, *flags = zip(*rows, strict=True)
-        self._turn, changed = max(turns) + 1, [any(some) for some in flags]  # a rank may have forgotten its turn
-        if same := [unit for unit, flag in zip(units, changed, strict=True) if not flag]:
-            unit = same[self._turn % len(same)]
+        self._turn, changed = max(turns) + 1, [any(of_ranks) for of_ranks in flags]  # ranks' turns may differ
+        if unchanged := [unit for unit, flag in zip(units, changed, strict=True) if not flag]:
+            unit = unchanged[self._turn % len(unchanged)]
             with torch.no_grad():
                 counts = unit.differs().long()
                 late.send(pad(counts, (0, self._most - counts.numel())), _comparable(unit))
         return list(zip(changed, written, strict=True))
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """A pass begins: optimizers' steps until now are in what it gathers, however they change weights."""
+        """Begin a pass: what it gathers includes all optimizer steps so far, however they change weights."""
         if self._on_device:
             for unit in units:
                 unit.touched.seen = unit.touched.count
 
     def forget(self) -> None:
-        """After an exception, or where ranks know nothing of each other any more."""
+        """Discard sums under way: after an exception, or when ranks start comparing anew."""
         self._late = None
 
 
@@ -82,7 +82,7 @@ def _changed(unit: Unit) -> bool:
 
 
 def _comparable(unit: Unit) -> list[str]:
-    """The names of its members; empty for those of a subclass, which may gather something else than its values."""
+    """The names of the unit's members; empty for extensions, which may gather something other than their values."""
     return [member.name if bucket.form.plain else "" for bucket in unit.buckets for member in bucket.members]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that start from different weights are made equal: rank 0's parameters and buffers, on all ranks."""
+"""Copies rank 0's parameters and buffers to all ranks, so that they start from the same weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .messages import split_over_these_ranks
 
 
 def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
-    """Make the parameters and buffers of these modules rank 0's on all ranks; not those that a unit has taken.
+    """Broadcast rank 0's parameters and buffers of these modules to all ranks, except those already in a unit.
 
-    Of a DTensor (tensor parallelism) it is the local parts that are sent. Buffers of ignored modules are sent, too.
+    Of a DTensor (tensor parallelism) the local part is sent. Buffers of ignored modules are sent, too.
 
     Raises:
-        ConfigError: a DTensor whose parts differ between the ranks that are to be made equal.
+        ConfigError: the parts of a DTensor differ between the ranks that would receive them.
     """
-    given = axes.all
+    mesh_axes = axes.all
     for owner in owners:
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
-                continue  # those of an instance below were made equal when it was wrapped
+                continue  # a nested instance's were broadcast when it was wrapped
             if isinstance(tensor, DTensor):
-                _check_repeated(name, tensor, given)
+                _check_repeated(name, tensor, mesh_axes)
             local = local_part(tensor.detach())
             if not local.numel():
                 continue
             with torch.no_grad():
                 sent = local.to(axes.device).contiguous()
-                for axis in given:
+                for axis in mesh_axes:
                     RANK.talks("starting states")
                     comm.broadcast(axis, sent, 0).wait()
                 if sent.data_ptr() != local.data_ptr():
@@ -44,7 +44,7 @@ def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ig
 
 
 def _check_repeated(name: str, tensor: DTensor, axes: Sequence[Axis]) -> None:
-    """Refuse to send parts of `tensor` to ranks that hold other parts of it."""
+    """Refuse to send parts of `tensor` to ranks that hold different parts of it."""
     mesh = tensor.device_mesh
     for dim, placement in enumerate(tensor.placements):
         ranks = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))

@@ -1,4 +1,4 @@
-"""Whether all ranks gather and reduce the same, and which parameters any of them had gradients for."""
+"""Whether all ranks gathered and reduced the same units, and which parameters had gradients on any rank."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
 
 
 class UseAgreement:
-    """Which parameters any rank had a gradient for, and whether all ranks gathered and reduced the same in one order.
+    """Which parameters had a gradient on any rank, and whether all ranks gathered and reduced in the same order.
 
     One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, one for every
     unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order of
-    gathers and reductions since the last one: gathers of equal sizes would swap two units and say nothing. Only
-    a rank that lacks gradients for some parameters has to read the answer at once; the rest is compared at once where
-    that costs nothing (on a CPU), else some backwards later (`late.py`): on all ranks in the same one, and no host
-    waits.
+    gathers and reductions since the last backward, because gathers of equal sizes would silently swap two units. Only
+    a rank that lacks gradients for some parameters has to read the result at once. The rest is compared at once where
+    that costs nothing (on a CPU), else a few backwards later (`late.py`): in the same backward on all ranks, without
+    a host waiting.
 
     Args:
         comm: collectives.
-        position: keeps the fingerprint.
+        position: provides the fingerprint.
 
     Attributes:
         reduced: indices of the units whose reductions were issued since the ranks last agreed.
@@ -50,35 +50,35 @@ class UseAgreement:
         self._late: dict[tuple[dist.ProcessGroup, ...], LateSums] = {}  # by the mesh's groups
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """A backward begins. Steps that optimizers take within it come at other moments on other ranks.
+        """Begin a backward: count optimizer steps now, as ranks take those within it at different moments.
 
         Args:
-            units: all under the root.
+            units: all units under the root.
         """
         self._steps = sum(map(_STEPS, units))
 
     def note_changed(self, index: int) -> None:
-        """A unit's weights are not those that its forward saw, in the backward that runs now."""
+        """Note, in a backward, that a unit's weights are not those that its forward used."""
         self._changed.add(index)
 
     def reset(self) -> None:
-        """After an exception."""
+        """Discard the state of the current step, after an exception."""
         self.reduced.clear()
         self._changed.clear()
-        self._late.clear()  # the allocator waits for what is still being copied
+        self._late.clear()  # the allocator keeps memory until copies from it are over
 
     def agree(self, units: Sequence[Unit]) -> list[torch.Tensor]:
-        """Settle which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
+        """Decide which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
 
         Args:
-            units: all under the root.
+            units: all units under the root.
 
         Returns:
-            The sharded parameters that got one, and views over them.
+            The sharded parameters that received a gradient, and views over them.
 
         Raises:
-            DivergenceError: ranks gathered or reduced other units, or in another order: gradients are wrong, or were
-                what forwards without a backward gave.
+            DivergenceError: ranks gathered or reduced different units, or in different orders: gradients are wrong, or
+                outputs of forwards without a backward were.
             UsageError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
         changed, self._changed = [*map(self._changed.__contains__, range(len(units)))], set()
@@ -88,23 +88,23 @@ class UseAgreement:
         deliveries = [*map(_DELIVERY, chain.from_iterable(map(_GRADIENTS, units)))]
         fingerprint = self.position.log.fingerprint()
         self.reduced.clear()
-        given: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
         for group in _by_groups(deliveries):
             used = [*chain.from_iterable(map(_USED, group))]
             asks = any(map(_UNDECIDED, group)) or any(map(_ASIDE, group))
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
-            if not asks and not any(map(_VIEWS, group)):  # as ever: `delivery.used = delivery.nobody`
+            if not asks and not any(map(_VIEWS, group)):  # the usual case: `delivery.used = delivery.nobody`
                 drain(map(setattr, group, repeat("used"), map(_NOBODY, group)))
                 continue
             at = 0
             for delivery in group:
                 count = len(delivery.used)
                 if asks or (delivery.views and delivery.may_show_zeros()):
-                    given += delivery.decide(present[at : at + count])
+                    received += delivery.decide(present[at : at + count])
                 else:
                     delivery.used = delivery.nobody
                 at += count
-        return given
+        return received
 
     def _union(
         self,
@@ -115,7 +115,7 @@ class UseAgreement:
         asks: bool,
         units: Sequence[Unit],
     ) -> list[bool]:
-        """Per parameter, whether any rank of the mesh used it; what this rank used where nobody asks."""
+        """Per parameter, whether any rank of the mesh used it; without `asks`, whether this rank did."""
         if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
             refuse_changed(units, changed)
             return used
@@ -128,9 +128,9 @@ class UseAgreement:
         late = self._late.get(axes.groups)
         if late is None:
             late = self._late[axes.groups] = LateSums(axes, self.comm)
-        if (old := late.due()) is not None:
-            result, (old_fingerprint, old_steps) = old
-            self._compare(result[-(len(units) + 2) :], old_fingerprint, old_steps, axes, units)
+        if (arrived := late.due()) is not None:
+            result, (sent_fingerprint, sent_steps) = arrived
+            self._compare(result[-(len(units) + 2) :], sent_fingerprint, sent_steps, axes, units)
         sums = late.send(vector, (fingerprint, steps))
         return [bool(count) for count in sums[: len(used)].tolist()] if asks else used
 
@@ -143,31 +143,31 @@ class UseAgreement:
         refuse_changed(units, changed)
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
-        """Ranks' optimizers did not step alike since the model was made: say how. Collective over the mesh."""
-        own = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
-        mine = "; ".join(own)
+        """Raise, with details: ranks' optimizers stepped differently since the model was made. Collective."""
+        steps = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
+        local = "; ".join(steps)
         for axis in axes.all:
-            told = texts_of_all(mine, axis, self.comm, axes.device) if axis.size > 1 else [mine]
-            other = next((i for i, text in enumerate(told) if text != told[0]), 0)
+            texts = texts_of_all(local, axis, self.comm, axes.device) if axis.size > 1 else [local]
+            other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
             if other or axis is axes.all[-1]:
                 break
-        raise different_steps((axis.ranks[0], axis.ranks[other]), (told[0], told[other]), other > 0)
+        raise different_steps((axis.ranks[0], axis.ranks[other]), (texts[0], texts[other]), other > 0)
 
 
 def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
-    """These, by the groups of their meshes."""
+    """Sort deliveries by the process groups of their meshes."""
     if len(set(map(_AXES, deliveries))) == 1:
         return (deliveries,)
-    found: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
     for delivery in deliveries:
-        found.setdefault(delivery.bucket.axes.groups, []).append(delivery)
-    return found.values()
+        by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
+    return by_groups.values()
 
 
 def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None:
     """Raise if any unit's weights were changed between a forward and its backward.
 
-    Plain PyTorch raises where it needs the old values, which are gone: what was gathered for the backward is new.
+    Plain PyTorch raises where a backward needs the old values. Here those are gone: the backward gathered new ones.
 
     Raises:
         UsageError: names the first such unit's parameters.

@@ -1,1 +1,1 @@
-"""What users call."""
+"""The public interface: both front-ends, wrapping policies, and functions that serve both."""

@@ -1,4 +1,4 @@
-"""What users say about gradients, the same for both front-ends: how sums become gradients, and what is checked."""
+"""Settings of gradients that both front-ends share: how sums become gradients, and which checks run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from . import messages
 
 
 def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:
-    """Say how many tokens (or samples) this rank's losses of the coming step are sums over. Collective.
+    """Set the number of tokens (or samples) that this rank's losses of the coming step sum over. Collective.
 
-    For models with `reduction="tokens"`: once per step, on every rank, before the step's first backward. Every backward
-    of the step then delivers the sum of the ranks' gradients divided by the count over all ranks of the root's mesh
-    and all micro-batches, so that what is in `.grad` at the end of the step is the gradient of the mean over all
-    tokens, however unevenly they are spread. A count of 0 is fine; where the sum of all is 0, nothing is divided.
+    For models with `reduction="tokens"`: call it once per step, on every rank, before the step's first backward. Every
+    backward of the step then delivers the sum of the ranks' gradients divided by the count over all ranks of the root's
+    mesh and all micro-batches, so that `.grad` at the end of the step is the gradient of the mean over all tokens,
+    however unevenly they are distributed. A count of 0 is fine; if the total is 0, nothing is divided.
 
-    One all-reduce of three integers, of which the result stays on the device: the host waits for no accelerator.
+    Costs one all-reduce of three integers. Its result stays on the device: the host never waits for the accelerator.
 
     Args:
         model: the root, or a module that contains roots.
-        counts: of the step's only micro-batch; or one for each backward of the step: in a sequence, or in an integer
-            tensor [micro-batches]. Tensors on the device are not brought to the host.
+        counts: the count of the step's only micro-batch; or one count for each backward of the step, in a sequence or
+            an integer tensor [micro-batches]. Tensors on the device are not copied to the host.
 
     Raises:
-        ConfigError: the model's units have another `reduction`; counts that are none; a negative one.
-        UsageError: gradients that were accumulated without sync wait for the rest of their step: they would be
-            divided by the new count.
-        PhaseError: the model is no root; or a backward runs.
+        ConfigError: the model's units have a different `reduction`; a count is missing, invalid or negative.
+        UsageError: gradients accumulated without sync still wait for the rest of their step: they would be divided by
+            the new count.
+        PhaseError: the model is not a root; or a backward is running.
     """
     if not isinstance(model, nn.Module):
         raise messages.counts_of_no_model(type(model).__name__)
@@ -45,19 +45,19 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
             raise messages.counted_within_a_step(runner.unit.name)
     for top in tops:
         axes = top.settings.axes
-        own = _summed(checked, axes.device)
-        if (last := top.settings.reduce.tokens) is not None:
-            last.let_go()
-        top.set(reduce_tokens=TokenCount(own, len(checked), axes, top.settings.comm))
+        total = _summed(checked, axes.device)
+        if (previous := top.settings.reduce.tokens) is not None:
+            previous.let_go()
+        top.set(reduce_tokens=TokenCount(total, len(checked), axes, top.settings.comm))
 
 
 def _tops(model: nn.Module) -> list[Runner]:
-    """The outermost units in `model`, each once."""
-    found = runners_in(model)
-    if not found:
+    """The runners of the outermost units in `model`, each once."""
+    runners = runners_in(model)
+    if not runners:
         raise messages.not_sharded(type(model).__name__)
-    inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
-    tops = [runner for runner in found if id(runner) not in inner]
+    inner = {id(nested) for runner in runners for nested in _below(runner) if nested is not runner}
+    tops = [runner for runner in runners if id(runner) not in inner]
     for top in tops:
         if top.root is not None and not top.is_top:
             raise messages.counted_below_root(top.unit.name)
@@ -67,22 +67,22 @@ def _tops(model: nn.Module) -> list[Runner]:
 
 
 def _below(top: Runner) -> Sequence[Any]:
-    """The runners of a unit that is, or will be, a root, and of all units below it."""
-    found = [runner for module in top.modules for runner in runners_in(module)]
-    return found if top.root is None else [runner for runner in found if runner.root in (None, top.root)]
+    """The runners of a unit that is or will be a root, and of all units below it."""
+    runners = [runner for module in top.modules for runner in runners_in(module)]
+    return runners if top.root is None else [runner for runner in runners if runner.root in (None, top.root)]
 
 
 def _checked(counts: Any) -> list[int | torch.Tensor]:
     """The counts, one for each micro-batch.
 
     Raises:
-        ConfigError: there are none, or one is no count.
+        ConfigError: there are none, or one is invalid.
     """
     if isinstance(counts, torch.Tensor) and counts.dim() == 1:
-        given: list[Any] = list(counts.unbind())
+        values: list[Any] = list(counts.unbind())
     else:
-        given = list(counts) if isinstance(counts, (list, tuple)) else [counts]
-    for count in given:
+        values = list(counts) if isinstance(counts, (list, tuple)) else [counts]
+    for count in values:
         if isinstance(count, torch.Tensor):
             kind = count.dtype
             fits = count.numel() == 1 and not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
@@ -90,15 +90,15 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
             fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
         if not fits:
             raise messages.not_a_count(count)
-    if not given:
+    if not values:
         raise messages.no_counts()
-    return given
+    return values
 
 
 def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[1], int64, on `device`; tensors that are there are summed there."""
-    known = sum(count for count in counts if isinstance(count, int))
-    total = torch.full((1,), known, dtype=torch.int64, device=device)
+    """The sum of the counts, [1], int64, on `device`, without a copy of device tensors to the host."""
+    on_host = sum(count for count in counts if isinstance(count, int))
+    total = torch.full((1,), on_host, dtype=torch.int64, device=device)
     for count in counts:
         if isinstance(count, torch.Tensor):
             total += count.detach().to(device, torch.int64, non_blocking=True).view(1)
@@ -106,14 +106,14 @@ def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch
 
 
 def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
-    """Note, before each reduction, which of this rank's own gradients hold NaN or inf; for `nonfinite_gradients`.
+    """Record, before each reduction, which of this rank's own gradients hold NaN or inf; for `nonfinite_gradients`.
 
-    Off by default, and then free of cost. On, each reduction reads its buffer [gathered elements of the unit] once
-    more on the device; the host waits for nothing. Call it on every rank.
+    Off by default, at no cost. When on, each reduction reads its buffer [gathered elements of the unit] once more on
+    the device; the host does not wait. Call it on every rank.
 
     Args:
-        model: a module with units; all of them in it are set.
-        enable: whether to note them from the next backward on.
+        model: a module with units; the setting applies to all of them.
+        enable: whether to record them from the next backward on.
 
     Raises:
         ConfigError: the model has no units.
@@ -129,10 +129,10 @@ def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
 
 
 def check_reduction(reduction: Any, comm: Comm) -> str:
-    """`reduction` as a front-end was given it.
+    """The `reduction` argument of a front-end, checked.
 
     Raises:
-        ConfigError: there is none of that name; or `comm` scales gradients itself.
+        ConfigError: the name is unknown; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
         raise messages.unknown_reduction(REDUCTIONS, reduction)
@@ -142,7 +142,7 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
 
 
 def refuse_divisor(runner: Runner, what: str) -> None:
-    """Refuse `what`, which changes what sums are divided by, where `reduction=` has said that.
+    """Raise if `reduction=` already determines the divisor of sums, which `what` would change.
 
     Raises:
         ConfigError: the unit's `reduction` is not "mean".

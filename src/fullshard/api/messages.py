@@ -1,4 +1,4 @@
-"""What functions for both front-ends say, in the order of the code: the wording of their errors."""
+"""The wording of errors of the functions that serve both front-ends, in the order of the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def entered_while_running(unit: str, summoned: bool, phase: str) -> PhaseError:
         expected="a unit whose own forward and backward are over",
         got=f"phase {phase}",
         remedy="enter it around the call of the unit",
-        code="P005",
+        topic="called-in-a-step",
     )
 
 
@@ -26,23 +26,23 @@ def called_within_a_pass(what: str, unit: str) -> PhaseError:
     return PhaseError(
         f"{what} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
         remedy=f"call {what} between steps",
-        code="P006",
+        topic="called-in-a-step",
     )
 
 
 def takes_a_module(what: str, kind: str) -> ConfigError:
     """The error for what is not a module."""
-    return ConfigError(f"{what} takes a module, got {kind}", code="C030")
+    return ConfigError(f"{what} takes a module, got {kind}")
 
 
 def no_unit_inside(kind: str, inside: bool) -> ConfigError:
-    """The error for a module without units; `inside`: it has parameters of its own, which another unit may hold."""
+    """The error for a module without units; `inside`: it has parameters, which a unit around it may hold."""
     return ConfigError(
         f"There is no unit in this {kind}.",
         expected="a unit, or a module that contains units",
         got="a part of a unit, or a model that is not sharded" if inside else "a module without parameters",
         remedy="owner_of(model, module).module is the unit that runs it",
-        code="C031",
+        topic="no-units",
     )
 
 
@@ -50,30 +50,30 @@ def no_unit_inside(kind: str, inside: bool) -> ConfigError:
 
 
 def counts_of_no_model(kind: str) -> ConfigError:
-    """The error for `set_token_count` of what is not a module."""
-    return ConfigError(f"set_token_count takes a model, got {kind}", code="C032")
+    """The error for `set_token_count` with a model that is not a module."""
+    return ConfigError(f"set_token_count takes a model, got {kind}")
 
 
 def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
-    """The error for a count of tokens that nothing is divided by."""
+    """The error for a token count on a model whose gradients are not divided by tokens."""
     return ConfigError(
         "set_token_count is for models whose gradients are divided by a count of tokens.",
         expected='reduction="tokens"',
         got=f"unit {unit!r} with reduction={reduction!r}",
-        remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
-        code="C033",
+        remedy='pass reduction="tokens" to fully_shard or FullyShardedDataParallel',
+        topic="token-counts",
     )
 
 
 def counted_within_a_step(unit: str) -> UsageError:
-    """The error for a count of tokens while gradients of the last one wait."""
+    """The error for a token count while gradients that belong to the previous count are not reduced."""
     return UsageError(
         "set_token_count was called in the middle of a step.",
         expected="a call before the first backward, with the counts of all micro-batches of the step",
-        got=f"gradients of unit {unit!r} that were accumulated without sync and wait",
-        remedy="call set_token_count(model, [count, ...]) once per step; what waits is dropped by zero_grad() "
+        got=f"gradients of unit {unit!r}, accumulated without sync and not yet reduced",
+        remedy="call set_token_count(model, [count, ...]) once per step; pending gradients are dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
-        code="P007",
+        topic="token-counts",
     )
 
 
@@ -81,8 +81,8 @@ def not_sharded(kind: str) -> ConfigError:
     """The error for a model without units."""
     return ConfigError(
         f"{kind} has no units: neither front-end was applied to it",
-        remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
-        code="C034",
+        remedy="call fully_shard(model) first, or pass the model that FullyShardedDataParallel returned",
+        topic="no-units",
     )
 
 
@@ -92,33 +92,34 @@ def counted_below_root(unit: str) -> PhaseError:
         "set_token_count is for the root.",
         got=f"unit {unit!r} below it",
         remedy="pass the model whose forward is called",
-        code="P008",
+        topic="token-counts",
     )
 
 
 def counted_within_backward() -> PhaseError:
     """The error for `set_token_count` within a backward."""
-    return PhaseError("set_token_count was called within a backward; call it before the step's first one", code="P009")
+    return PhaseError(
+        "set_token_count was called during a backward; call it before the step's first backward", topic="token-counts"
+    )
 
 
 def not_a_count(count: object) -> ConfigError:
-    """The error for what is not a count of tokens."""
+    """The error for an invalid token count."""
     return ConfigError(
-        "set_token_count takes how many tokens each micro-batch of this rank has.",
+        "set_token_count takes the number of tokens in each micro-batch of this rank.",
         expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
         got=repr(count),
-        code="C035",
     )
 
 
 def no_counts() -> ConfigError:
     """The error for an empty list of counts."""
-    return ConfigError("set_token_count was given no counts", expected="one for each backward of the step", code="C036")
+    return ConfigError("set_token_count was called without counts", expected="one for each backward of the step")
 
 
 def nothing_to_check(kind: str) -> ConfigError:
     """The error for `set_check_nonfinite` of a model without units."""
-    return ConfigError(f"{kind} has no units: neither front-end was applied to it", code="C037")
+    return ConfigError(f"{kind} has no units: neither front-end was applied to it", topic="no-units")
 
 
 def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
@@ -127,30 +128,26 @@ def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigErr
         "reduction= has an invalid value.",
         expected=f"one of {reductions}",
         got=repr(reduction),
-        remedy='leave it out for "mean"',
-        code="C038",
+        remedy='omit it for "mean"',
     )
 
 
 def reduction_beside_scaling(reduction: str, kind: str) -> ConfigError:
-    """The error for a `reduction` beside a comm that scales gradients itself."""
+    """The error for a `reduction` with a comm that scales gradients itself."""
     return ConfigError(
-        f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
+        f"reduction={reduction!r} cannot be combined with a comm that scales gradients itself.",
         got=f"comm of kind {kind!r}",
-        remedy='leave reduction= at "mean", and let the comm scale as you want',
-        code="C039",
+        remedy='leave reduction= at "mean", and let the comm apply the scaling',
     )
 
 
 def divisor_beside_reduction(what: str, reduction: str, unit: str) -> ConfigError:
-    """The error for a divisor where `reduction` says what sums are divided by."""
+    """The error for a custom divisor where `reduction` determines the divisor."""
     return ConfigError(
-        f"{what} cannot be combined with reduction={reduction!r}, which says what sums are divided by.",
+        f"{what} cannot be combined with reduction={reduction!r}, which determines the divisor.",
         expected='reduction="mean"',
         got=f"reduction={reduction!r} of unit {unit!r}",
-        remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
-        'reduction="sum" and scale the loss',
-        code="C040",
+        remedy='omit the call; for a custom divisor, use reduction="mean", or reduction="sum" and scale the loss',
     )
 
 
@@ -163,30 +160,26 @@ def nothing_to_join(kind: str) -> ConfigError:
         "join takes a sharded model and this rank's batches.",
         got=f"{kind}, which has no units",
         remedy="apply fully_shard or FullyShardedDataParallel first",
-        code="C041",
     )
 
 
 def not_batches(batches: object) -> ConfigError:
-    """The error for batches that cannot be iterated over."""
-    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80], code="C042")
+    """The error for batches that are not iterable."""
+    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
 
 
 def joined_twice() -> ConfigError:
-    """The error for a `join` inside another one of the same model."""
-    return ConfigError(
-        "join is used inside another join of the same model.", remedy="iterate over one at a time", code="C043"
-    )
+    """The error for nested `join`s of the same model."""
+    return ConfigError("join is used inside another join of the same model.", remedy="iterate over one at a time")
 
 
-def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
-    """The error for a rank without any batch; `lacks`: how many ranks have none."""
+def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
+    """The error for ranks without any batch; `lacking`: the number of such ranks."""
     return ConfigError(
-        "join: a rank has no batch at all that it could be given again.",
+        "join: a rank has no batch at all, so it has none to repeat.",
         rank=rank,
-        got="none here" if not has else f"one here, none on {lacks} other rank(s)",
-        remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
-        code="C044",
+        got="none here" if not has_batch else f"one here, none on {lacking} other rank(s)",
+        remedy="give every rank a batch, or pass join(model, batches, example=...) a batch of the right shapes",
     )
 
 
@@ -194,12 +187,11 @@ def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
 
 
 def parked_already(parked: Sequence[str]) -> PhaseError:
-    """The error for `park` of a model that is parked, in these units."""
+    """The error for `park` of a model with these units parked already."""
     return PhaseError(
-        "park was called for a model that is parked.",
+        "park was called for a model that is already parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,
         remedy="call fullshard.resume first",
-        code="P010",
     )
 
 
@@ -208,46 +200,42 @@ def parked_within_a_block(held: bool, unit: str) -> PhaseError:
     return PhaseError(
         f"park was called inside {'keep_gathered' if held else 'summon_full_params'} of unit {unit or '(root)'!r}.",
         remedy="park the model after that block",
-        code="P011",
     )
 
 
 def not_parked(parked: bool) -> PhaseError:
-    """The error for `resume` of a model that is not parked; `parked`: units in it are."""
+    """The error for `resume` of a module that was not parked; `parked`: units in it were."""
     return PhaseError(
         "resume was called for a model that is not parked.",
-        got="units that were parked with another module" if parked else None,
-        remedy="give resume the module that park was given" if parked else "call park first, or leave resume out",
-        code="P012",
+        got="units that were parked with a different module" if parked else None,
+        remedy="pass resume the module that was passed to park" if parked else "call park first, or omit resume",
     )
 
 
 def optimizer_left_out(kind: str) -> ConfigError:
-    """The error for an optimizer that was parked, and is not given to `resume`."""
+    """The error for a parked optimizer that was not passed to `resume`."""
     return ConfigError(
-        "resume was not given an optimizer that was parked with its model: its next step would mix devices.",
-        got=f"{kind} left out",
-        remedy="call resume(model, *optimizers) with all that park was given",
-        code="C045",
+        "An optimizer that was parked with the model was not passed to resume: its next step would mix devices.",
+        got=f"{kind} missing",
+        remedy="call resume(model, *optimizers) with all optimizers that were passed to park",
     )
 
 
 def takes_a_sharded_model(what: str, kind: str) -> ConfigError:
     """The error for a model without units."""
-    return ConfigError(f"{what} takes a sharded model, got {kind} without units", code="C046")
+    return ConfigError(f"{what} takes a sharded model, got {kind} without units", topic="no-units")
 
 
 def not_an_optimizer(kind: str) -> ConfigError:
-    """The error for what is not an optimizer."""
-    return ConfigError(f"park takes a model and its optimizers, got {kind}", code="C047")
+    """The error for a value that is not an optimizer."""
+    return ConfigError(f"park takes a model and its optimizers, got {kind}")
 
 
 def optimizer_of_another_model(kind: str) -> ConfigError:
     """The error for an optimizer that has no parameter of the model."""
     return ConfigError(
-        f"This {kind} has no parameter of the model that it is to be parked with.",
-        remedy="park it with the model that it was built from",
-        code="C048",
+        f"This {kind} has no parameters of the model that is being parked.",
+        remedy="park it with the model that it was built for",
     )
 
 
@@ -263,5 +251,4 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
         got=f"{here} after {seconds:g} s",
         remedy=f"call {what} on every rank (it writes on the main one), or pass "
         "state_dict=accelerator.get_state_dict(model), called on every rank",
-        code="P030",
     )

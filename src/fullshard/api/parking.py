@@ -1,4 +1,4 @@
-"""`park` and `resume`: a sharded model and its optimizers in host memory, while the device serves something else."""
+"""`park` and `resume`: move a sharded model and its optimizers to host memory while the device serves other work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class Moved:
-    """What `park` or `resume` did on this rank, in bytes of parameters, gradients, optimizer state and buffers.
+    """The result of `park` or `resume` on this rank, in bytes of parameters, gradients, optimizer state and buffers.
 
     Attributes:
-        moved: bytes that were copied; their old memory is given back.
-        stayed: bytes that were there already (offloaded state, a step counter, everything where the model is on a CPU).
+        moved: bytes that were copied; the memory they occupied before is released.
+        stayed: bytes that were in place already (offloaded state, a step counter; on a CPU, everything).
     """
 
     moved: int
@@ -35,17 +35,17 @@ class Moved:
 
     def __str__(self) -> str:
         if not self.moved:
-            return f"nothing was moved: {self.stayed / 2**20:.1f} MiB were there already"
-        return f"{self.moved / 2**20:.1f} MiB were moved, {self.stayed / 2**20:.1f} MiB were there already"
+            return f"nothing was moved: {self.stayed / 2**20:.1f} MiB were in place already"
+        return f"{self.moved / 2**20:.1f} MiB were moved, {self.stayed / 2**20:.1f} MiB were in place already"
 
 
 @dataclass
 class _Lot:
-    """What a parked model has to get back.
+    """What `resume` needs to restore a parked model.
 
     Attributes:
-        optimizers: that were parked with it.
-        devices: by id of a plain tensor that no unit holds, the tensor and where it was.
+        optimizers: the optimizers that were parked with it.
+        devices: id of a plain tensor outside all units -> the tensor and the device it was on.
     """
 
     optimizers: list[weakref.ref[Any]]
@@ -64,22 +64,22 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     are freed first.
 
     The device's memory goes back to torch's allocator; `torch.accelerator.memory.empty_cache()` (or
-    `torch.cuda.empty_cache()`) gives it to other processes. On a CPU, or with offloaded shards, there is nothing to
-    move: the model is parked all the same, and `Moved` says that no bytes were.
+    `torch.cuda.empty_cache()`) releases it to other processes. On a CPU, or with offloaded shards, there is nothing to
+    move: the model is parked all the same, and `Moved` reports 0 bytes.
 
     Args:
-        model: the root, or a module with units in it; of either front-end, any layout.
-        optimizers: whose state goes along; those that are left out keep theirs where it is.
-        pin_memory: page-locked host memory: slower to take, two to three times as fast to copy. Where there is an
-            accelerator.
+        model: the root, or a module with units in it, of either front-end and any layout.
+        optimizers: the optimizers to park; the state of any others stays where it is.
+        pin_memory: use page-locked host memory: slower to allocate, two to three times as fast to copy. Has no effect
+            without an accelerator.
 
     Returns:
-        Bytes that were moved, and that were in host memory before.
+        The bytes that were moved, and those that were in host memory already.
 
     Raises:
         ConfigError: `model` has no units; an optimizer has none of its parameters.
-        PhaseError: a part of it is parked already; a forward, a backward, `keep_gathered` or `summon_full_params` runs;
-            gradients that were accumulated without sync wait to be reduced. Nothing has changed then.
+        PhaseError: part of it is parked already; a forward, a backward, `keep_gathered` or `summon_full_params` is
+            running; gradients accumulated without sync are not reduced yet. Nothing has changed then.
     """
     runners = _runners(model, "park")
     _check_optimizers(model, optimizers)
@@ -99,29 +99,29 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     for runner in runners:
         runner.kept = False
         park_unit(runner.unit, mover)
-    apart = list(_held_apart(model, optimizers))
+    outside = list(_tensors_outside_units(model, optimizers))
     lot = _Lot([weakref.ref(optimizer) for optimizer in optimizers], {})
-    for tensor in apart:
+    for tensor in outside:
         lot.devices |= {id(plain): (plain, plain.device) for plain in plain_tensors(tensor)}
         mover.move_inside(tensor)
     _lots[model] = lot
-    return _told("park", Moved(mover.moved, mover.stayed))
+    return _logged("park", Moved(mover.moved, mover.stayed))
 
 
 def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
-    """Bring a parked model, and the optimizers that were parked with it, back to where they were.
+    """Move a parked model, and the optimizers that were parked with it, back to their devices.
 
-    No communication; call it on every rank. Values are those that were parked, bit for bit, or what was loaded since.
+    No communication; call it on every rank. Values are those that were parked, bit for bit, or those loaded since.
 
     Args:
-        model: the module that `park` was given.
-        optimizers: all that `park` was given, as long as they are alive; others may be among them.
+        model: the module that was passed to `park`.
+        optimizers: all optimizers passed to `park` that are still alive; may include others.
 
     Returns:
-        Bytes that were moved, and that were there already.
+        The bytes that were moved, and those that were in place already.
 
     Raises:
-        ConfigError: an optimizer that was parked is left out. Nothing has changed then.
+        ConfigError: a parked optimizer is missing. Nothing has changed then.
         PhaseError: `model` is not parked.
     """
     runners = _runners(model, "resume")
@@ -129,14 +129,15 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
     if lot is None:
         parked = any(is_parked(runner.unit) for runner in runners)
         raise messages.not_parked(parked)
-    given = {id(optimizer) for optimizer in optimizers}
-    left = [one for ref in lot.optimizers if (one := ref()) is not None and id(one) not in given]
-    if left:
-        raise messages.optimizer_left_out(type(left[0]).__name__)
+    passed = {id(optimizer) for optimizer in optimizers}
+    parked_optimizers = [optimizer for ref in lot.optimizers if (optimizer := ref()) is not None]
+    missing = [optimizer for optimizer in parked_optimizers if id(optimizer) not in passed]
+    if missing:
+        raise messages.optimizer_left_out(type(missing[0]).__name__)
     moved = stayed = 0
     for runner in runners:
-        there = resume_unit(runner.unit)
-        moved, stayed = moved + there[0], stayed + there[1]
+        unit_bytes = resume_unit(runner.unit)
+        moved, stayed = moved + unit_bytes[0], stayed + unit_bytes[1]
     movers: dict[torch.device, Mover] = {}
     for tensor, fallback in _with_devices(model, optimizers):
         for plain in plain_tensors(tensor):
@@ -145,18 +146,18 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
     del _lots[model]
     moved += sum(mover.moved for mover in movers.values())
     stayed += sum(mover.stayed for mover in movers.values())
-    return _told("resume", Moved(moved, stayed))
+    return _logged("resume", Moved(moved, stayed))
 
 
-def _told(what: str, moved: Moved) -> Moved:
-    logger.info("%s: %s", what, moved)
+def _logged(function: str, moved: Moved) -> Moved:
+    logger.info("%s: %s", function, moved)
     return moved
 
 
-def _runners(model: nn.Module, what: str) -> list[Runner]:
+def _runners(model: nn.Module, function: str) -> list[Runner]:
     runners = runners_in(model) if isinstance(model, nn.Module) else []
     if not runners:
-        raise messages.takes_a_sharded_model(what, type(model).__name__)
+        raise messages.takes_a_sharded_model(function, type(model).__name__)
     return runners
 
 
@@ -167,13 +168,13 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Any]) -> None:
         groups: Any = getattr(optimizer, "param_groups", None)
         if groups is None:
             raise messages.not_an_optimizer(type(optimizer).__name__)
-        given = [p for group in groups for p in group["params"]]
-        if not any(id(p) in plain or id(owner_of(p)) in units for p in given):
+        parameters = [p for group in groups for p in group["params"]]
+        if not any(id(p) in plain or id(owner_of(p)) in units for p in parameters):
             raise messages.optimizer_of_another_model(type(optimizer).__name__)
 
 
-def _held_apart(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """What no unit holds: parameters that are left alone, their gradients, buffers, and optimizer state."""
+def _tensors_outside_units(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Tensors outside all units: ignored parameters, their gradients, buffers, and optimizer state."""
     for tensor, _ in _with_devices(model, optimizers):
         yield tensor
 
@@ -181,12 +182,12 @@ def _held_apart(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 def _with_devices(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.Tensor, torch.device]]:
-    """The same, each with the device it is to be on if it was not there when the model was parked."""
-    for alone in model.parameters():
-        if owner_of(alone) is None:
-            yield alone, alone.device
-            if alone.grad is not None:
-                yield alone.grad, alone.grad.device
+    """The same tensors, each with the device to resume on if it did not exist when the model was parked."""
+    for ignored in model.parameters():
+        if owner_of(ignored) is None:
+            yield ignored, ignored.device
+            if ignored.grad is not None:
+                yield ignored.grad, ignored.grad.device
     for buffer in model.buffers():
         yield buffer, buffer.device
     for optimizer in optimizers:

@@ -7,7 +7,7 @@ those that were there when this was imported, as programs may put ours in their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +24,13 @@ from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import values
-from .held import held_by
+from .held import Held, held_by
 from .model import cut_whole_values, in_form, materialize
 from .names import Table, settle
 from .optimizer import blank_states, collect, cut_states, load_state, named_state, state_to_load
+from .settings import named_groups, put, settings_to_load
 from .values import Form
+from .whole import Wanted, wholes
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -42,8 +44,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             the right shapes filled with zeros, into which a checkpoint can be loaded; it is not changed.
 
     Returns:
-        `{"state": {parameter: {key: tensor}}, "groups": {index: {setting: tensor}}}`. State of a parameter's shape is
-        sharded as the parameter; scalars are plain tensors; numeric settings of groups are float64 tensors.
+        `{"state": {parameter: {key: tensor}}, "groups": {parameter: {setting: tensor}}}`. State of a parameter's shape
+        is sharded as the parameter; scalars are plain tensors; numeric settings of its group are float64 tensors.
 
     Raises:
         CheckpointError: state of a view that is neither a scalar nor one value per element, or a foreign tensor.
@@ -54,11 +56,13 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     result = {row.name: state.get(row.name, {}) for one in held for row in one.rows}
     for own in result.values():
         own.update({key: torch.tensor(v) for key, v in own.items() if not isinstance(v, torch.Tensor)})
-    groups = {
-        str(i): {k: torch.tensor(v, dtype=torch.float64) for k, v in group.items() if _numeric(v)}
-        for i, group in enumerate(optimizer.param_groups)
-    }
-    return {"state": result, "groups": groups}
+    settings: dict[str, dict[str, torch.Tensor]] = {}
+    for group in named_groups(held, optimizer.param_groups):
+        numbers = {
+            key: torch.as_tensor(v, dtype=torch.float64, device="cpu") for key, v in group.items() if _numeric(v)
+        }
+        settings |= {name: {key: number.clone() for key, number in numbers.items()} for name in group["params"]}
+    return {"state": result, "groups": settings}
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -77,14 +81,22 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     table = _of_fully_shard(model)
     held = held_by(table, optimizer.param_groups)
     loaded = cut_states(table, held, state["state"], needs_all=True)
+    saved = [
+        {**{key: value.tolist() for key, value in own.items()}, "params": _parameters(name, held)}
+        for name, own in state.get("groups", {}).items()
+    ]
+    settings = settings_to_load(held, optimizer.param_groups, saved)
     for one in held:
         optimizer.state.pop(one.tensor, None)
         if one.index in loaded:
             optimizer.state[one.tensor] = loaded[one.index]
-    for i, group in enumerate(optimizer.param_groups):
-        for key, value in state.get("groups", {}).get(str(i), {}).items():
-            if _numeric(group.get(key)):
-                group[key] = _like(group[key], value.tolist())
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        put(group, {key: value for key, value in own.items() if _numeric(group.get(key))})
+
+
+def _parameters(name: str, held: Sequence[Held]) -> list[str]:
+    """Those whose settings stand under a name: its own; under a group's number, as they stood once, the group's."""
+    return [row.name for one in held if str(one.group) == name for row in one.rows] if name.isdecimal() else [name]
 
 
 def _of_fully_shard(model: nn.Module) -> Table:
@@ -96,7 +108,7 @@ def _of_fully_shard(model: nn.Module) -> Table:
             "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
             parameter=wrapped.name,
             remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
-            code="K006",
+            topic="optimizer-state",
         )
     return table
 
@@ -104,14 +116,7 @@ def _of_fully_shard(model: nn.Module) -> Table:
 def _numeric(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return bool(value) and all(_numeric(v) for v in value)
-    return isinstance(value, (int, float, bool))
-
-
-def _like(old: Any, new: Any) -> Any:
-    """`new`, floats out of a tensor, in the types of `old`."""
-    if isinstance(old, (tuple, list)):
-        return type(old)(_like(a, b) for a, b in zip(old, new, strict=True))
-    return type(old)(new)
+    return isinstance(value, (int, float, bool)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def get_model_state_dict(
@@ -149,15 +154,16 @@ def get_model_state_dict(
 
 
 def _finished(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
-    """Values of `fully_shard`'s parameters in `form`; one unit's is whole at a time besides the result. Collective."""
+    """Values of `fully_shard`'s parameters in `form`; a batch is whole at a time besides the result. Collective."""
     wanted = form.wanted(dist.get_rank())
     result: dict[str, Any] = {}
     managed = {name for row in table.parameters if row.member is not None for name in row.names}
-    for bucket, comm in table.buckets() if form.kind == "whole" else ():
-        for member, view in values.wholes(bucket, comm, bucket.shard):
-            whole = values.saved_form(bucket, member, view.detach(), form, wanted)
-            row = table.of(member)
-            result |= {name: whole for name in (row.names if row is not None else ()) if name in state}
+    rows = [row for row in table.parameters if row.member is not None and form.kind == "whole"]
+    for row, (_, whole) in zip(rows, wholes(Wanted(row.name, row) for row in rows), strict=True):
+        assert row.bucket is not None and row.member is not None
+        value = values.saved_form(row.bucket, row.member, whole, form, wanted)
+        result |= {name: value for name in row.names if name in state}
+        del whole
     for name, value in state.items():
         if name not in result and isinstance(value, torch.Tensor) and not (name in managed and form.kind == "whole"):
             value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value
@@ -333,7 +339,6 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
             rank=0,
             got="an empty one",
             remedy="load the file on rank 0 before the call, or leave out broadcast_from_rank0",
-            code="K007",
         )
     return result
 
@@ -348,16 +353,15 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
             "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",
             parameter=part.name,
             remedy="give the FullyShardedDataParallel, and pick what is wanted by submodules= or by its name",
-            code="K008",
         )
     if not table.wrapped:  # names as PyTorch's functions have them
         table = Table(model, plain_name)
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
-            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change", code="C075"
+            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True", code="C076")
+        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
     return table
 
 

@@ -69,7 +69,7 @@ def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
                     "The optimizer holds a tensor that is not the model's.",
                     got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
                     remedy="build it from model.parameters() or optimizer_view(model) after sharding the model",
-                    code="K009",
+                    topic="optimizer-state",
                 )
             rows, view = known[id(tensor)]
             found.append(Held(tensor, rows, g, len(found), view))
@@ -117,7 +117,6 @@ def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
                 got=f"shape {tuple(value.shape)}",
                 remedy="use this optimizer on sharded parameters that keep their shape (fully_shard's, or NO_SHARD), "
                 "or an element-wise optimizer (SGD, Adam, AdamW, ...)",
-                code="K010",
             )
         for row in held.rows:
             owns = row.bucket is None or row.member is None or row.member.part.numel > 0
@@ -144,7 +143,7 @@ def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: Fullsha
         DivergenceError: ranks' optimizers hold different parameters, or group them differently; on every rank.
         CheckpointError: the first rank's `error`, on every rank.
     """
-    axes = {id(b.axes.shard.group): b.axes.shard for b, _ in table.buckets() if b.axes.shard.size > 1}
+    axes = {id(b.axes.shard.group): b.axes.shard for b in table.buckets() if b.axes.shard.size > 1}
     for axis in axes.values():  # all of them, whatever is wrong, for ranks of the next one to learn of it
         everyone = objects_of_all((structure, mine, error), axis.group, "optimizers' state")
         mine, error = {}, None
@@ -174,5 +173,5 @@ def _structure_error(first: int, known: list[list[str]], rank: int, theirs: list
         expected=f"as on rank {first}: {said(there)}",
         got=said(here),
         remedy="build the optimizer from the same parameters in the same groups on every rank, in any order",
-        code="D008",
+        topic="models-differ",
     )

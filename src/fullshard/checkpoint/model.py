@@ -17,8 +17,10 @@ from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit
 from ..torch_private.assigning import is_assigning
 from . import values
+from .fit import check_shape
 from .names import Named, Table
 from .values import Form
+from .whole import Wanted, wholes
 
 _forced: ContextVar[Form | None] = ContextVar("fullshard_form", default=None)
 
@@ -80,10 +82,11 @@ def save_instance(
         if form.kind == "local":
             _fill_slice(bucket, result, keys, _slice_name(prefix, index))
             continue
-        for member, view in values.wholes(bucket, runner.settings.comm, bucket.shard):
-            value = values.saved_form(bucket, member, view.detach(), form, form.wanted(rank))
+        rows = [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
+        for member, (_, whole) in zip(bucket.members, wholes(Wanted(row.name, row) for row in rows), strict=True):
+            value = values.saved_form(bucket, member, whole, form, form.wanted(rank))
             result.update(dict.fromkeys(keys.get(id(member), ()), value))
-            del view
+            del whole
     for key in [key for key in result if key.startswith(prefix)]:
         if not form.wanted(rank):
             del result[key]
@@ -122,8 +125,7 @@ def _slice_name(prefix: str, index: int) -> str:
 def _fill_slice(bucket: Bucket, result: Any, keys: dict[int, list[str]], name: str) -> None:
     if bucket.layout.world == 1:
         raise CheckpointError(
-            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD",
-            code="K011",
+            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD"
         )
     for member in bucket.members:
         for key in keys.get(id(member), ()):
@@ -159,8 +161,8 @@ def check_shapes(table: Table, state: dict[str, Any], prefix: str) -> None:
     wanted |= {name: tuple(buffer.shape) for name, buffer in table.buffers.items()}
     for name, expected in wanted.items():
         found = values.shape_of(state.get(prefix + name))
-        if found is not None and found != expected:
-            raise values.shape_error(prefix + name, expected, found)
+        if found is not None:
+            check_shape(prefix + name, expected, found)
 
 
 def load_instance(instance: nn.Module, runner: Runner, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
@@ -243,7 +245,7 @@ def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
                 parameter=", ".join(lacking),
                 expected="values for all of them, or for none",
                 remedy="call model.to_empty(device=...) and initialize every module first, then load",
-                code="K440",
+                topic="weights-on-meta",
             )
     for owner, bucket in with_values:
         owner.materialize(bucket)
@@ -271,8 +273,8 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
             found |= {prefix + name: row, prefix + clean_name(name): row}  # a checkpoint wrapper inserts its part later
     for name, row in found.items():
         size = values.shape_of(state.get(name))
-        if size is not None and size != row.shape:
-            raise values.shape_error(name, row.shape, size)
+        if size is not None:
+            check_shape(name, row.shape, size)
     for name, row in found.items():
         if values.shape_of(state.get(name)) is not None and row.bucket is not None and row.member is not None:
             local = values.fit(row.bucket, state[name], row.member)

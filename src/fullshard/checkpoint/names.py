@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Comm, TorchComm
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
@@ -111,15 +110,14 @@ class Table:
     @property
     def axes(self) -> MeshAxes:
         """Those of the first unit that holds anything; of all ranks if there is none."""
-        for bucket, _ in self.buckets():
+        for bucket in self.buckets():
             return bucket.axes
         return resolve_mesh(None)
 
-    def buckets(self) -> Iterator[tuple[Bucket, Comm]]:
-        """Every bucket, and what gathers it."""
-        for unit, runner in self.units:
-            for bucket in unit.buckets:
-                yield bucket, runner.settings.comm if runner is not None else TorchComm()
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket."""
+        for unit, _ in self.units:
+            yield from unit.buckets
 
     @property
     def wrapped(self) -> bool:

@@ -7,7 +7,6 @@ of the table; a file does not know which of them was used, nor on how many ranks
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,15 +14,16 @@ from typing import Any, Literal
 
 import torch
 
-from ..comm import Comm
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from ..torch_private.step_hooks import without_step_hooks
 from . import values
+from .fit import check_shape, rounding_error
 from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
 from .names import Named, Table
-from .settings import settings_to_load
+from .settings import is_like, named_groups, settings_to_load
 from .values import Form
+from .whole import Wanted, wholes
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
 Blank = Literal["never", "unless stepped", "where missing"]
@@ -70,6 +70,44 @@ def blank_states(
             if isinstance(value, torch.Tensor):
                 value.zero_()
     return states
+
+
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Settings that torch's schedulers add to groups."""
+
+
+def has_settings_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether saved groups are those of such an optimizer, which with their settings makes the state that was saved."""
+    own = set(optimizer.defaults)
+    return bool(groups) and all(set(group) - _SCHEDULED - {"params", "param_names"} == own for group in groups)
+
+
+def described_state(one: Held, described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Zeroed state, one value an element, of what was saved of a tensor's parameters; single values are not in it.
+
+    Args:
+        described: for each of `one.rows`, by key: shape and dtype of the state, or a value that is no tensor. The dtype
+            is None where it was the parameter's own.
+
+    Returns:
+        None: this does not say what the optimizer would make.
+    """
+    state: dict[str, Any] = {}
+    on_device = one.tensor.device.type != "cpu"  # where a step count lies depends on settings
+    for row, own in zip(one.rows, described, strict=True):
+        for key, saved in own.items():
+            if not isinstance(saved, tuple):
+                if not (saved is None or isinstance(saved, (bool, int, float))):
+                    return None
+                continue
+            shape, dtype = saved
+            if "." in key or shape not in (row.shape, ()) or row.shape == () or (shape == () and on_device):
+                return None
+            if shape and dtype is not None and not dtype.is_floating_point:
+                return None
+            if shape:
+                state.setdefault(key, torch.zeros_like(one.tensor, dtype=dtype, requires_grad=False))
+    return state
 
 
 # Collecting.
@@ -123,10 +161,10 @@ def collect(
             result[row.name] = {
                 key: _as_shown(row, one, value, form, table.axes.device) for key, value in states[id(one)].items()
             }
-    for bucket, comm in table.buckets():
+    for bucket in table.buckets():
         known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
         found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
-        _collect_bucket(bucket, comm, found, form, wanted, result)
+        _collect_bucket(bucket, found, form, wanted, result)
     return {row.name: result[row.name] for row in table.parameters if row.name in result} if wanted else {}
 
 
@@ -153,7 +191,6 @@ def _copied(value: Any) -> Any:
 
 def _collect_bucket(
     bucket: Bucket,
-    comm: Comm,
     rows: list[tuple[Named, Held, Mapping[str, Any], dict[str, Kind]]],
     form: Form,
     wanted: bool,
@@ -178,16 +215,14 @@ def _collect_bucket(
                 if value is not None:
                     result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form, bucket.axes.device)
         else:
-            buffer = values.buffer_of(bucket, dtype)  # type: ignore[arg-type]
-            for row, one, value, _ in mine:
-                if value is not None:
-                    assert row.member is not None
-                    values.part(bucket, buffer, row.member).copy_(one.local(row, value))
-            names = {id(row.member): row.name for row, _, _, _ in mine}
-            for member, view in values.wholes(bucket, comm, buffer):
-                if id(member) in names:
-                    kept = values.saved_form(bucket, member, view, form, wanted)
-                    result.setdefault(names[id(member)], {})[key] = kept
+            nothing = torch.zeros((), dtype=dtype, device=bucket.shard.device)  # where the rank has no state
+            parts = [nothing if value is None else one.local(row, value) for row, one, value, _ in mine]
+            wanted_rows = (Wanted(row.name, row, local=own) for (row, *_), own in zip(mine, parts, strict=True))
+            for (row, *_), (_, whole) in zip(mine, wholes(wanted_rows), strict=True):
+                assert row.member is not None
+                kept = values.saved_form(bucket, row.member, whole, form, wanted)
+                result.setdefault(row.name, {})[key] = kept
+                del whole
 
 
 def _as_shown(row: Named, one: Held, value: Any, form: Form, device: torch.device) -> Any:
@@ -256,7 +291,7 @@ def check_complete(
             expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
             got="none",
             remedy=remedy,
-            code="K012",
+            topic="optimizer-state",
         )
     keys = dict.fromkeys(key for _, own in present for key in own)
     for row, own in present:
@@ -267,8 +302,42 @@ def check_complete(
                 expected=", ".join(map(str, keys)),
                 got=f"none of {', '.join(map(str, missing))}",
                 remedy=remedy,
-                code="K013",
+                topic="optimizer-state",
             )
+
+
+def add_scalar(
+    state: dict[str, Any], one: Held, row: Named, key: str, value: Any, like: Any = None, cast: bool = True
+) -> None:
+    """Add one value for a whole parameter to the state of its tensor, all parameters of which must have the same.
+
+    Args:
+        like: what the optimizer has there; None: nothing is known.
+        cast: whether the value may be rounded to the dtype of `like`.
+
+    Raises:
+        CheckpointError: a value of another type or of more digits than `like`, or different from a parameter before.
+    """
+    if not is_like(like, value) or (values.is_array(like) and value is not None):
+        raise CheckpointError(
+            f"State {key!r} was saved as a value of a different type; nothing was loaded.",
+            parameter=row.name,
+            expected=f"a {type(like).__name__}",
+            got=f"{str(value)[:80]!r}, a {type(value).__name__}",
+        )
+    if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and like.dtype != value.dtype:
+        if not values.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
+            raise rounding_error(f"{row.name}.{key}", like.dtype, value.dtype)
+    known = state.setdefault(key, value)
+    if not values.same(known, value):
+        raise CheckpointError(
+            f"State {key!r} differs between parameters of one FlatParameter or optimizer view; nothing was loaded.",
+            parameter=row.name,
+            expected=f"{known}, as {one.rows[0].name}",
+            got=value,
+            remedy="load it where each parameter has state of its own: use_orig_params=True, or "
+            "optimizer_view(model, params=...)",
+        )
 
 
 def _cut_into(
@@ -283,32 +352,15 @@ def _cut_into(
     bucket, member = row.bucket, row.member
     no_dims = row.shape == () and member is not None and per_element and values.shape_of(value) == ()
     if not values.is_array(value) and not no_dims:
-        known = state.setdefault(key, _copied(value))
-        if not values.same(known, value):
-            raise CheckpointError(
-                f"State {key!r} differs between parameters of one FlatParameter or optimizer view.",
-                parameter=row.name,
-                expected=f"{known}, as {one.rows[0].name}",
-                got=value,
-                remedy="load it where each parameter has state of its own: use_orig_params=True, or "
-                "optimizer_view(model, params=...)",
-                code="K014",
-            )
+        add_scalar(state, one, row, key, _copied(value))
     elif bucket is None or member is None:
         state[key] = values.like_plain(one.tensor, value, table.axes.device)
     elif values.shape_of(value) != row.shape and one.takes_any_shape:
         keeps = row.says_whole and isinstance(value, torch.Tensor)
         whole = value if keeps else values.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
-    elif values.shape_of(value) != row.shape:
-        raise CheckpointError(
-            f"State {key!r} has another shape than its parameter.",
-            parameter=row.name,
-            expected=row.shape,
-            got=values.shape_of(value),
-            code="K015",
-        )
     else:
+        check_shape(f"{row.name}.{key}", row.shape, values.shape_of(value))
         local = values.fit(bucket, value, member)
         if one.view is None:
             state[key] = bucket.shown(local.clone(), member)
@@ -342,11 +394,7 @@ def named_state(
     source = optimizer.param_groups if given is None else given.get("param_groups")
     if source is None:
         return {"state": state}
-    groups = []
-    for g, group in enumerate(source):
-        settings = {key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**settings, "params": [row.name for one in held if one.group == g for row in one.rows]})
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": named_groups(held, source)}
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -385,7 +433,7 @@ def state_to_load(
             "What was given to load is not an optimizer state dict.",
             expected="a 'state'",
             got=f"keys {list(saved)}",
-            code="K016",
+            topic="optimizer-state",
         )
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)

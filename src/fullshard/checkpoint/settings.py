@@ -9,6 +9,7 @@ The one rule, for state dicts and for checkpoints on a disk.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,15 @@ from .held import Held
 from .values import same
 
 _NAMES = ("params", "param_names")  # of a group's parameters: not settings
+
+
+def named_groups(held: Sequence[Held], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups as they are saved: copies of settings, and the names of parameters."""
+    return [
+        {key: copy.copy(value) for key, value in group.items() if key not in _NAMES}
+        | {"params": [row.name for one in held if one.group == number for row in one.rows]}
+        for number, group in enumerate(groups)
+    ]
 
 
 def settings_to_load(
@@ -38,9 +48,7 @@ def settings_to_load(
     """
     saved = list(saved)
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    sources: list[dict[int, str]] = [
-        {} for _ in groups
-    ]  # the saved groups of each one's parameters; the first of these
+    sources: list[dict[int, str]] = [{} for _ in groups]  # of each: its parameters' saved groups; the first of these
     for one in held:
         for row in one.rows:
             number = next((group_of[name] for name in row.names if name in group_of), None)
@@ -56,8 +64,8 @@ def settings_to_load(
                     parameter=next(iter(sources[number].values())),
                     expected=f"{key} as a {type(group[key]).__name__}, such as {group[key]}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",
-                    code="K401",
                 )
+            settings[number][key] = like_own(group.get(key), value)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _warn_of_split_groups(groups, settings, sources)
     return settings
@@ -80,7 +88,6 @@ def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mappin
                     got=f"{key}={value}",
                     remedy="make the optimizer with a group for each; settings can be changed after loading, in "
                     "optimizer.param_groups",
-                    code="K400",
                 )
             parameter_of.setdefault(key, parameter)
     return found
@@ -103,7 +110,6 @@ def _warn_of_split_groups(
                             expected=f"{key}={other[key]} and {group[key]}, as the optimizer was made",
                             got=f"{key}={settings[number][key]}, as saved",
                             remedy="to keep the new ones, set them in optimizer.param_groups after loading",
-                            code="W400",
                         ),
                         stacklevel=3,
                     )
@@ -120,3 +126,31 @@ def is_like(own: Any, saved: Any) -> bool:
     if isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)):
         return len(own) != len(saved) or all(map(is_like, own, saved))
     return saved is None or not _is_number(own) or _is_number(saved)
+
+
+def like_own(own: Any, saved: Any) -> Any:
+    """A saved setting or scalar in the type of the optimizer's own, which it replaces; a fraction stays one."""
+    if isinstance(own, torch.Tensor) and _is_number(own) and saved is not None:
+        saved = saved if isinstance(saved, torch.Tensor) else torch.tensor(saved, device="cpu")
+        return saved.detach().to(own).reshape(own.shape)
+    if isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)) and len(own) == len(saved):
+        return type(own)(map(like_own, own, saved))
+    number = saved.item() if isinstance(saved, torch.Tensor) and isinstance(own, (int, float)) else saved
+    if isinstance(own, (int, float)) and isinstance(number, (int, float)) and type(own)(number) == number:
+        return type(own)(number)
+    return number
+
+
+def put(target: Any, saved: Mapping[str, Any]) -> None:
+    """Put settings or scalars in place: a tensor stays that tensor, where others may hold it."""
+    for key, value in saved.items():
+        current = target.get(key)
+        fits = value is not None and (
+            _is_number(current) or getattr(value, "shape", None) == getattr(current, "shape", 0)
+        )
+        if isinstance(current, torch.Tensor) and fits:
+            number = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+            with torch.no_grad():
+                current.copy_(number.reshape(current.shape))
+        else:
+            target[key] = like_own(current, value)

@@ -10,7 +10,7 @@ The only file of this package that reads buckets: everything else asks the funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..comm import Comm, object_from
+from ..comm import object_from
 from ..dtypes import as_moved
 from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of, rows_on_rank
@@ -30,6 +30,7 @@ from ..torch_private.sharded_tensor import (
     is_sharded_tensor,
     slices_sharded_tensor,
 )
+from .fit import check_shape
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     Raises:
         CheckpointError: the value has another shape than the parameter.
     """
-    if tuple(whole.shape) != member.shape:
-        raise shape_error(member.name, member.shape, whole.shape)
+    check_shape(member.name, member.shape, whole.shape)
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
         return chunk
@@ -108,11 +108,6 @@ def has_whole_shape(bucket: Bucket, member: Member) -> bool:
 # A bucket.
 
 
-def buffer_of(bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-    """[shard_numel] zeros, laid out as the shard and where it is."""
-    return torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.shard.device)
-
-
 def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]]:
     """Tensors that optimizers update in place of parameters: each over [begin, begin + length) of a bucket's shard."""
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
@@ -121,28 +116,12 @@ def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]
                 yield view.tensor, view.offset, view.length, [bucket.members[i] for i in view.members]
 
 
-def wholes(bucket: Bucket, comm: Comm, buffer: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
-    """Every member's whole value (for tensor parallelism: see `joined`) in a buffer laid out as the shard. Collective.
-
-    They share memory that is reused, or the buffer's: keep copies.
-    """
-    if buffer.is_meta:
-        for member in bucket.members:
-            yield member, torch.empty(member.slot.shape, dtype=buffer.dtype, device="meta")
-    elif bucket.layout.holds_runs:
-        whole = bucket.gather_whole(comm, buffer) if bucket.layout.world > 1 else buffer
-        yield from zip(bucket.members, bucket.whole_views(whole), strict=True)
-    else:
-        for member in bucket.members:
-            yield member, bucket.form.whole(member, bucket.part(buffer, member))
-
-
 def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter from the whole of this rank's tensor-parallel part; `view` itself if it has none.
 
     Collective over the tensor-parallel ranks.
     """
-    if member.split is None or view.is_meta or not bucket.layout.holds_runs:
+    if member.split is None or view.is_meta or not bucket.form.plain:
         return view
     return full_of(member.split.unsharded(view.detach()))
 
@@ -238,7 +217,6 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
             parameter=member.name,
             remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
             "parameter is on; or save FULL_STATE_DICT",
-            code="K017",
         )
     return parallel.sharded(mine)
 
@@ -264,7 +242,6 @@ def slice_in(bucket: Bucket, value: Any, name: str) -> torch.Tensor:
             expected=f"a slice of shape {tuple(bucket.shard.shape)}",
             got=f"shape {tuple(found.shape)}",
             remedy="save FULL or SHARDED state dicts to load on other ranks",
-            code="K018",
         )
     return found.detach()
 
@@ -277,18 +254,6 @@ def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor
     if isinstance(parameter, DTensor) and whole.shape == parameter.shape:
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return whole.clone()
-
-
-def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> CheckpointError:
-    """What to raise for a value that has another shape than its parameter."""
-    return CheckpointError(
-        "A state dict does not fit the model: a value has another shape than its parameter; nothing was loaded.",
-        parameter=name,
-        expected=f"shape {tuple(expected)}",
-        got=f"shape {tuple(got)}",
-        remedy="load it into the model it was saved from, or fix the model's configuration",
-        code="K019",
-    )
 
 
 # Values that only the first rank has.

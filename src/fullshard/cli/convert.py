@@ -36,7 +36,7 @@ class Arguments:
     """the checkpoint to read: a file or a folder; its format is found out"""
     dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """where to write; nothing may be there yet"""
-    to: Literal["fullshard", "torch", "safetensors"] | None = None
+    to: Literal["fullshard", "dcp", "torch", "safetensors"] | None = None
     """the format to write; left out: torch for names that end in .pt, .pth or .bin, safetensors for .safetensors (a
     folder), fullshard for all others"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -1,14 +1,12 @@
-"""`fullshard explain CODE`."""
+"""`fullshard explain TOPIC`."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -17,74 +15,72 @@ from ..errors import ConfigError
 from . import terminal
 from .main import refuse
 
-_DATA = Path(__file__).with_name("errors.json")
-"""The error index, which docs/_errors/page.py makes of the source."""
+_PAGE = Path(__file__).with_name("errors.md")
+"""A link to docs/errors.md; a package has a copy. A section is a topic, whose first paragraph says it in one line."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Explain an error or a warning by its code, the last line of its message: what it means, and what to do.
+    """Explain the topic that the last line of an error or a warning names: what happened, why, and what to do.
 
-    The same is in docs/errors.md. Example:
+    Without a topic: list them all. The same is in docs/errors.md. Example:
 
-        fullshard explain D016
+        fullshard explain optimizer-built-early
 
-    Exit code: 0 it was explained, 2 there is no such code.
+    Exit code: 0 it was explained, 2 there is no such topic.
     """
 
-    code: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CODE")]
-    """as in the message: C017"""
+    topic: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TOPIC")] = None
+    """as in the message, after `more:      fullshard explain`"""
 
 
 def run(arguments: list[str]) -> int:
     """The command; its exit code."""
-    given = terminal.parsed(Arguments, "explain", arguments)
-    if isinstance(given, int):
-        return given
+    parsed = terminal.parsed(Arguments, "explain", arguments)
+    if isinstance(parsed, int):
+        return parsed
+    if parsed.topic is None:
+        width = max(map(len, topics()))
+        print("\n".join(f"{name.ljust(width)}  {summary(text)}" for name, text in topics().items()))
+        return 0
     try:
-        code, entry = find(given.code)
+        show(*find(parsed.topic))
     except ConfigError as error:
         return refuse(str(error))
-    show(code, entry)
     return 0
 
 
-def find(code: str) -> tuple[str, dict[str, Any]]:
-    """A code as it is written, and its entry; `c17` will do for C017.
+def topics() -> dict[str, str]:
+    """Each topic with the text of its section, in the page's order."""
+    _, *parts = re.split(r"(?m)^## (.+)\n", _PAGE.read_text(encoding="utf-8"))
+    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def summary(text: str) -> str:
+    """What a topic's section says in one line: its first paragraph."""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def find(topic: str) -> tuple[str, str]:
+    """A topic as the page writes it, and the text of its section.
 
     Raises:
-        ConfigError: there is no such code; names those that are nearly so.
+        ConfigError: there is no such topic; names those that are nearly so.
     """
-    known: dict[str, dict[str, Any]] = json.loads(_DATA.read_text(encoding="utf-8"))
-    short = re.fullmatch(r"([A-Za-z])(\d{1,3})", code.strip())
-    name = f"{short[1].upper()}{int(short[2]):03d}" if short else code.strip().upper()
+    known = topics()
+    name = re.sub(r"[\s_]+", "-", topic.strip().lower())
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         raise ConfigError(
-            "No error or warning of this version has this code.",
-            expected=f"a letter and three digits, such as {', '.join(sorted(near))}"
-            if near
-            else "a letter and three digits, such as C017",
-            got=code,
-            remedy="look at the last line of the message, which begins with code:",
-            code="C207",
+            "No error or warning of this version has this topic.",
+            expected=" or ".join(near) or None,
+            got=topic,
+            remedy="fullshard explain lists all topics",
         )
     return name, known[name]
 
 
-def show(code: str, entry: dict[str, Any], console: Console | None = None) -> None:
-    """Print an entry: in colours on a terminal, as plain text elsewhere."""
-    lines = [f"{code}  {entry['kind']}", "", *textwrap.indent(entry["text"], "  ").split("\n")]
-    for title, text in (("What it means", entry["means"]), ("What to do", entry["do"])):
-        if text:
-            lines += ["", title, *textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")]
-    lines += ["", "Raised by", *(f"  fullshard/{place}" for place in entry["where"])]
-    if entry["example"] is not None:
-        lines += ["", "Shown by the test", f"  {entry['example']}"]
-    lines += ["", f"docs/errors.md#{code.lower()}"]
-    styles = {
-        rf"\A{code}.*": "bold red",
-        r"(?m)^(What it means|What to do|Raised by|Shown by the test)$": "bold",
-        r"(?m)^    remedy: .*$": "yellow",
-    }
-    terminal.show("\n".join(lines), styles, console)
+def show(topic: str, text: str, console: Console | None = None) -> None:
+    """Print a section, its programs indented: in colours on a terminal, as plain text elsewhere."""
+    prose = re.sub(r"(?ms)^```\w*\n(.*?)^```$", lambda block: re.sub("(?m)^(?=.)", "    ", block[1]), text)
+    terminal.show(f"{topic}\n\n{prose}", {r"\A.*": "bold red", r"(?m)^    .*$": "cyan"}, console)

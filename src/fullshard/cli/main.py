@@ -15,7 +15,7 @@ COMMANDS: dict[str, str] = {
     "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
     "convert": "write a checkpoint in another format",
     "doctor": "why did a run hang or die?",
-    "explain": "what does this error's code mean?",
+    "explain": "what does this error mean, and what is to be done?",
     "inspect": "what is in a checkpoint, and is it undamaged?",
     "verify": "does a sharded program train as one process would?",
 }

@@ -21,25 +21,23 @@ def function_at(target: str) -> Callable[[], Any]:
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise ConfigError(
-            f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check", code="C077"
-        )
+        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check")
     try:
         module = _script(Path(where)) if where.endswith(".py") else _module(where)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}", code="C078") from error
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"there is no function {name!r} in {where}", code="C079")
+        raise ConfigError(f"there is no function {name!r} in {where}")
     found: Callable[[], Any] = function
     return found
 
 
 def _script(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}", code="C080")
+        raise ConfigError(f"there is no file {path}")
     sys.path.insert(0, str(path.resolve().parent))  # as `python path` would
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -100,7 +100,7 @@ def _verified(given: Arguments) -> Report:
     except Exception as error:
         raised = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{given.target} raised {class_to_catch(error)} at {raised.filename}:{raised.lineno}: {error}", code="C081"
+            f"{given.target} raised {class_to_catch(error)} at {raised.filename}:{raised.lineno}: {error}"
         ) from error
     if isinstance(found, Report):
         return found
@@ -108,14 +108,13 @@ def _verified(given: Arguments) -> Report:
         raise ConfigError(
             f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report",
             got=type(found).__name__,
-            code="C082",
         )
     known = inspect.signature(verify).parameters
     unknown = [name for name in found if name not in known]
     missing = [name for name in ("model_fn", "batch_fn", "loss_fn") if name not in found]
     if unknown or missing:
         wrong = f"unknown: {', '.join(map(str, unknown))}" if unknown else f"missing: {', '.join(missing)}"
-        raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})", code="C083")
+        raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})")
     own = {"steps": given.steps, "seed": given.seed, "tolerance": given.tolerance}
     return verify(**{**found, **{name: value for name, value in own.items() if value is not None}})
 
@@ -125,7 +124,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fullshard.cli", "verify", *arguments]
+    command = [sys.executable, "-m", "fullshard", "verify", *arguments]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     started = [
         subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})

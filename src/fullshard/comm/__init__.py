@@ -1,4 +1,4 @@
-"""Communication: the protocol and its kinds."""
+"""Communication: the `Comm` protocol and its implementations."""
 
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
@@ -25,7 +25,7 @@ from .values import reduce_value, values_of_all
 
 
 def make_comm(kind: "str | Comm") -> Comm:
-    """The kind of that name ("torch" or "null"), or `kind` itself if it is one already.
+    """The `Comm` of that name ("torch" or "null"), or `kind` itself if it is a `Comm` already.
 
     Raises:
         ConfigError: unknown name.

@@ -1,4 +1,4 @@
-"""Collectives of the user's own, and reductions over a group of their own, in front of another kind of `Comm`."""
+"""User-defined collectives, and reductions over a separate group, in front of another `Comm`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis
-from .messages import another_buffer
+from .messages import wrong_buffer
 from .protocol import DONE, Comm, Costs, Pending
 
 
 class _Allocates(Protocol):
-    """The part that `AllGather` and `ReduceScatter` share, as `torch.distributed.fsdp` documents it."""
+    """The common part of `AllGather` and `ReduceScatter`, as `torch.distributed.fsdp` documents it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of `size` that the collective communicates from or into."""
@@ -46,15 +46,15 @@ class ReduceScatter(_Allocates, Protocol):
 
 
 class CustomComm:
-    """Another kind of `Comm`, with some of its collectives replaced.
+    """A `Comm` with some of its collectives replaced.
 
-    A user's collective communicates through memory of its own `allocate`, which costs one copy out of (gather) or into
-    (reduce) that memory; that is not counted by the ledger.
+    A user's collective communicates through memory from its own `allocate`, which costs one copy out of (gather) or
+    into (reduce) that memory; the ledger does not count it.
 
     Args:
-        inner: what serves everything else.
-        all_gather, reduce_scatter: the user's; None leaves `inner`'s.
-        reduce_groups: for a shard axis, by its ranks, another group of the same ranks for its reductions.
+        inner: serves everything else.
+        all_gather, reduce_scatter: the user's; None keeps `inner`'s.
+        reduce_groups: by the ranks of a shard axis, a different group of the same ranks for its reductions.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class CustomComm:
 
     @property
     def replaces(self) -> bool:
-        """Whether a collective of the user's is used."""
+        """Whether a user's collective is used."""
         return self.all_gather is not None or self.reduce_scatter is not None
 
     def changed(self, **changes: Any) -> Comm:
-        """This with other replacements; `inner` itself if none are left."""
-        kept = {k: getattr(self, k) for k in ("all_gather", "reduce_scatter", "reduce_groups")} | changes
-        return CustomComm(self.inner, **kept) if any(kept.values()) else self.inner
+        """A copy with these replacements changed; `inner` itself if none remain."""
+        replacements = {k: getattr(self, k) for k in ("all_gather", "reduce_scatter", "reduce_groups")} | changes
+        return CustomComm(self.inner, **replacements) if any(replacements.values()) else self.inner
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
         if self.all_gather is None:
@@ -119,12 +119,12 @@ class CustomComm:
         expected = (tuple(like.shape), like.dtype, like.device)
         got = (tuple(buffer.shape), buffer.dtype, buffer.device) if isinstance(buffer, torch.Tensor) else buffer
         if got != expected:
-            raise another_buffer(type(collective).__name__, expected, got)
+            raise wrong_buffer(type(collective).__name__, expected, got)
         return buffer
 
 
 class _Holding:
-    """A user's collective in flight. Holds its buffer until the wait."""
+    """A user's collective in flight. Keeps its buffer alive until the wait."""
 
     def __init__(self, work: Any, buffer: torch.Tensor) -> None:
         self.work: Any = work or DONE
@@ -156,17 +156,17 @@ def custom(comm: Comm, **changes: Any) -> Comm:
 
 _separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _separate = weakref.WeakKeyDictionary()
-"""By the default group, for each set of ranks."""
+"""By default group, then by set of ranks."""
 
 
 def separate_group(axis: Axis) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A second group of an axis' ranks, one for each set of ranks; collective over them at the first call."""
+    """A second group of an axis' ranks, one per set of ranks; collective over them at the first call."""
     ranks = _ranks(axis)
     assert dist.group.WORLD is not None
-    known = _separate.setdefault(dist.group.WORLD, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return {ranks: known[ranks]}
+    groups = _separate.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return {ranks: groups[ranks]}
 
 
 def _ranks(axis: Axis) -> tuple[int, ...]:

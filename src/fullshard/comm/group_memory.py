@@ -1,8 +1,8 @@
-"""Communication buffers in the memory that a process group's backend allocates itself.
+"""Communication buffers in memory that a process group's backend allocates itself.
 
 Private torch API: `ProcessGroup._get_backend`, to reach the backend's `supports_tensor_alloc` and `allocate_tensor`.
-The public alternative is `torch.distributed`'s default memory, which is what is used unless the user asks for this.
-`tests/test_private_api.py` says when it goes.
+The public alternative is `torch.distributed`'s default memory, which is used unless the user requests this.
+`tests/test_private_api.py` fails when the API is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .messages import no_group_memory
 
 
 class GroupMemory:
-    """A gather and a reduce-scatter (`comm.custom.AllGather`, `ReduceScatter`) through memory of the backend's own.
+    """A gather and a reduce-scatter (`comm.custom.AllGather`, `ReduceScatter`) through the backend's own memory.
 
     Args:
         axis: whose group communicates.

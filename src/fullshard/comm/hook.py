@@ -1,4 +1,4 @@
-"""Communication hooks of the wrapper front-end: a user's function in place of the reduction of gradients."""
+"""Communication hooks of the wrapper front-end: a user's function that replaces the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .protocol import DONE, Comm, Costs, Pending
 
 
 class HookComm:
-    """Another kind of `Comm`, whose gradients a hook reduces; the hook averages them, too.
+    """A `Comm` whose gradients a user's hook reduces and averages.
 
-    Called as PyTorch documents for `register_comm_hook`: `hook(state, gradient)` where nothing is split, to reduce
-    `gradient` in place; `hook(state, gradient, slice)` where it is, to reduce the whole padded `gradient`
+    The hook is called as PyTorch documents for `register_comm_hook`: without sharding `hook(state, gradient)`, to
+    reduce `gradient` in place; with sharding `hook(state, gradient, slice)`, to reduce the whole padded `gradient`
     [world * S] and write this rank's slice [S].
 
     Args:
-        inner: what serves everything else.
-        state: given to the hook.
+        inner: serves everything else.
+        state: passed to the hook.
         hook: the user's.
     """
 
@@ -37,7 +37,7 @@ class HookComm:
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1:
             return self.inner.reduce(axis, out, buffer, mean)
-        # Hooks may give a tensor other memory (`tensor.data = ...`), so they get tensors of their own over ours.
+        # Hooks may replace a tensor's memory (`tensor.data = ...`), so they get separate tensors over the same memory.
         reduced = out.detach()
         self.hook(self.state, buffer.detach(), reduced)
         if reduced.data_ptr() != out.data_ptr():

@@ -1,4 +1,4 @@
-"""Streams: those beside the compute stream, on which shards go in and gradients go out; and whose turn it is.
+"""Streams beside the compute stream that copy shards in and gradients out, and the order in which streams use memory.
 
     compute  --|-- unit 1 --|-- unit 2 --------|-- unit 3 --->     . waits for, by an event
                .            .        ^         .
@@ -6,22 +6,22 @@
                         .            |  .
     the group's         '-gather 2---'   '-gather 3 ...            waits for the copy, not for compute
 
-Without a host that waits. It does so in three places, which say when: `Lanes.settle`, `Lanes.copy_out`, and the thread
-that hands over a snapshot (`store/background.py`).
+The host does not wait, except in three places that document when: `Lanes.settle`, `Lanes.copy_out`, and the thread that
+hands over a snapshot (`store/background.py`).
 
-This is the one file that names streams and events of a device; `has_streams`, `new_stream` and `current_stream` are all
-that it asks of one. Where there are none (a CPU) nothing here is made.
+This is the only file that names streams and events of a device; `has_streams`, `new_stream` and `current_stream` are
+all that it needs of a device. Without streams (a CPU) nothing here is made.
 
-Memory. A caching allocator gives memory that was freed to the next who asks on the stream it was allocated under, at
-once, whatever other streams still do with it. So whoever frees sees to it that that stream waits first:
+Memory. A caching allocator reuses freed memory at once for the next request on the stream it was allocated under,
+whatever other streams still do with it. So code that frees memory first lets that stream wait:
 
-- What a gather fills is allocated under the compute stream, as always, and freed there once it has waited for the
-  collective.
-- What a lane copies in, and casts, is allocated under the lane and goes back to it. The copy in storage dtype is read
-  by the lane alone. The one in compute dtype is read by the collective; it stays referenced (`Bucket`) until the
-  compute stream was made to wait for that, and a lane begins every use by waiting for the compute stream.
-- What is copied out stays referenced until the streams that it may go back to have waited for the copy.
-- What several streams had in turn: see `Turns`.
+- The full buffers of a gather are allocated under the compute stream, as always, and freed there once that has waited
+  for the collective.
+- A lane's copies of shards are allocated under the lane and return to it. Only the lane reads the copy in storage
+  dtype. The collective reads the copy in compute dtype, which stays referenced (`Bucket`) until the compute stream
+  waits for the collective; and a lane begins every use by waiting for the compute stream.
+- Tensors that are copied out stay referenced until the streams that their memory may return to wait for the copy.
+- For memory that several streams use in turn, see `Turns`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ..mesh import Axis
 from .protocol import Gathers, Pending
 
 MOST_LEAVING = 2
-"""Slices on their way out at once: one is copied while the next is reduced."""
+"""Slices being copied out at once: one is copied while the next is reduced."""
 
 
-@functools.cache  # asked in every backward; the accelerator of a process stays
+@functools.cache  # called in every backward; a process keeps its accelerator
 def has_streams(device: torch.device) -> bool:
     """Whether work on `device` is queued on streams."""
     accelerator = torch.accelerator.current_accelerator()
@@ -48,36 +48,36 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream of its own."""
+    """A new stream."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The one that this thread's work goes to."""
+    """The stream that this thread's work is queued on."""
     return torch.accelerator.current_stream(device)
 
 
 def host_buffer(numel: int) -> torch.Tensor:
-    """[numel] int64 in page-locked memory, for values that come from a device or go there."""
+    """[numel] int64 in page-locked memory, for values copied from or to a device."""
     return torch.empty(numel, dtype=torch.int64, pin_memory=True)
 
 
 def begin_copy_to_host(values: torch.Tensor, out: torch.Tensor) -> torch.Event:
-    """Queue a copy into page-locked memory, which holds nothing before the host has waited for the event.
+    """Queue a copy into page-locked memory, which is valid once the host has waited for the returned event.
 
     Args:
         values: on a device.
-        out: from `host_buffer`; stays alive until then.
+        out: from `host_buffer`; must stay alive until then.
     """
     out.copy_(values, non_blocking=True)
     return current_stream(values.device).record_event()
 
 
 def page_lock(address: int, nbytes: int) -> bool:
-    """Let an accelerator copy into memory that `torch` did not allocate; whether it can, without the host waiting.
+    """Page-lock memory that `torch` did not allocate, so that copies there need no wait; returns whether that worked.
 
     Args:
-        address, nbytes: of whole pages, which stay until `page_unlock`.
+        address, nbytes: whole pages, which must stay allocated until `page_unlock`.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != "cuda":
@@ -87,19 +87,19 @@ def page_lock(address: int, nbytes: int) -> bool:
 
 
 def page_unlock(address: int) -> None:
-    """Undo `page_lock`: nothing is copied there any more."""
+    """Undo `page_lock`, once no copy into the memory is under way."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def copy_to_host(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], locked: bool) -> list[torch.Event]:
-    """Copy values into the host's memory; the events that the host waits for before it reads them there.
+    """Copy values into host memory; returns the events to wait for before reading them there.
 
-    They are copied on the current streams, in the order of what changes them next: the host goes on, and need not know
-    who that will be (an optimizer, buffers in the next forward, the user).
+    Copies are queued on the current streams, so before anything that changes the values later (an optimizer, buffers in
+    the next forward, the user), and the host need not wait.
 
     Args:
-        copies: where to, and what.
-        locked: whether all of that memory is page-locked; without, the host waits here.
+        copies: pairs of target and values.
+        locked: whether all targets are page-locked; if not, the host waits here.
     """
     devices: dict[torch.device, None] = {}
     for target, values in copies:
@@ -111,18 +111,18 @@ def copy_to_host(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], locked: bo
 
 
 class Turns:
-    """The streams that the memory of one bucket was used under: each waits for the one before it.
+    """The streams that have used the memory of one bucket; each waits for the one before it.
 
-    A unit may be gathered under one stream (`unshard()`, a prefetch), run under another, and be freed by a backward
-    under a third. `take` comes before whatever the engine does with the bucket: the stream that is current now waits
-    for the one that was then. `give` comes where memory is freed: the others wait for this one, as any of them may get
-    that memory back. Both wait for what the other stream was given so far, its owner's own kernels included.
+    A unit may be gathered under one stream (`unshard()`, a prefetch), run under a second, and be freed by a backward
+    under a third. `take` precedes whatever the engine does with the bucket: the current stream waits for the previous
+    one. `give` precedes a free: the other streams wait for the current one, as the memory may return to any of them.
+    Both wait for all work queued on the other stream so far, including the user's own kernels.
 
-    A forward that itself spreads over several streams has to join them before it returns, as without sharding; so has
-    its backward, in which autograd waits for inputs' gradients and not for parameters'.
+    A forward that itself uses several streams has to join them before it returns, as without sharding; so does its
+    backward, in which autograd waits for the gradients of inputs but not of parameters.
 
     Args:
-        device: whose streams.
+        device: the device of the streams.
     """
 
     __slots__ = ("device", "last", "seen")
@@ -133,7 +133,7 @@ class Turns:
         self.seen = [self.last]  # a handful, as streams come from a pool
 
     def take(self) -> None:
-        """The current stream goes on with what the last one began."""
+        """Make the current stream wait for the one that used the memory last."""
         now = current_stream(self.device)
         if now != self.last:
             if not _captures(now) and not _captures(self.last):
@@ -143,47 +143,47 @@ class Turns:
                 self.seen.append(now)
 
     def give(self) -> None:
-        """Memory is freed: nobody gets it before the current stream, whose turn it is, is done with it."""
+        """Make all other streams wait for the current one, before memory is freed."""
         if len(self.seen) > 1 and not _captures(self.last):
-            for other in self.seen:
-                if other != self.last:
-                    other.wait_stream(self.last)
+            for stream in self.seen:
+                if stream != self.last:
+                    stream.wait_stream(self.last)
 
     def wait(self, event: torch.Event) -> None:
-        """All streams that were seen wait for `event`."""
+        """Make all streams that used the memory wait for `event`."""
         for stream in self.seen:
             stream.wait_event(event)
 
 
 class OneStream:
-    """`Turns` where there are no streams."""
+    """Replaces `Turns` on devices without streams."""
 
     __slots__ = ()
 
-    # Nobody is waited for, and nobody waits: calls that do nothing, in C, for there are twenty in a unit's step.
+    # No stream waits. `bool` is a call in C that does nothing: there are twenty of these in a unit's step.
     take = staticmethod(bool)
     give = staticmethod(bool)
 
     def wait(self, event: torch.Event) -> None:
-        """There are no events."""
+        """Do nothing: there are no events."""
 
 
 ONE_STREAM = OneStream()
 
 
 def turns_on(device: torch.device) -> Turns | OneStream:
-    """Of memory on `device`; the current stream's turn."""
+    """`Turns` for memory on `device`, first used by the current stream."""
     return Turns(device) if has_streams(device) else ONE_STREAM
 
 
 def _captures(stream: torch.Stream) -> bool:
-    """Whether a graph is captured: that begins on an idle device, and must not depend on anything outside of it."""
+    """Whether a graph is being captured: this starts on an idle device, and must not depend on work outside of it."""
     return bool(getattr(stream, "is_capturing", bool)())  # newer than torch 2.11
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A slice on its way out: what to hold, for whom, until when, and what the host does with it then."""
+    """A slice being copied out: the tensor to keep, its streams, the copy's event, and what the host does then."""
 
     reduced: torch.Tensor
     turns: Turns | OneStream
@@ -194,23 +194,23 @@ class _Leaving:
 class Lanes:
     """The streams beside a device's compute stream: `inward` for shards, `outward` for reduced gradients.
 
-    Ownership: see the module's docstring. One for a device and process; all units that offload share it.
+    Ownership: see the module's docstring. One per device and process, shared by all units that offload.
 
     Args:
-        device: where units compute.
+        device: on which units compute.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.inward, self.outward = new_stream(device), new_stream(device)
-        self._read: torch.Event | None = None  # after the last copy in; None: the host has waited for it
+        self._read: torch.Event | None = None  # after the last copy in; None once the host has waited for it
         self._leaving: deque[_Leaving] = deque()  # oldest first
 
     def copy_in(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of `shard` [n], which is page-locked, on the device in `dtype`. To be used on `inward` (`gathering`).
+        """Copy `shard` [n], which is page-locked, to the device in `dtype`. For use on `inward` (`gathering`).
 
-        The wait is for memory: what the lane gets back, and what the gather that follows is allocated in, may still be
-        in use by what the compute stream was given so far.
+        The lane first waits for the compute stream, because work queued there may still use memory that the lane or the
+        following gather will reuse.
         """
         self.inward.wait_stream(current_stream(self.device))
         with self.inward:
@@ -219,7 +219,7 @@ class Lanes:
             return copied.to(dtype)
 
     def gathering(self, comm: Gathers) -> Gathers:
-        """`comm`, whose gathers are issued from `inward`: they wait for the copy there, and compute for neither."""
+        """Wrap `comm` to issue gathers from `inward`: they wait for the copy; the compute stream waits for neither."""
         return _FromLane(self, comm)
 
     def copy_out(
@@ -229,15 +229,15 @@ class Lanes:
         turns: Turns | OneStream,
         then: Callable[[], object] | None = None,
     ) -> None:
-        """Copy `reduced` [n] into `target`, which is page-locked; there once `settle` has returned.
+        """Copy `reduced` [n] into `target`, which is page-locked; `settle` waits for the copy.
 
-        Where two are on their way already the oldest is done with first: the compute stream waits for it; so does the
-        host if it has something to do with it.
+        If two copies are under way already, finish the oldest first: the compute stream waits for it, or the host if it
+        has something to do afterwards.
 
         Args:
-            target, reduced: of any dtype; the caller keeps `target`.
-            turns: of the streams that `reduced` goes back to.
-            then: what the host does when it has arrived.
+            target, reduced: of any dtype; the caller keeps `target` alive.
+            turns: of the memory of `reduced`.
+            then: called by the host when the copy is complete.
         """
         while len(self._leaving) >= MOST_LEAVING:
             oldest = self._leaving.popleft()
@@ -253,10 +253,9 @@ class Lanes:
         self._leaving.append(_Leaving(reduced, turns, copied, then))
 
     def settle(self) -> None:
-        """The host waits: shards are no longer read and may be written, gradients have arrived.
+        """Make the host wait until shards are no longer read and may be written, and gradients have arrived.
 
-        At the end of a pass it waits for the last copy in, and for nothing that comes after it; at the end of a
-        backward also for the last copy out.
+        At the end of a pass it waits only up to the last copy in; at the end of a backward also for the last copy out.
         """
         if self._read is not None:
             event, self._read = self._read, None
@@ -281,7 +280,7 @@ class _FromLane:
         try:
             with lane:
                 pending = self.inner.gather(axis, out, shard)
-        except BaseException:  # maybe after kernels on the lane: `out` is about to be freed
+        except BaseException:  # possibly with kernels queued on the lane; `out` is about to be freed
             current_stream(self.lanes.device).wait_stream(lane)
             raise
         return _Arriving(self.lanes.device, pending, lane.record_event())
@@ -290,7 +289,7 @@ class _FromLane:
 class _Arriving:
     """A gather in flight that was issued from a lane.
 
-    One that needs no collective (an axis of one rank) was done by the lane itself, which `wait` therefore waits for.
+    Without a collective (an axis of one rank) the lane itself copies, so `wait` also waits for the lane.
     """
 
     __slots__ = ("device", "event", "pending")
@@ -307,7 +306,7 @@ _LANES: dict[torch.device, Lanes] = {}
 
 
 def lanes_of(device: torch.device) -> Lanes | None:
-    """The device's, made when first asked for; None where there are no streams."""
+    """The device's lanes, made at the first call; None on a device without streams."""
     if not has_streams(device):
         return None
     if device not in _LANES:

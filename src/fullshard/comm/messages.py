@@ -1,4 +1,4 @@
-"""What collectives say to users, in the order of the code: the wording of errors."""
+"""The wording of this package's errors, in the order of the code."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from ..errors import ConfigError
 
 
 def not_a_comm(kind: object) -> ConfigError:
-    """The error for a `comm` that is no transport."""
-    return ConfigError(
-        f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}', code="C084"
-    )
+    """The error for an invalid `comm`."""
+    return ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
 
 
 # custom.py
 
 
-def another_buffer(collective: str, expected: object, got: object) -> ConfigError:
-    """The error for an `allocate()` that does not return the tensor that it was asked for."""
+def wrong_buffer(collective: str, expected: object, got: object) -> ConfigError:
+    """The error for an `allocate()` that returns a different tensor than requested."""
     return ConfigError(
-        f"allocate() of the custom collective {collective} returned another tensor than it was asked for.",
+        f"allocate() of the custom collective {collective} returned a different tensor than requested.",
         expected=f"{expected}",
         got=f"{got}",
         remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
-        code="C085",
     )
 
 
@@ -32,11 +29,10 @@ def another_buffer(collective: str, expected: object, got: object) -> ConfigErro
 
 
 def no_group_memory(backend: str, device: object) -> ConfigError:
-    """The error for a backend that has no memory for communication."""
+    """The error for a backend without memory of its own for communication."""
     return ConfigError(
         f"The {backend} backend allocates no memory of its own for communication.",
         expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
         got=f"{backend} on {device}",
         remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
-        code="C086",
     )

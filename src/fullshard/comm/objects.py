@@ -1,7 +1,8 @@
-"""Objects that ranks exchange outside of passes, pickled: as `torch.distributed`'s own, but with waits that end.
+"""Exchange pickled objects between ranks outside of passes, as `torch.distributed` does, but with waits that end.
 
-Those wait for another rank in native code until the group's timeout, whatever became of it. These are two collectives
-each, sizes and bytes, whose waits the watcher sees (`watched.py`); over gloo by the engine's own connections.
+PyTorch's functions wait for another rank in native code until the group's timeout, whatever happened to it. These
+functions are two collectives each (sizes, bytes), whose waits the watcher ends (`watched.py`); over gloo they use the
+engine's own connections.
 """
 
 from __future__ import annotations
@@ -24,51 +25,51 @@ Group = dist.ProcessGroup | None
 
 
 def objects_of_all(value: Any, group: Group, what: str) -> list[Any]:
-    """Every rank's value, on every rank. Collective. For small ones.
+    """Gather every rank's value, on every rank. For small values. Collective.
 
     Args:
-        value: anything that can be pickled.
+        value: any object that can be pickled.
         group: of the ranks.
-        what: it is for, one of the watcher's `TALKS`.
+        what: the purpose, one of the watcher's `TALKS`.
 
     Raises:
-        DivergenceError: other ranks do not come, or are gone.
+        DivergenceError: other ranks do not make this call, or are gone.
     """
     talk = _Talk(group, what)
-    mine = _pickled(value)
-    sizes = talk.sizes_of_all(mine.numel())
-    found = [talk.empty(max(sizes)) for _ in sizes]
-    talk.run(lambda group: dist.all_gather(found, talk.padded(mine, max(sizes)), group=group, async_op=True))
-    return [_unpickled(data, size) for data, size in zip(found, sizes, strict=True)]
+    local = _pickled(value)
+    sizes = talk.sizes_of_all(local.numel())
+    received = [talk.empty(max(sizes)) for _ in sizes]
+    talk.run(lambda group: dist.all_gather(received, talk.padded(local, max(sizes)), group=group, async_op=True))
+    return [_unpickled(data, size) for data, size in zip(received, sizes, strict=True)]
 
 
 def objects_to_first(value: Any, group: Group, what: str) -> list[Any]:
-    """Every rank's value, on the group's first rank; an empty list on the others. See `objects_of_all`."""
+    """Gather every rank's value on the group's first rank; an empty list on the others. See `objects_of_all`."""
     talk = _Talk(group, what)
-    mine = _pickled(value)
-    sizes = talk.sizes_of_all(mine.numel())
-    found = [talk.empty(max(sizes)) for _ in sizes] if talk.is_first else None
-    sent = talk.padded(mine, max(sizes))
-    talk.run(lambda group: dist.gather(sent, found, group=group, async_op=True, group_dst=0))
-    return [_unpickled(data, size) for data, size in zip(found or [], sizes if found else [], strict=True)]
+    local = _pickled(value)
+    sizes = talk.sizes_of_all(local.numel())
+    received = [talk.empty(max(sizes)) for _ in sizes] if talk.is_first else None
+    sent = talk.padded(local, max(sizes))
+    talk.run(lambda group: dist.gather(sent, received, group=group, async_op=True, group_dst=0))
+    return [_unpickled(data, size) for data, size in zip(received or [], sizes if received else [], strict=True)]
 
 
 def object_from(source: int, value: Any, group: Group, what: str) -> Any:
-    """The value of the group's rank `source`, on every rank. See `objects_of_all`."""
+    """Broadcast the value of the group's rank `source`. See `objects_of_all`."""
     talk = _Talk(group, what)
     data = _pickled(value if talk.rank == source else None)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=talk.device)
     talk.run(lambda group: dist.broadcast(size, group=group, async_op=True, group_src=source))
-    found = talk.padded(data, int(size)) if talk.rank == source else talk.empty(int(size))
-    talk.run(lambda group: dist.broadcast(found, group=group, async_op=True, group_src=source))
-    return value if talk.rank == source else _unpickled(found, int(size))
+    received = talk.padded(data, int(size)) if talk.rank == source else talk.empty(int(size))
+    talk.run(lambda group: dist.broadcast(received, group=group, async_op=True, group_src=source))
+    return value if talk.rank == source else _unpickled(received, int(size))
 
 
 class _Talk:
     """One exchange over a group.
 
     Attributes:
-        rank, world: this process's number in the group, and how many there are.
+        rank, world: this process's rank in the group, and the group's size.
         device: where the group's tensors lie.
     """
 
@@ -88,17 +89,17 @@ class _Talk:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def padded(self, data: torch.Tensor, size: int) -> torch.Tensor:
-        """These bytes, and any beyond them up to `size`, where the group's tensors lie."""
-        room = self.empty(size)
-        room[: data.numel()].copy_(data)
-        return room
+        """Copy bytes to the group's device, with room up to `size`, uninitialized."""
+        buffer = self.empty(size)
+        buffer[: data.numel()].copy_(data)
+        return buffer
 
     def sizes_of_all(self, size: int) -> list[int]:
-        """Every rank's number."""
-        mine = torch.tensor([size], dtype=torch.int64, device=self.device)
-        found = [torch.zeros_like(mine) for _ in range(self.world)]
-        self.run(lambda group: dist.all_gather(found, mine, group=group, async_op=True))
-        return [int(one) for one in torch.cat(found).tolist()]
+        """Gather every rank's size."""
+        local = torch.tensor([size], dtype=torch.int64, device=self.device)
+        received = [torch.zeros_like(local) for _ in range(self.world)]
+        self.run(lambda group: dist.all_gather(received, local, group=group, async_op=True))
+        return [int(size) for size in torch.cat(received).tolist()]
 
     def run(self, issue: Callable[[Any], Any]) -> None:
         """Issue a collective and wait for its end."""
@@ -110,7 +111,7 @@ class _Talk:
         except FullshardError:
             raise
         except (RuntimeError, ValueError) as error:
-            # torch logs an error of a collective by its group's name, and raises a ValueError where it knows none.
+            # torch logs a collective's error with its group's name, and raises a ValueError if the group has none.
             failed = error.__context__ or error
         else:
             return

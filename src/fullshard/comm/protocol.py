@@ -1,6 +1,6 @@
-"""What the engine asks of communication, and the kinds that need no network.
+"""The communication protocol of the engine, and the implementations that need no network.
 
-Every call returns at once with a `Pending`; the output may be used, and the input reused, after its `wait()`. On an
+Every call returns a `Pending` at once; the output may be used, and the input reused, after its `wait()`. On an
 accelerator `wait()` makes the current stream wait, not the host. Buffers are contiguous and belong to the caller.
 """
 
@@ -20,20 +20,20 @@ class Pending(Protocol):
     """A collective in flight."""
 
     def wait(self) -> object:
-        """Make the output usable by what the calling thread issues next."""
+        """Make the output usable by the work that the calling thread issues next."""
 
 
 class Done:
     """A collective that finished when it was issued."""
 
-    wait = staticmethod(bool)  # nothing is in flight: a call that does nothing, in C
+    wait = staticmethod(bool)  # a call in C that does nothing
 
 
 DONE = Done()
 
 
 def wait_all(pending: list[Pending]) -> None:
-    """Wait for all of these, and empty the list; what the first that failed raises is raised when all are over."""
+    """Wait for all of these and empty the list; raises the first failure once all are over."""
     if len(pending) == 1:  # the usual case
         pending.pop().wait()
         return
@@ -48,7 +48,7 @@ def wait_all(pending: list[Pending]) -> None:
 
 
 class Several:
-    """Collectives that were started one after the other; if one cannot be, those before it are waited for."""
+    """Collectives that are started one after the other; if one cannot start, waits for those before it and raises."""
 
     __slots__ = ("_pending",)
 
@@ -69,7 +69,7 @@ class Several:
 def gathers_of(
     comm: Gathers, axis: Axis, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> list[Callable[[], Pending]]:
-    """What starts the gathers of these segments, whenever it is called: `comm.plan_gathers` if there is one."""
+    """Functions that start the gathers of these segments at each call; by `comm.plan_gathers` if it exists."""
     plan = getattr(comm, "plan_gathers", None)
     if plan is not None:
         calls: list[Callable[[], Pending]] = plan(axis, outs, shards)
@@ -80,7 +80,7 @@ def gathers_of(
 def reduction_of(
     comm: Comm, axis: Axis, outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], mean: bool
 ) -> Callable[[], Pending]:
-    """As `gathers_of`, for reductions and `plan_reductions`; one call starts all of them."""
+    """A function that starts all reductions at each call; by `comm.plan_reductions` if it exists."""
     plan = getattr(comm, "plan_reductions", None)
     calls: list[Callable[[], Pending]]
     if plan is not None:
@@ -92,10 +92,10 @@ def reduction_of(
 
 @dataclass(frozen=True)
 class Costs:
-    """What a backend's collectives cost on an axis, roughly; decides between a copy and one more collective.
+    """A rough estimate of a backend's costs on an axis; decides between a copy and an additional collective.
 
     Attributes:
-        latency: seconds that one more collective costs.
+        latency: seconds per additional collective.
         copy_bandwidth: bytes per second of a local strided copy.
         shares: whether parameters always share one collective and are copied out, whatever their size.
     """
@@ -118,17 +118,17 @@ class Gathers(Protocol):
 
 
 class Comm(Protocol):
-    """Collectives over one axis. Implementations hold no state of any unit.
+    """Collectives over one axis. Implementations keep no state of any unit.
 
     `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
     rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
-    May have, besides, `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`, each a list
-    of functions that start collectives on these very tensors, several at once where that is faster, and return pending
-    ones: made once, and called in every step.
+    Optional: `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`. Each returns a list
+    of functions that start collectives on exactly these tensors, several at once where that is faster, and return a
+    `Pending`: made once, and called in every step.
     """
 
     kind: str
-    communicates: bool  # False where nothing leaves the process, so that ranks cannot be compared
+    communicates: bool  # False if nothing leaves the process, so that ranks cannot compare
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending: ...
 
@@ -139,16 +139,16 @@ class Comm(Protocol):
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending: ...
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
-        """Bytes that `reduce` of `buffer` allocates until its wait, besides `out`."""
+        """Bytes, besides `out`, that `reduce` of `buffer` allocates until its wait."""
 
     def costs(self, axis: Axis) -> Costs: ...
 
 
 class NullComm:
-    """Communication taken out: nothing leaves the process, so that what remains can be timed.
+    """No communication: nothing leaves the process, so that everything else can be timed.
 
-    Results are meaningless for more than one rank: a gather fills only this rank's slice and leaves the rest as it
-    was allocated, a reduction returns this rank's own gradients.
+    Results are meaningless for more than one rank: a gather fills only this rank's slice and leaves the rest
+    uninitialized, a reduction returns this rank's own gradients.
     """
 
     kind = "null"
@@ -186,7 +186,7 @@ class Call:
 
 
 class RecordingComm:
-    """Another kind, with every call written down in `calls`."""
+    """A `Comm` that records every call in `calls`."""
 
     def __init__(self, inner: Comm) -> None:
         self.inner = inner

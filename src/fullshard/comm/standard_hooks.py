@@ -1,6 +1,6 @@
 """Communication hooks for `FullyShardedDataParallel.register_comm_hook`, under PyTorch's names.
 
-`torch.distributed.algorithms._comm_hooks.default_hooks` fits as well, but its compressing hooks run on CUDA only.
+`torch.distributed.algorithms._comm_hooks.default_hooks` works as well, but its compressing hooks run on CUDA only.
 All average over the ranks of the state's process group, dividing before and after the sum by factors near its root,
 so that float16 neither overflows nor underflows.
 """
@@ -14,13 +14,13 @@ from ..errors import ConfigError
 
 
 class DefaultState:
-    """What the hooks need: the group, and how to divide.
+    """The state that the hooks need: the group and the factors to divide by.
 
     Args:
-        process_group: the ranks to average over: those that the instances were wrapped for.
+        process_group: the ranks to average over, those over which the instances were wrapped.
 
     Attributes:
-        world_size: their number.
+        world_size: the number of these ranks.
         gradient_predivide_factor, gradient_postdivide_factor: applied before and after the sum; their product is
             `world_size`.
 
@@ -30,7 +30,7 @@ class DefaultState:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
-            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}.", code="C087")
+            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}.")
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         factor = 1
@@ -41,11 +41,11 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """`DefaultState`, and the dtype to return to after a compressed reduction.
+    """`DefaultState` with the dtype to return to after a compressed reduction.
 
     Args:
-        process_group: as `DefaultState`'s.
-        parameter_type: dtype of the parameters. Gradients keep the dtype that they came in, which is the same unless
+        process_group: see `DefaultState`.
+        parameter_type: dtype of the parameters. Gradients keep the dtype that they arrive in, which is the same unless
             mixed precision says otherwise.
     """
 
@@ -70,12 +70,12 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """As the hooks above, communicating float16: half the bytes of float32."""
+    """As the hooks above, but communicate float16: half the bytes of float32."""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """As the hooks above, communicating bfloat16: half the bytes of float32."""
+    """As the hooks above, but communicate bfloat16: half the bytes of float32."""
     _compressed(torch.bfloat16, state, grad, output)
 
 

@@ -1,11 +1,10 @@
-"""Collectives by `torch.distributed`: gloo, NCCL and whatever else a process group runs on.
+"""Collectives by `torch.distributed`: gloo, NCCL and any other backend of a process group.
 
 Streams. Every collective is issued asynchronously from the compute stream (an offloaded shard's gather from the stream
-that copied it, `lanes.py`): the backend runs it on its own stream,
-which first waits for what the compute stream had been given so far, and `Work.wait()` makes the compute stream wait
-for it. All buffers therefore come from and return to the compute stream's memory pool in program order: frees are
-deterministic, nothing is recorded on other streams, and two gathered units alternate in the same two blocks.
-A collective issued before a unit's kernels overlaps with them.
+that copied it, `lanes.py`): the backend runs it on its own stream, which first waits for the work queued on the compute
+stream so far, and `Work.wait()` makes the compute stream wait for it. So all buffers come from and return to the
+compute stream's memory pool in program order: frees are deterministic, nothing is recorded on other streams, and two
+gathered units alternate in the same two blocks. A collective issued before a unit's kernels overlaps with them.
 
 gloo. Its reduce-scatter is an all-reduce of the whole buffer followed by a slice: twice the bytes needed. An
 all-to-all exchange followed by a local sum moves each byte once and measured 1.9 times as fast on 2 and 2 to 5 times
@@ -42,7 +41,7 @@ _ACCELERATOR_COSTS = (10e-6, 2e-6, 1e12)
 
 
 def line_of(axis: Axis) -> dist.ProcessGroup:
-    """The group by which the engine talks over an axis."""
+    """The group that carries the engine's collectives over an axis."""
     return axis.lines.data if axis.backend == "gloo" else axis.group
 
 
@@ -50,7 +49,7 @@ class TorchComm:
     """`torch.distributed` collectives.
 
     Args:
-        local_shortcut: whether an axis of one rank is served by a local copy instead of a collective.
+        local_shortcut: whether an axis of one rank uses a local copy instead of a collective.
     """
 
     kind = "torch"
@@ -70,7 +69,7 @@ class TorchComm:
     def plan_gathers(
         self, axis: Axis, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> list[Callable[[], Pending]]:
-        """See `Comm`. A class that derives from this one and has a `gather` of its own is asked that."""
+        """See `Comm`. Calls the `gather` of a subclass that overrides it."""
         if type(self).gather is not TorchComm.gather:
             return [partial(self.gather, axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
         return self._gathers(axis, list(outs), list(shards))
@@ -87,7 +86,7 @@ class TorchComm:
         pairs = zip(outs, shards, strict=True)
         if axis.size == 1 and self.local_shortcut:
             return [partial(_copy, out, shard) for out, shard in pairs]
-        if axis.backend in ("gloo", "fake"):  # several at once save nothing there
+        if axis.backend in ("gloo", "fake"):  # issuing several at once saves nothing there
             return [watched_calls(axis, all_gather(out, shard, line_of(axis))) for out, shard in pairs]
         return all_gather_many(outs, shards, line_of(axis))
 
@@ -119,26 +118,26 @@ class TorchComm:
         return buffer.numel() * buffer.element_size() if axis.backend == "gloo" and axis.size > 1 else 0
 
     def costs(self, axis: Axis) -> Costs:
-        """On accelerators parameters share one collective until it is measured there that several are faster."""
+        """On accelerators parameters share one collective, until measurements there show that several are faster."""
         cpu = axis.backend == "gloo"
         first, further, bandwidth = _CPU_COSTS if cpu else _ACCELERATOR_COSTS
         return Costs(first + further * max(axis.size - 2, 0), bandwidth, shares=not cpu)
 
 
 def _copy(out: torch.Tensor, shard: torch.Tensor) -> Pending:
-    """The collective of one rank."""
+    """The collective of a single rank."""
     out.copy_(shard)
     return DONE
 
 
 def _done(call: Callable[[], object]) -> Pending:
-    """A collective of the fake group, which is done at once, and never says so."""
+    """A collective of the fake group, which completes at once but never reports it."""
     call()
     return DONE
 
 
 class _Exchange:
-    """A reduce-scatter in two steps: every rank gets its slice of every buffer, then sums them in rank order.
+    """A reduce-scatter in two steps: every rank receives its slice of every buffer, then sums them in rank order.
 
     Owns `received` [world * S] from issue to wait.
     """

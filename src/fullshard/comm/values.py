@@ -1,4 +1,4 @@
-"""Values that all ranks of a group compute or gather together, outside of passes: norms, flags, sums, whole tensors."""
+"""Reduce and gather values over the ranks of a group outside of passes: norms, flags, sums, whole tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .watched import Watched
 def reduce_value(
     value: torch.Tensor, op: Any, group: dist.ProcessGroup | None, what: str = "values of all ranks"
 ) -> torch.Tensor:
-    """All-reduce a small tensor in place, by way of the device that `group` serves if it lies elsewhere (offloaded).
+    """All-reduce a small tensor in place, through the device of `group` if it lies elsewhere (offloading).
 
-    Over gloo it goes by the engine's own connections: a rank that asks alone gets an error that says so.
+    Over gloo it uses the engine's own connections: a rank that makes the call alone gets an error that says so.
 
     Args:
-        value: of a dtype that the group's backend adds.
+        value: of a dtype that the group's backend can reduce.
         op: a `dist.ReduceOp`.
-        group: None: the default group.
-        what: it is for, one of the watcher's `TALKS`.
+        group: None for the default group.
+        what: the purpose, one of the watcher's `TALKS`.
 
     Raises:
-        DivergenceError: other ranks do not ask for it, or are gone.
+        DivergenceError: other ranks do not make this call, or are gone.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -38,27 +38,27 @@ def reduce_value(
     if lines.all_own:
         RANK.talks(what)
         Watched(all_reduce_by(op, moved, lines.apart)).wait()
-    else:  # on accelerators, or where no connections can be had
+    else:  # on accelerators, or where no connections are possible
         dist.all_reduce(moved, op=op, group=group)
     return value if moved is value else value.copy_(moved)
 
 
-def values_of_all(mine: torch.Tensor, group: dist.ProcessGroup, backend: str | None = None) -> torch.Tensor:
-    """Every rank's tensor, in the order of the group's ranks: [ranks, *shape]. Collective; connections as above.
+def values_of_all(local: torch.Tensor, group: dist.ProcessGroup, backend: str | None = None) -> torch.Tensor:
+    """Gather every rank's tensor, in the group's rank order: [ranks, *shape]. Collective; connections as above.
 
     Args:
-        mine: contiguous, of one shape and of any dtype on all ranks, where the group's tensors lie.
-        backend: as of `own_lines`.
+        local: contiguous, of the same shape and dtype on all ranks, on the group's device.
+        backend: see `own_lines`.
 
     Raises:
-        DivergenceError: other ranks do not ask for it, or are gone.
+        DivergenceError: other ranks do not make this call, or are gone.
     """
     size = dist.get_world_size(group)
-    found = mine.new_empty(size, *mine.shape)
+    gathered = local.new_empty(size, *local.shape)
     if size == 1:
-        return found.copy_(mine)
+        return gathered.copy_(local)
     lines = own_lines(group, backend)
     RANK.talks("whole values")
-    work = all_gather(found.view(-1), mine.view(-1), lines.apart)()
+    work = all_gather(gathered.view(-1), local.view(-1), lines.apart)()
     (Watched(work) if lines.all_own else work).wait()
-    return found
+    return gathered

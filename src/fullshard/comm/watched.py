@@ -1,4 +1,4 @@
-"""Waits that end: a gloo collective that never comes is given up when the watcher has found out why."""
+"""Waits that end: abandon a gloo collective that never completes once the watcher knows why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLICE = timedelta(seconds=SLICE)
 
 
 class Watched:
-    """A collective in flight, of which the host waits for the end."""
+    """A collective in flight that the host waits for."""
 
     __slots__ = ("label", "work")
 
@@ -24,7 +24,7 @@ class Watched:
     def wait(self) -> None:
         try:
             self.work.wait(_SLICE)
-        except RuntimeError:  # it did not come within a slice, or failed
+        except RuntimeError:  # it did not complete within a slice, or failed
             pass
         else:
             return
@@ -32,10 +32,10 @@ class Watched:
 
 
 def wait_explained(work: Any, label: int) -> None:
-    """Wait for what did not come within a slice. Whatever it fails with, one error is raised, not a chain of them.
+    """Wait for a collective that did not complete within a slice. On failure raises one error, not a chain of them.
 
     Raises:
-        DivergenceError: says why it failed, or that it never comes.
+        DivergenceError: says why it failed, or why it will never complete.
         RuntimeError: the backend's own error, if there is no watcher.
     """
     try:
@@ -53,10 +53,10 @@ RANK.break_off = cut_all_lines
 
 
 def watched(axis: Axis, work: Any) -> Any:
-    """`work`, over an axis; as it is where the host does not wait for it (accelerators' own backends, fakes)."""
+    """Wrap `work` over an axis in `Watched`, unless the host does not wait for it (accelerator backends, fakes)."""
     return Watched(work) if axis.backend == "gloo" else work
 
 
 def watched_calls(axis: Axis, call: Callable[[], Any]) -> Callable[[], Any]:
-    """`call`, each of whose works is `watched`."""
+    """Wrap `call` so that each work it returns is `watched`."""
     return (lambda: Watched(call())) if axis.backend == "gloo" else call

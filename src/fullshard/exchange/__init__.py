@@ -1,1 +1,1 @@
-"""Checkpoints between formats: which one is at a path, conversion of any into any other, what is in one."""
+"""Checkpoints of all formats: detect the format at a path, convert between formats, inspect the contents."""

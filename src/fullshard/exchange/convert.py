@@ -1,4 +1,4 @@
-"""`convert`: from any format of checkpoints to any other, on one machine, a tensor at a time."""
+"""`convert`: from any readable checkpoint format to any writable one, on one machine, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .detect import kind_of, kind_to_write, open_sink, open_source
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did.
+    """The result of `convert`.
 
     Attributes:
         source, target: paths.
         source_kind, target_kind: formats.
-        tensors: how many were written.
+        tensors: the number of tensors written.
         nbytes: their bytes.
-        left_out: what the target does not have of the source, a line each: because of `model_only`, or because its
-            format has no place for it. Empty: everything is there.
-        notes: what else is not as it was, a line each.
+        left_out: contents of the source that the target lacks, one per line, because of `model_only` or because the
+            target's format cannot hold them. Empty: everything was converted.
+        notes: other differences between source and target, one per line.
     """
 
     source: Path
@@ -49,51 +49,45 @@ def convert(
     model_only: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Conversion:
-    """Write a checkpoint in another format. One process, no process group, no accelerator; nothing in it is executed.
+    """Write a checkpoint in a different format. Needs one process, no process group and no accelerator.
 
-    Read: folders of Fullshard and of any program that saves with `torch.distributed.checkpoint`, files of `torch.save`,
-    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first three.
-    Memory is that of one tensor and of a buffer.
+    Reads folders of Fullshard and of any program that saves with `torch.distributed.checkpoint`, files of `torch.save`,
+    safetensors, DeepSpeed's ZeRO-3 folders, and the sharded files of FSDP1's ranks. Writes the first four. Takes the
+    memory of one tensor and a buffer. No code in a checkpoint is executed.
 
     Args:
-        src: a file or a folder; its format is found out. Of a folder with several checkpoints, the latest.
-        dst: where the new one will be: nothing may be there. It appears when it is whole.
-        to: "fullshard", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors; else
-            fullshard).
-        dtype: floating-point tensors of the model are cast to it; None: as they are. Optimizer state is not cast.
-        model_only: parameters and buffers alone.
-        progress: called with a tensor's name, the bytes done before it, and those of all; and at the end with "".
+        src: a file or a folder, whose format is detected. Of a folder with several checkpoints, the latest is read.
+        dst: the path of the new checkpoint, which must not exist. It appears only once it is complete.
+        to: "fullshard", "dcp", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors;
+            else fullshard).
+        dtype: the dtype to cast floating-point tensors of the model to; None: do not cast. Optimizer state is not cast.
+        model_only: convert only parameters and buffers.
+        progress: called with a tensor's name, the bytes done before it, and the total; and at the end with "".
 
     Raises:
-        CheckpointError: `src` is no whole checkpoint, or `dst` cannot be written; nothing is left at `dst`.
-        ConfigError: arguments that make no sense together.
+        CheckpointError: `src` is not a complete checkpoint, or `dst` cannot be written; nothing is left at `dst`.
+        ConfigError: invalid or conflicting arguments.
     """
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype, code="C088")
+        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
     if os.path.lexists(target):
-        raise CheckpointError(
-            f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
-        )
+        raise CheckpointError(f"{target} already exists, and is not overwritten.", remedy="choose a different path")
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(
-            f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
-        )
+        raise CheckpointError(f"The folder {target.absolute().parent} does not exist.", remedy="create it first")
     with open_source(source, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
         free = shutil.disk_usage(target.absolute().parent).free
         if total > free:
             raise CheckpointError(
-                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}", code="K022"
+                f"There is not enough disk space for {target}.", expected=f"{total:,} bytes", got=f"{free:,}"
             )
         try:
             _write(opened, chosen, target, kind, total, progress)
         except OSError as error:
-            raise CheckpointError(
-                f"{target} cannot be written ({type(error).__name__}: {error}).", code="K023"
-            ) from error
+            raise CheckpointError(f"{target} cannot be written ({type(error).__name__}: {error}).") from error
     return Conversion(
         source, target, kind_of(source), kind, len(chosen.entries), total, tuple(chosen.left_out), tuple(chosen.notes)
     )
@@ -101,7 +95,15 @@ def convert(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What of a source goes to a target; `of` says which entry each comes from."""
+    """The contents of a source that go to the target.
+
+    Attributes:
+        entries: name in the target -> its entry.
+        of: name in the target -> name in the source.
+        values: the values that are not tensors.
+        ties: name in the target -> the name of the tensor it is tied to.
+        left_out, notes: as of `Conversion`.
+    """
 
     entries: Mapping[str, Entry]
     of: Mapping[str, str]
@@ -113,33 +115,34 @@ class _Chosen:
 
 def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bool) -> _Chosen:
     left_out: list[str] = []
-    notes = [f"warning: {one['warning']}" for one in (source.values.get("optimizer"),) if one and "warning" in one]
+    optimizer = source.values.get("optimizer")
+    notes = [f"warning: {optimizer['warning']}"] if optimizer and "warning" in optimizer else []
     notes += [
-        f"{name} and {known} are one tensor, of which one was lost when it was saved" for name, known in _lost(source)
+        f"{name} and {twin} are the same tensor: the value of one was lost when they were saved"
+        for name, twin in _lost(source)
     ]
     bare = model_only or kind == "safetensors"
     kinds = (MODEL,) if bare else (MODEL, OPTIMIZER) if kind == "fullshard" else ("",)
     names = [name for name in source.entries if name.startswith(kinds)]
-    taken = set(names)
-    if kept_out := [name for name in source.entries if name not in taken]:
-        states = sum(name.startswith(OPTIMIZER) for name in kept_out)
+    chosen = set(names)
+    if skipped := [name for name in source.entries if name not in chosen]:
+        states = sum(name.startswith(OPTIMIZER) for name in skipped)
         left_out += [f"optimizer state ({states} tensors)"] if states else []
-        left_out += [f"{name} (a tensor)" for name in kept_out if not name.startswith(OPTIMIZER)]
+        left_out += [f"{name} (a tensor)" for name in skipped if not name.startswith(OPTIMIZER)]
     values, lost = _values(source.values, kind, bare, model_only)
     left_out += lost
     if bare and not names:
         raise CheckpointError(
-            "The checkpoint has no model, only other things.",
+            "The checkpoint contains no model.",
             got=", ".join([*source.entries, *source.values][:3]) or "nothing",
-            code="K024",
         )
-    ties = {name: known for name, known in source.ties.items() if known in taken}
+    ties = {name: tied_to for name, tied_to in source.ties.items() if tied_to in chosen}
     of = {name: name for name in names}
     if kind == "safetensors" and ties:
-        notes += [f"{name} is tied to {known}: written as a tensor of its own" for name, known in ties.items()]
+        notes += [f"{name} is tied to {tied_to}: written as a separate tensor" for name, tied_to in ties.items()]
         of |= ties
         ties = {}
-    entries = {name: source.entries[known] for name, known in of.items()}
+    entries = {name: source.entries[origin] for name, origin in of.items()}
     if dtype is not None:
         entries = {
             name: replace(entry, dtype=dtype) if name.startswith(MODEL) and entry.dtype.is_floating_point else entry
@@ -149,49 +152,50 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
 
 
 def _lost(source: Source) -> list[tuple[str, str]]:
-    """Two states of one parameter that are one tensor: PyTorch 2.13's FSDP.optim_state_dict makes such, on CPU."""
+    """Pairs of states of a parameter that are the same tensor: PyTorch 2.13's FSDP.optim_state_dict, on CPU."""
     return [
-        (name, known)
-        for name, known in source.ties.items()
-        if name.startswith(OPTIMIZER) and name.rpartition(".")[0] == known.rpartition(".")[0]
+        (name, twin)
+        for name, twin in source.ties.items()
+        if name.startswith(OPTIMIZER) and name.rpartition(".")[0] == twin.rpartition(".")[0]
     ]
 
 
-HELD = {"fullshard": {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()}}
-"""Which values a folder of Fullshard's has a place for, and which in them; (): all. A file of torch.save takes all."""
+HELD = {kind: {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()} for kind in ("fullshard", "dcp")}
+"""Format -> the values that it can hold -> the keys in each, () for all. A file of torch.save holds everything."""
 
 
 def _values(values: Mapping[str, Any], kind: str, bare: bool, model_only: bool) -> tuple[dict[str, Any], list[str]]:
-    """The values that the target gets, and what it does not get, by name."""
-    kept: dict[str, Any] = {}
+    """The values for the target, and the names of those that it cannot hold."""
+    converted: dict[str, Any] = {}
     lost: list[str] = []
     for key, value in _filled(values).items():
         if key == "state" and bare:
-            own = {name: one for name, one in value.items() if name.startswith(MODEL)}
-            lost += [f"state: {name}" for name in value if name not in own]
+            model_state = {name: item for name, item in value.items() if name.startswith(MODEL)}
+            lost += [f"state: {name}" for name in value if name not in model_state]
             if kind == "safetensors":
-                lost += list(own)
-            elif own:
-                kept[key] = own
+                lost += list(model_state)
+            elif model_state:
+                converted[key] = model_state
             continue
         places = HELD.get(kind, {key: ()}).get(key)
         if bare or places is None:
             lost.append(key)
         elif places and isinstance(value, Mapping):
-            kept[key] = {name: one for name, one in value.items() if name in places}
+            converted[key] = {name: item for name, item in value.items() if name in places}
             lost += [f"{key}: {name}" for name in value if name not in (*places, "warning")]
         else:
-            kept[key] = value
-    return kept, lost
+            converted[key] = value
+    return converted, lost
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values without those that say nothing: a step that nobody named, an optimizer without groups."""
-    told = {**values, "optimizer": {key: one for key, one in (values.get("optimizer") or {}).items() if _says(one)}}
-    return {key: value for key, value in told.items() if _says(value) and not (key == "step" and value == 0)}
+    """The values without empty ones: a step that was not set, an optimizer without groups."""
+    optimizer = {key: item for key, item in (values.get("optimizer") or {}).items() if _is_filled(item)}
+    cleaned = {**values, "optimizer": optimizer}
+    return {key: value for key, value in cleaned.items() if _is_filled(value) and not (key == "step" and value == 0)}
 
 
-def _says(value: Any) -> bool:
+def _is_filled(value: Any) -> bool:
     return value is not None and not (isinstance(value, dict | list | tuple | str) and not value)
 
 
@@ -212,7 +216,7 @@ def _write(
             if tensor.dtype != entry.dtype:
                 tensor = tensor.to(entry.dtype)
             sink.write(name, tensor)
-            del tensor  # before the next one is read
+            del tensor  # frees it before the next one is read
             done += entry.nbytes
         if progress is not None:
             progress("", total, total)

@@ -1,4 +1,4 @@
-"""`inspect`: what is in a checkpoint of any format, and whether its files are what was written."""
+"""`inspect`: list the contents of a checkpoint of any format, and verify that its files are intact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedCheckpointError
-from ..store.formats.dcp import DcpSource
+from ..store.formats.own import CheckpointSource
 from ..store.formats.pieced import PiecedSource
 from ..store.formats.safetensors_folder import SafetensorsSource
 from ..store.read import Files
@@ -21,13 +21,13 @@ from .detect import kind_of, open_source, storage_at
 
 @dataclass(frozen=True)
 class Found:
-    """One tensor.
+    """A tensor of a checkpoint.
 
     Attributes:
         name: see `source.py`.
         shape, dtype: of the whole tensor.
-        nbytes: of its elements.
-        files: names of the files that hold it.
+        nbytes: the bytes of its elements.
+        files: the names of the files that hold it.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        path: as it was given.
+        path: the inspected path.
         kind: its format.
-        tensors: all of them.
-        ties: other names of tensors.
-        values: what is no tensor.
-        checked: bytes of files whose hashes were compared; None: the format has none, or it was not asked for.
-        damage: a line for every file that is not what was written.
+        tensors: all its tensors.
+        ties: further names of tensors -> the name of the tensor.
+        values: the values that are not tensors.
+        checked: bytes of files whose hashes were verified; None: the format has no hashes, or it was not requested.
+        damage: one line for every damaged file.
     """
 
     path: Path
@@ -66,36 +66,36 @@ def inspect(
     hashes: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Inspection:
-    """Read what a checkpoint says of itself, and compare its files with their hashes where it has them.
+    """Read a checkpoint's description of itself, and verify its files by their hashes if it has them.
 
     Args:
-        path: a file or a folder; its format is found out. Of a folder with several checkpoints, the latest.
-        hashes: read all files; else only what is needed to list tensors.
-        progress: called with a file's name, the bytes done before it, and those of all; and at the end with "".
+        path: a file or a folder, whose format is detected. Of a folder with several checkpoints, the latest is read.
+        hashes: read all files; False: read only what is needed to list tensors.
+        progress: called with a file's name, the bytes done before it, and the total; and at the end with "".
 
     Raises:
-        CheckpointError: it is no whole checkpoint.
+        CheckpointError: it is not a complete checkpoint.
     """
-    given = Path(path)
-    kind = kind_of(given)
+    root = Path(path)
+    kind = kind_of(root)
     checked: int | None = None
     if kind == "fullshard" and hashes:
-        with Files(storage_at(given)) as files:
-            checked, damage = _compared(files, progress)
-            if damage:  # then what it holds that is no tensor may be damaged, too
-                tensors = [_found(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
-                return Inspection(given, kind, tuple(tensors), {}, {}, checked, tuple(damage))
-    with open_source(given, hashes=hashes) as source:
-        tensors = [_found(name, entry, _files_of(source, given, name)) for name, entry in source.entries.items()]
-        return Inspection(given, kind, tuple(tensors), source.ties, source.values, checked, ())
+        with Files(storage_at(root)) as files:
+            checked, damage = _verified(files, progress)
+            if damage:  # values that are not tensors may be damaged too, so they are not read
+                tensors = [_tensor(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
+                return Inspection(root, kind, tuple(tensors), {}, {}, checked, tuple(damage))
+    with open_source(root, hashes=hashes) as source:
+        tensors = [_tensor(name, entry, _files_of(source, root, name)) for name, entry in source.entries.items()]
+        return Inspection(root, kind, tuple(tensors), source.ties, source.values, checked, ())
 
 
-def _found(name: str, entry: Entry, files: Iterable[str]) -> Found:
+def _tensor(name: str, entry: Entry, files: Iterable[str]) -> Found:
     return Found(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
 
 
 def _files_of(source: Source, path: Path, name: str) -> list[str]:
-    if isinstance(source, DcpSource):
+    if isinstance(source, CheckpointSource):
         return _where(source.files, name)
     if isinstance(source, PiecedSource):
         return source.files_of(name)
@@ -103,13 +103,13 @@ def _files_of(source: Source, path: Path, name: str) -> list[str]:
 
 
 def _where(files: Files, name: str) -> list[str]:
-    """The files of a tensor, which other programs' folders may have without `model.`."""
-    known = files.index.stored
-    return [one.file for one in known.get(name) or known.get(name.removeprefix(MODEL), [])]
+    """The files of a tensor, whose name lacks `model.` in the folders of other programs."""
+    stored = files.index.stored
+    return [piece.file for piece in stored.get(name) or stored.get(name.removeprefix(MODEL), [])]
 
 
-def _compared(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
-    """Bytes whose hashes were compared, and what is wrong with them."""
+def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
+    """The bytes whose hashes were verified (None without a manifest), and one line for every damaged file."""
     manifest = files.manifest
     if manifest is None:
         return None, []

@@ -1,4 +1,4 @@
-"""One parameter of a sharded model: where it is registered, what is held of it, how it shows while that is sharded."""
+"""One parameter of a sharded model: where it is registered, this rank's part of it, and its form while sharded."""
 
 from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
 from .flat import FlatParameterForm

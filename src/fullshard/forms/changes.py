@@ -1,9 +1,9 @@
-"""That users changed sharded parameters, so that a backward whose forward saw other values can be refused.
+"""Detects users' changes to sharded parameters, so that a backward whose forward used other values can be refused.
 
-A shard's version counter does not move when an operation on it is dispatched by a tensor subclass, nor when a fused
-optimizer steps (torch 2.13); it does when `to_local()`'s result is written to. What is noted here: optimizers' steps,
-changes in place of sharded parameters and assignments to their `.data`. Values of units that stay gathered are compared
-with their shards besides, exactly, at the beginning of every forward (`Root._drop_stale`).
+A shard's version counter does not move when a tensor subclass dispatches an operation on it, nor when a fused optimizer
+steps (torch 2.13); it does move for writes to the result of `to_local()`. So this module records optimizer steps,
+in-place changes of sharded parameters, and assignments to their `.data`. In addition, every forward begins by comparing
+the values of units that stayed gathered with their shards, exactly (`Root._drop_stale`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 OWNER_KEY = "_fullshard_unit"
-"""Where a parameter, sharded or unsharded, keeps a weak reference (`Owner`) to the unit that owns it."""
+"""Attribute of a sharded or unsharded parameter: a weak reference (`Owner`) to the unit that owns it."""
 
 
 class Owner(weakref.ref):  # type: ignore[type-arg]
-    """The reference. A pickled or copied parameter is no unit's: there it is empty, of a type that any loader takes."""
+    """A weak reference to a unit. A pickled or copied parameter has no unit: there it becomes an empty, safe type."""
 
     __slots__ = ()
 
@@ -33,17 +33,17 @@ class Owner(weakref.ref):  # type: ignore[type-arg]
 
 @dataclass(slots=True)
 class Touched:
-    """What users' code is known to have done to a unit's shards.
+    """The known actions of users' code on a unit's shards.
 
     Attributes:
-        changes: how often it has changed them.
-        steps: a number that follows from the optimizer steps so far and the settings of each, not from their order:
-            optimizers that are stepped in backward are stepped as gradients arrive.
-        count: how many there were.
-        seen: how many when the last pass began, or a user asked for a gather.
-        by: in words, what the last one was.
-        moves: how often it has put other storage in their place, perhaps of another dtype.
-        assigned: whether the `.data` of a sharded parameter was assigned, and the unit has not taken it over yet.
+        changes: number of changes of values.
+        steps: a checksum of the optimizer steps so far and their settings, independent of order, since optimizers that
+            step in backward do so as gradients arrive.
+        count: number of optimizer steps.
+        seen: `count` when the last pass began, or when the user last requested a gather.
+        by: description of the last step's optimizer.
+        moves: number of times that storage was replaced, possibly with a different dtype.
+        assigned: whether the `.data` of a sharded parameter was assigned and the unit has not adopted it yet.
     """
 
     changes: int = 0
@@ -55,16 +55,16 @@ class Touched:
     assigned: bool = False
 
     def move(self, changes: int) -> None:
-        """Other storage takes the shards' place; it counts for so many changes."""
+        """Record that the shards' storage was replaced, as `changes` changes."""
         self.changes += changes
         self.moves += 1
 
     def step(self, settings: int, by: str) -> None:
-        """An optimizer steps.
+        """Record an optimizer step.
 
         Args:
-            settings: a number that stands for its settings.
-            by: the optimizer and its settings, in words.
+            settings: a hash of its settings.
+            by: description of the optimizer and its settings.
         """
         self.steps = (self.steps + settings * 1_000_003 + 1) % 2_147_483_647
         self.count += 1
@@ -72,14 +72,14 @@ class Touched:
 
 
 class Untouched:
-    """That users have put nothing else in place of what the engine made: compared in C, once a pass.
+    """Checks that users have replaced nothing that the engine made: compared in C, once per pass.
 
     Args:
-        objects: what reads an object, and the very one that is to be there.
-        facts: what reads a value, and what it is to be equal to.
+        objects: pairs of a function that reads an object, and the object that it must return.
+        facts: pairs of a function that reads a value, and the value that it must equal.
 
     Attributes:
-        objects, originals, facts, values: these, apart.
+        objects, originals, facts, values: the halves of these pairs.
     """
 
     __slots__ = ("facts", "objects", "originals", "values")
@@ -93,7 +93,7 @@ class Untouched:
         self.facts, self.values = _unzipped(facts)
 
     def holds(self) -> bool:
-        """Whether everything is as it was made."""
+        """Whether nothing was replaced."""
         return all_hold([self])
 
 
@@ -101,34 +101,34 @@ _OBJECTS, _ORIGINALS = attrgetter("objects"), attrgetter("originals")
 _FACTS, _VALUES = attrgetter("facts"), attrgetter("values")
 
 
-def all_hold(every: Sequence[Untouched]) -> bool:
-    """Whether each of these holds: asked of all at once, in C."""
+def all_hold(checks: Sequence[Untouched]) -> bool:
+    """Whether all of these hold; checked together, in C."""
     join = chain.from_iterable
-    if not all(map(is_, map(call, join(map(_OBJECTS, every))), join(map(_ORIGINALS, every)))):
+    if not all(map(is_, map(call, join(map(_OBJECTS, checks))), join(map(_ORIGINALS, checks)))):
         return False
-    return [*map(call, join(map(_FACTS, every)))] == [*join(map(_VALUES, every))]
+    return [*map(call, join(map(_FACTS, checks)))] == [*join(map(_VALUES, checks))]
 
 
 def _unzipped(pairs: Iterable[tuple[Callable[[], Any], Any]]) -> tuple[list[Callable[[], Any]], list[Any]]:
-    every = list(pairs)
-    return [read for read, _ in every], [value for _, value in every]
+    checks = list(pairs)
+    return [read for read, _ in checks], [value for _, value in checks]
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
-    """The `Unit` that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
+    """The `Unit` that owns `parameter`, sharded or unsharded; None if no unit does."""
     reference = parameter.__dict__.get(OWNER_KEY)
     return reference() if reference else None
 
 
 def mark_view(view: torch.Tensor, of: torch.Tensor) -> None:
-    """`view` is of the memory of `of`: changes of it in place are changes of that one's unit."""
+    """Mark `view` as a view of `of`, so that in-place changes of it count as changes of the unit of `of`."""
     reference = of.__dict__.get(OWNER_KEY)
     if reference is not None:
         view.__dict__[OWNER_KEY] = reference
 
 
 def give_up_gradient(parameter: Any) -> None:
-    """A user set the `.grad` of a sharded parameter to None: what waits for its next reduction goes as well."""
+    """Discard gradients accumulated for the next reduction: the user set a sharded parameter's `.grad` to None."""
     unit = owner_of(parameter)
     if unit is not None:
         unit.give_up_gradients({id(parameter)})
@@ -140,7 +140,7 @@ def changes_in_place(name: str) -> bool:
 
 
 def note_change(tensors: Iterable[Any]) -> None:
-    """Count a change for every unit that owns one of these (sharded parameters; lists are looked into)."""
+    """Count a change for every unit that owns one of these sharded parameters, which may be in nested lists."""
     for tensor in tensors:
         if isinstance(tensor, (list, tuple)):
             note_change(tensor)

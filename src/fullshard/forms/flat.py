@@ -1,6 +1,6 @@
-"""One `FlatParameter` over the whole shard, registered on the wrapped module; modules keep stand-ins that tell shapes.
+"""One `FlatParameter` over the whole shard, registered on the wrapped module; other modules have stand-ins with shapes.
 
-The wrapper's form with use_orig_params=False. The flat parameter is the one tensor that an optimizer updates.
+The wrapper's form with use_orig_params=False. The flat parameter is the only tensor that an optimizer updates.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class FlatParameterForm(LocalForm):
 
     def register(self, members: Sequence[Member], shard: torch.Tensor, holder: nn.Module) -> nn.Parameter:
         """Register the flat parameter on `holder`, the wrapped module, and stand-ins on the modules."""
-        known = holder._parameters.get(ATTRIBUTE)
+        existing = holder._parameters.get(ATTRIBUTE)
         self._holder = weakref.ref(holder)
-        if known is not None and known.numel() == shard.numel() and not known.__dict__.get(OWNER_KEY):
-            known.data = shard
-            describe_layout(known, self.layout, self.axes.shard.rank)
-            self.flat = known
+        if existing is not None and existing.numel() == shard.numel() and not existing.__dict__.get(OWNER_KEY):
+            existing.data = shard
+            describe_layout(existing, self.layout, self.axes.shard.rank)
+            self.flat = existing
         else:
             requires_grad = any(member.sharded.requires_grad for member in members)
             self.flat = FlatParameter(shard, self.layout, self.axes.shard.rank, requires_grad)
@@ -67,12 +67,12 @@ class FlatParameterForm(LocalForm):
             holder._parameters.pop(ATTRIBUTE, None)
 
     def register_again(self) -> None:
-        """Put it back."""
+        """Register the flat parameter again after `unregister`."""
         if (holder := self.holder) is not None:
             holder._parameters[ATTRIBUTE] = self.flat
 
     def move_to(self, holder: nn.Module) -> None:
-        """Register it on another module (a copy)."""
+        """Register the flat parameter on a different module (a copy)."""
         self._holder = weakref.ref(holder)
         self.register_again()
 
@@ -103,8 +103,8 @@ class FlatParameterForm(LocalForm):
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return self.flat.data_ptr() != shard.data_ptr()
 
-    def _covered(self, members: Sequence[Member]) -> Member | None:
-        """The first member in whose place on a module the user put something."""
+    def _replaced(self, members: Sequence[Member]) -> Member | None:
+        """The first member whose stand-in on a module was replaced by the user."""
         for member in members:
             for place in member.places:
                 if place.target.get(place.name) is not member.stand_in:
@@ -112,18 +112,18 @@ class FlatParameterForm(LocalForm):
         return None
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        if (covered := self._covered(members)) is not None:
-            raise self.not_fitting(covered, covered.places[0].registered())
+        if (replaced := self._replaced(members)) is not None:
+            raise self.not_fitting(replaced, replaced.places[0].registered())
         holder = self.holder
-        found = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
-        if not isinstance(found, nn.Parameter) or found.numel() != self.layout.shard_numel or found.dim() != 1:
+        flat = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
+        if not isinstance(flat, nn.Parameter) or flat.numel() != self.layout.shard_numel or flat.dim() != 1:
             raise not_its_flat_shard(
-                ", ".join(member.name for member in members), self.axes.global_rank, self.layout.shard_numel, found
+                ", ".join(member.name for member in members), self.axes.global_rank, self.layout.shard_numel, flat
             )
-        if found is not self.flat:
-            found.__dict__.update(self.flat.__dict__)
-            self.flat = found
-        whole = found.detach()
+        if flat is not self.flat:
+            flat.__dict__.update(self.flat.__dict__)
+            self.flat = flat
+        whole = flat.detach()
         step = whole.stride(0) if whole.numel() else 1
         return [
             whole.as_strided(
@@ -133,12 +133,12 @@ class FlatParameterForm(LocalForm):
         ]
 
     def follow(self, members: Sequence[Member]) -> None:
-        wanted = self.flat.requires_grad
+        requires_grad = self.flat.requires_grad
         for member in members:
-            if member.sharded.requires_grad != wanted:
-                member.sharded.requires_grad_(wanted)
+            if member.sharded.requires_grad != requires_grad:
+                member.sharded.requires_grad_(requires_grad)
 
     def copied(self) -> FlatParameterForm:
-        new = type(self)(self.layout, self.axes, self.apart)
-        new.flat = self.flat  # until the copy registers its own
-        return new
+        copy = type(self)(self.layout, self.axes, self.apart)
+        copy.flat = self.flat  # until the copy registers one of its own
+        return copy

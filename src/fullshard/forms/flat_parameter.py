@@ -1,4 +1,4 @@
-"""`FlatParameter`: all parameters of one wrapper instance in one 1-D tensor, of which this rank holds its slice."""
+"""`FlatParameter`: all parameters of a wrapper instance in one 1-D tensor, of which each rank holds a slice."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..layout import Layout, Slot
 from .member import PART_KEY
 
 ATTRIBUTE = "_flat_param"
-"""The name under which an instance's wrapped module registers it; users' programs and checkpoints know it."""
+"""The name under which an instance's wrapped module registers it; programs and checkpoints rely on it."""
 
 
 @dataclass(frozen=True)
 class FlatParamShardMetadata:
-    """What one rank holds of a `FlatParameter`; one entry per parameter of which it holds anything.
+    """One rank's part of a `FlatParameter`, with an entry per parameter of which the rank holds elements.
 
     Attributes:
-        param_names: names, from the wrapped module.
-        param_shapes: their whole shapes.
-        param_strides: their whole strides.
-        param_contiguities: whether they are contiguous in the usual (row-major) sense.
+        param_names: names relative to the wrapped module.
+        param_shapes: shapes of the whole parameters.
+        param_strides: strides of the whole parameters.
+        param_contiguities: whether each is contiguous in the usual (row-major) sense.
         param_numels: elements of each whole parameter.
-        param_offsets: (first, last) element held, both inclusive, in the flattened parameter.
+        param_offsets: (first, last) element on this rank, both inclusive, in the flattened parameter.
     """
 
     param_names: tuple[str, ...]
@@ -45,25 +45,25 @@ class _Meta(type(nn.Parameter)):  # type: ignore[misc]
 class FlatParameter(nn.Parameter, metaclass=_Meta):
     """A 1-D `nn.Parameter` over a unit's whole shard: what optimizers see with `use_orig_params=False`.
 
-    As PyTorch's, making one gives a plain `nn.Parameter` (which optimizers treat on their fast paths) with the
-    attributes below; `isinstance` knows it.
+    As in PyTorch, the constructor returns a plain `nn.Parameter` (for which optimizers have fast paths) with the
+    attributes below; `isinstance` recognizes it.
 
     Args:
         local: [shard_numel], a view of the unit's shard.
         layout: the unit's plan, flat.
         rank: this process's index on the shard axis.
-        requires_grad: of all parameters in it.
+        requires_grad: of all its parameters.
 
     Attributes:
         _unpadded_unsharded_size, _padded_unsharded_size, _sharded_size: `torch.Size`s without and with the padding
             at the end, and of this rank's slice. Each parameter begins at a multiple of 16 bytes.
-        _num_params: how many parameters.
+        _num_params: number of parameters.
         _fqns, _shapes, _strides, _contiguities, _numels: of each parameter, in order.
-        _numels_with_padding: of each, including the padding that follows it.
-        _offsets: of each, its first element in the whole flat parameter.
+        _numels_with_padding: of each parameter, including the padding that follows it.
+        _offsets: first element of each parameter in the whole flat parameter.
         _shard_numel_padded: padding elements at the end of this rank's slice.
         _local_shard: this tensor.
-        _fsdp_flattened: True; Lightning looks for it.
+        _fsdp_flattened: True; Lightning checks for it.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class FlatParameter(nn.Parameter, metaclass=_Meta):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do; the arguments are `__new__`'s."""
+        """Do nothing: `__new__` uses the arguments."""
 
 
 def describe_layout(parameter: Any, layout: Layout, rank: int) -> None:
@@ -93,8 +93,8 @@ def describe_layout(parameter: Any, layout: Layout, rank: int) -> None:
     parameter._unpadded_unsharded_size = torch.Size([ends[-1] if slots else 0])
     parameter._padded_unsharded_size = torch.Size([layout.gathered_numel])
     parameter._sharded_size = torch.Size([layout.shard_numel])
-    held = max(0, min(layout.shard_numel, parameter._unpadded_unsharded_size[0] - rank * layout.shard_numel))
-    parameter._shard_numel_padded = layout.shard_numel - held
+    numel = max(0, min(layout.shard_numel, parameter._unpadded_unsharded_size[0] - rank * layout.shard_numel))
+    parameter._shard_numel_padded = layout.shard_numel - numel
     parameter._local_shard = parameter.data
 
 
@@ -104,17 +104,17 @@ def is_contiguous(slot: Slot) -> bool:
 
 
 def shard_metadata(layout: Layout, rank: int) -> FlatParamShardMetadata:
-    """What `rank` holds of a flat layout."""
-    held: Sequence[tuple[Slot, int, int]] = [
+    """The metadata of the part of a flat layout that `rank` holds."""
+    entries: Sequence[tuple[Slot, int, int]] = [
         (slot, part.start, part.start + part.numel - 1)
         for slot in sorted(layout.slots, key=lambda slot: slot.offset)
         if (part := layout.part(slot, rank)).numel
     ]
     return FlatParamShardMetadata(
-        tuple(slot.name for slot, _, _ in held),
-        tuple(torch.Size(slot.shape) for slot, _, _ in held),
-        tuple(slot.stride for slot, _, _ in held),
-        tuple(is_contiguous(slot) for slot, _, _ in held),
-        tuple(slot.numel for slot, _, _ in held),
-        tuple((first, last) for _, first, last in held),
+        tuple(slot.name for slot, _, _ in entries),
+        tuple(torch.Size(slot.shape) for slot, _, _ in entries),
+        tuple(slot.stride for slot, _, _ in entries),
+        tuple(is_contiguous(slot) for slot, _, _ in entries),
+        tuple(slot.numel for slot, _, _ in entries),
+        tuple((first, last) for _, first, last in entries),
     )

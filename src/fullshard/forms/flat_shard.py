@@ -1,10 +1,11 @@
 """A tensor of which each rank holds one run of elements: the sharded parameters of flat layouts.
 
-It has the whole parameter's shape, so that code which sorts parameters by `ndim` or `shape` sorts them as it would the
-originals; the values are the elements [start, stop) in memory order. Element-wise operations run on the run; reductions
-over all elements (sum, norm) are collective; whatever else would need other ranks' elements raises by name.
+It has the whole parameter's shape, so that code which groups parameters by `ndim` or `shape` treats them like the
+originals; its values are the elements [start, stop) in memory order. Element-wise operations compute on the run;
+reductions over all elements (sum, norm) are collective; any other operation that would need other ranks' elements
+raises an error with the parameter's name.
 
-`DTensor` cannot say this: a `Shard(0)` whose local rows are not `torch.chunk`'s gives a wrong `full_tensor()`.
+`DTensor` cannot express this: with `Shard(0)` and local rows that are not `torch.chunk`'s, `full_tensor()` is wrong.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ aten = torch.ops.aten
 
 
 class FlatShard(torch.Tensor):
-    """A tensor of shape `run.shape` of which this rank holds the 1-D `local`, `run`'s elements.
+    """A tensor of shape `run.shape` of which this rank holds the elements of `run`, in the 1-D tensor `local`.
 
-    Owns nothing: `local` is a view of the unit's shard (parameters), of its reduced slice (gradients), or a tensor of
-    its own (optimizer state).
+    Owns nothing: `local` is a view of the unit's shard (parameters), a view of its reduced slice (gradients), or a
+    separate tensor (optimizer state).
     """
 
     _local_tensor: torch.Tensor
@@ -61,10 +62,10 @@ class FlatShard(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. A FlatShard that is assigned is of the same run."""
-        found = read_data(self)
-        mark_view(found, self)
-        return found
+        """As `Tensor.data`. Assign only a FlatShard of the same run."""
+        view = read_data(self)
+        mark_view(view, self)
+        return view
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -72,7 +73,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As `Tensor.grad`. Setting it to None gives up what was accumulated without sync, too."""
+        """As `Tensor.grad`. Setting it to None also discards gradients that were accumulated without sync."""
         return read_grad(self)
 
     @grad.setter
@@ -113,15 +114,15 @@ class FlatShard(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, of the parameter's shape, on every rank of the shard axis. Collective.
 
-        It lies where the ranks talk: on the accelerator, if this is an offloaded parameter. A gradient that comes back
-        through it is averaged over the ranks, as those that forward leaves.
+        It is on the group's device: on the accelerator for an offloaded parameter. A gradient that flows back through
+        it is averaged over the ranks, like gradients of the forward.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             whole: torch.Tensor = _Whole.apply(self)
             return whole
         return _gathered(self)
 
-    # torch.distributed.checkpoint stores rectangles; a run is a few of them, in memory order of dims.
+    # torch.distributed.checkpoint stores rectangles; a run consists of a few of them, in memory order of dims.
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
         run = self._run
@@ -171,14 +172,14 @@ class FlatShard(torch.Tensor):
 
 @functools.cache
 def _is_elementwise_list(func: Any) -> bool:
-    """`_foreach_x` of an element-wise x, or a fused optimizer's step, on lists of tensors."""
+    """Whether `func` is `_foreach_x` of an element-wise x, or a fused optimizer's step, on lists of tensors."""
     name = func._schema.name.removeprefix("aten::")
     if name.startswith("_fused_"):
         return True
     if not name.startswith("_foreach_"):
         return False
     single = name.removeprefix("_foreach_").rstrip("_")
-    if single in ("copy", "zero", "max"):  # `max` with one operand is of all elements
+    if single in ("copy", "zero", "max"):  # `max` with one operand reduces over all elements
         return single != "max"
     packet = getattr(aten, single, None)
     overloads = packet.overloads() if packet is not None else ()
@@ -186,7 +187,7 @@ def _is_elementwise_list(func: Any) -> bool:
 
 
 def _first_run(args: Any) -> Run | None:
-    """The run of the first FlatShard among `args`, looking into lists."""
+    """The run of the first FlatShard among `args`, including nested lists."""
     for arg in args:
         if isinstance(arg, FlatShard):
             return arg._run
@@ -196,13 +197,13 @@ def _first_run(args: Any) -> Run | None:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on the runs; outputs of a run's length are FlatShards of the same run."""
+    """Compute `func` on the runs; tensors that it returns become FlatShards of the same run."""
     if any(isinstance(arg, (list, tuple)) and any(map(_is_flat, arg)) for arg in args):
         return _elementwise_lists(func, args, kwargs)
     run = _first_run((*args, *kwargs.values()))
     assert run is not None
     outputs = func(*[_local(a, run, func) for a in args], **{k: _local(v, run, func) for k, v in kwargs.items()})
-    if func._schema.name.endswith("_") or "out" in kwargs:  # in place: what came in is what goes out
+    if func._schema.name.endswith("_") or "out" in kwargs:  # in place: return the argument itself
         return kwargs.get("out", args[0])
     return FlatShard(outputs, run) if isinstance(outputs, torch.Tensor) else outputs
 
@@ -216,7 +217,7 @@ def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return value
         return [_local(v, runs[i], func) if i < len(runs) and runs[i] else v for i, v in enumerate(value)]
 
-    # Units of other layouts have DTensors, which torch computes by themselves only.
+    # Units of other layouts have DTensors, which torch cannot mix with these in one call.
     flat = [run is not None for run in runs]
     outputs = call_apart(func, [*map(local_list, args)], {k: local_list(v) for k, v in kwargs.items()}, flat)
     if outputs is None:
@@ -229,7 +230,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _local(value: Any, run: Run | None, func: Any) -> Any:
-    """The run's part of an operand: a FlatShard of the same run, a whole tensor, or a single number."""
+    """The run's part of an operand, which is a FlatShard of the same run, a whole tensor, or a single number."""
     if run is None or not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatShard):
@@ -273,7 +274,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """`tensor.new_x(size)`: split as the tensor is where it has its shape, else plain."""
+    """`tensor.new_x(size)`: split like the tensor if it has the same shape, else plain."""
     shard, size, rest = args[0], tuple(args[1]), args[2:]
     run, local = shard._run, shard._local_tensor
     if size == run.shape and func is not aten.new_empty_strided.default:
@@ -307,10 +308,10 @@ def _foreach_powsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill from the whole tensor's random numbers, so that the values do not depend on the number of ranks.
+    """Fill with the whole tensor's random numbers, so that values do not depend on the number of ranks.
 
-    Every rank draws for the whole parameter, which needs its memory for a moment, and keeps its run: with the same
-    seed on every rank the result is what an unsharded model would have drawn.
+    Every rank draws for the whole parameter, which takes its memory for a moment, and keeps its run: with the same seed
+    on every rank the result equals that of an unsharded model.
     """
     shard, rest = args[0], args[1:]
     run, local = shard._run, shard._local_tensor
@@ -379,7 +380,7 @@ def _gathered(shard: FlatShard) -> torch.Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """`full_tensor()` with a graph: the gradient is averaged over all ranks, and this rank keeps its run."""
+    """`full_tensor()` with a graph: averages the gradient over all ranks and keeps this rank's run."""
 
     @staticmethod
     def forward(ctx: Any, shard: FlatShard) -> torch.Tensor:

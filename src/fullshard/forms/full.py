@@ -1,4 +1,4 @@
-"""The whole bucket, from gather to free: what it is gathered into, and the unsharded parameters that look at it."""
+"""The whole bucket, from gather to free: its full buffers, and the unsharded parameters that are views of them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _Address = Callable[[], int]
 
 
 class GatherPlan:
-    """What a gather calls, moment by moment: made once, run in every step.
+    """The calls of a gather, moment by moment: made once, run in every step.
 
     Attributes:
-        comm: the collectives that it was made for; None if it serves one gather only, whose source it holds.
-        begins: take memory, and cast.
+        comm: the collectives for which it was made; None for a plan of a single gather, which refers to its source.
+        begins: allocate memory, and cast.
         gathers: each starts a collective.
-        fills: once these are over: take memory for what is copied out of them, and copy.
-        ends: give back what only the gather needed.
-        frees: give back everything, at whatever time.
-        whole_bytes: from `begins` to `frees`.
-        passing_bytes: from `begins` to `ends`.
-        copied_bytes: from `fills` to `frees`.
-        addresses: each tells where a piece of the gathered memory lies now.
-        watched, numbers: unsharded parameters, and their versions as long as nobody writes to them.
-        pointers, bases, offsets: what tells where one lies, and its buffer; the difference as long as nobody gives it
-            another `.data`.
-        intact: each tells the same of what is not among these.
-        varying: what is gathered whose bytes and addresses each gather tells anew.
-        starts: `begins`, then what starts all of `gathers` and returns the one thing to wait for; see `seal`.
+        fills: once the collectives are over, allocate the copied part and copy into it.
+        ends: free memory that only the gather needed.
+        frees: free everything, at any time.
+        whole_bytes: allocated from `begins` to `frees`.
+        passing_bytes: allocated from `begins` to `ends`.
+        copied_bytes: allocated from `fills` to `frees`.
+        addresses: each returns the current address of a piece of the gathered memory.
+        watched, numbers: unsharded parameters, and their versions while nobody writes to them.
+        pointers, bases, offsets: functions that return the addresses of a parameter and of its buffer, and their
+            difference while nobody replaces the parameter's `.data`.
+        intact: each checks the same for parameters not covered by these lists.
+        varying: full buffers whose bytes and addresses change with each gather.
+        starts: `begins`, then a call that starts all `gathers` and returns a single `Pending`; see `seal`.
         completes: `fills`, then `ends`.
-        issued_bytes, live_bytes: what is alive while the gather is in flight, and once it is over.
-        counters: what counts changes in place of the shards that are gathered.
+        issued_bytes, live_bytes: allocated while the gather is in flight, and once it is over.
+        counters: tensors whose versions count in-place changes of the gathered shards.
     """
 
     __slots__ = (
@@ -78,24 +78,24 @@ class GatherPlan:
         self.counters: list[torch.Tensor] = []
 
     def seal(self) -> None:
-        """Everything was added: join what one moment calls, which a step then runs in C."""
+        """Complete the plan: join the calls of each moment, which a step then runs in C."""
         start = self.gathers[0] if len(self.gathers) == 1 else partial(Several, self.gathers)
         self.starts, self.completes = [*self.begins, start], [*self.fills, *self.ends]
         self.issued_bytes = self.whole_bytes + self.passing_bytes
         self.live_bytes = self.whole_bytes + self.copied_bytes
 
     def tell_issued(self) -> None:
-        """The gather was started: of what varies, so many bytes are alive now."""
+        """Update `issued_bytes` for the varying buffers, after the gather was started."""
         passing = sum([full.passing_bytes for full in self.varying])
         self.issued_bytes = self.whole_bytes + self.passing_bytes + passing
 
     def tell_copied(self) -> None:
-        """The gather is over: as `tell_issued`."""
+        """Update `live_bytes` for the varying buffers, after the gather is over."""
         copied = sum([full.copied_bytes for full in self.varying])
         self.live_bytes = self.whole_bytes + self.copied_bytes + copied
 
     def is_intact(self) -> bool:
-        """Whether nobody changed an unsharded parameter in place since the gather, or gave it another `.data`."""
+        """Whether nobody has changed an unsharded parameter in place since the gather, or replaced its `.data`."""
         return (
             [*map(read_version, self.watched)] == self.numbers
             and [*map(sub, map(call, self.pointers), map(call, self.bases))] == self.offsets
@@ -103,16 +103,16 @@ class GatherPlan:
         )
 
     def spend(self) -> None:
-        """It was for one gather, which is over: let go of what that sent."""
+        """Drop the references of a single-gather plan to its source, once the gather is over."""
         self.begins, self.gathers, self.starts = [], [], []
 
 
 class Varying(Protocol):
-    """What takes other memory in each gather.
+    """Full buffers whose memory differs with each gather.
 
     Attributes:
-        passing_bytes, copied_bytes: of the last one; see `GatherPlan`.
-        received_bytes: of it, from `fills` to `ends`, with what of it is among `copied_bytes`.
+        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`.
+        received_bytes: allocated from `fills` to `ends` of the last gather, including its part of `copied_bytes`.
     """
 
     passing_bytes: int
@@ -120,58 +120,60 @@ class Varying(Protocol):
     received_bytes: int
 
     def addresses(self) -> list[int]:
-        """Where it lies now."""
+        """The current addresses of the buffers."""
 
 
 class Full(Protocol):
-    """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay."""
+    """A bucket's full buffers. Made at the first gather; their memory comes and goes, their views stay."""
 
     def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool = False) -> None:
-        """Add to a plan all but `frees`: gather `source` of every rank of `axis`.
+        """Add the gather of every rank's `source` over `axis` to a plan, all but its `frees`.
 
         Args:
             to: the plan.
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
-            keeps: the memory of unsharded parameters may be there already.
+            keeps: whether the memory of unsharded parameters may be allocated already.
         """
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
-        """What gives all memory back, at whatever time; `keep`: but that of the unsharded parameters."""
+        """Functions that free all memory, at any time; with `keep` all but that of the unsharded parameters."""
 
     def cut(self, axis: Axis) -> torch.Tensor:
-        """This rank's slice of what was gathered, among the ranks of `axis`. Between `fills` and `ends`."""
+        """This rank's slice, among the ranks of `axis`, of the gathered buffers. Between `fills` and `ends`."""
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
-        """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
+        """[members], bool: whether this rank's part of the gathered values differs from the current `source`."""
 
     def written(self) -> list[Member]:
-        """Members whose unsharded parameter somebody changed in place since the gather, or gave another `.data`.
+        """Members whose unsharded parameter was changed in place since the gather, or whose `.data` was replaced.
 
-        That is put right as far as memory goes: the next gather, planned anew, gives it the right values.
+        Restores replaced memory; the next gather, with a new plan, restores the values.
         """
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was allocated last."""
+        """Bytes of the last allocation."""
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that are allocated now, from the storages themselves."""
+        """Bytes that are allocated now, as reported by the storages."""
 
 
 def show_as_parameter(member: Member, view: torch.Tensor) -> None:
-    """Make `view` what the module computes with: the unsharded parameter, the same object as before if there is one."""
+    """Make `view` the unsharded parameter that the module computes with; reuses the Parameter object if it exists."""
     if member.split is not None:
         view = member.split.unsharded(view)
     if member.unsharded is None:
         member.trains = member.sharded.requires_grad
-        made = nn.Parameter(view, requires_grad=member.trains)
-        made.__dict__.update({k: v for k, v in attributes_of(member.sharded).items() if k not in made.__dict__})
-        made.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
-        made.__dict__[WHOLE_KEY] = member.name
-        member.unsharded = made
+        unsharded = nn.Parameter(view, requires_grad=member.trains)
+        unsharded.__dict__.update(
+            {k: v for k, v in attributes_of(member.sharded).items() if k not in unsharded.__dict__}
+        )
+        unsharded.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
+        unsharded.__dict__[WHOLE_KEY] = member.name
+        member.unsharded = unsharded
     elif member.split is not None:
         set_local(member.unsharded, local_of(view))
     else:
@@ -179,30 +181,30 @@ def show_as_parameter(member: Member, view: torch.Tensor) -> None:
 
 
 def plain_part(member: Member) -> torch.Tensor:
-    """The unsharded parameter, or the tensor inside if it is a DTensor."""
+    """The unsharded parameter, or the local tensor if it is a DTensor."""
     assert member.unsharded is not None
     return member.unsharded if member.split is None else local_of(member.unsharded)
 
 
 class PlainFull:
-    """The whole of a bucket of plain tensors.
+    """The full buffers of a bucket of plain tensors.
 
-    Ownership: memory is taken and given back by plans alone; collectives write to it.
+    Ownership: only plans allocate and free memory; collectives write to it.
 
     Args:
         layout: the bucket's plan.
-        members: its parameters; their unsharded parameters are made here.
+        members: its parameters; this makes their unsharded parameters.
         device, dtype: compute device and compute dtype.
     """
 
     def __init__(self, layout: Layout, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
         self.layout, self.members, self.dtype = layout, members, dtype
-        # `whole` is gathered into; `copied` is filled from `staging`, and takes memory only once the gather is done,
-        # so that a prefetched unit holds its bytes once.
+        # Collectives write to `whole` and `staging`. `copied` is filled from `staging` and allocated only once the
+        # gather is done, so that a prefetched unit takes its bytes once.
         self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
-        self._sent: Scratch | None = None  # [S], while gathering: the shard in the dtype that is gathered
+        self._sent: Scratch | None = None  # [S], while gathering: the shard cast to compute dtype
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -212,33 +214,33 @@ class PlainFull:
             else:
                 self._outs.append(self.staging.tensor.narrow(0, at, numel))
                 at += numel
-        to, come = self.copied.tensor, self.staging.tensor
+        to, staging = self.copied.tensor, self.staging.tensor
         pairs = [
             (
                 to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset),
-                come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset),
+                staging.as_strided(p.sizes, p.gathered_strides, p.gathered_offset),
             )
             for p in copies_out(layout)
         ]
-        if dtype not in KNOWN:  # copies of many need one that accelerators have them for (no 8-bit float, say)
-            pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
+        if dtype not in KNOWN:  # multi-tensor copies exist for some dtypes only (on accelerators not for 8-bit floats)
+            pairs = [(as_bits(to), as_bits(staging)) for to, staging in pairs]
         self._copies: list[Callable[[], object]] = []
         for columns in columns_of(layout):
             world, widths = layout.world, columns.widths
-            matrix = come.narrow(0, columns.staging_offset, world * sum(widths)).view(world, -1)
+            matrix = staging.narrow(0, columns.staging_offset, world * sum(widths)).view(world, -1)
             parts = [
                 to.narrow(0, offset, world * width).view(world, width)
                 for offset, width in zip(columns.offsets, widths, strict=True)
             ]
             self._copies.append(columns_out(matrix, widths, parts))
         for same in (True, False):
-            alike = [(to, come) for to, come in pairs if same_form(to, come) is same]
-            if alike:
-                self._copies.append(copies([to for to, _ in alike], [come for _, come in alike]))
+            group = [(to, staging) for to, staging in pairs if same_form(to, staging) is same]
+            if group:
+                self._copies.append(copies([to for to, _ in group], [staging for _, staging in group]))
         for member in members:
             buffer, offset = self._place_of(member)
             # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
-            # look to autograd like a change of what it saved.
+            # look to autograd like a change of a saved tensor.
             show_as_parameter(member, buffer.as_strided(member.slot.shape, member.slot.stride, offset).data)
         self._watch()
         for scratch in (self.whole, self.copied, self.staging):
@@ -246,21 +248,21 @@ class PlainFull:
         self._versions.spoil()
 
     def _watch(self) -> None:
-        """Note what tells later whether users wrote to the unsharded parameters."""
+        """Record the state that later shows whether users wrote to the unsharded parameters."""
         shown = [(member, plain_part(member)) for member in self.members]
         parallel = [(member, member.unsharded) for member in self.members if member.split is not None]
         self._watched = [member for member, _ in (*shown, *parallel)]
         self._versions = Versions([tensor for _, tensor in (*shown, *parallel) if tensor is not None])
-        # Where the parameters that have elements lie in either buffer: their addresses, less the buffer's.
+        # Per buffer, the offsets of its non-empty parameters: their addresses minus the buffer's address.
         self._addresses: list[tuple[_Address, list[_Address], list[int]]] = []
         for buffer in (self.whole, self.copied):
-            mine = [t for m, t in shown if self._place_of(m)[0] is buffer.tensor and t.numel()]
-            if mine:
-                offsets = [int(t.storage_offset()) * t.element_size() for t in mine]
-                self._addresses.append((buffer.storage.data_ptr, [t.data_ptr for t in mine], offsets))
+            views = [t for m, t in shown if self._place_of(m)[0] is buffer.tensor and t.numel()]
+            if views:
+                offsets = [int(t.storage_offset()) * t.element_size() for t in views]
+                self._addresses.append((buffer.storage.data_ptr, [t.data_ptr for t in views], offsets))
 
     def _place_of(self, member: Member) -> tuple[torch.Tensor, int]:
-        """The buffer that holds a member while gathered, and its offset there."""
+        """The buffer that contains a member while gathered, and its offset there."""
         slot = member.slot
         if self.layout.segments[slot.segment].full_offset is not None:
             return self.whole.tensor, slot.full_offset
@@ -304,7 +306,7 @@ class PlainFull:
         if HAS_VERSIONS:
             to.watched += versions.tensors
             to.numbers += versions.numbers
-        else:  # the right ones are noted at each gather
+        else:  # they are recorded at each gather
             to.intact.append(versions.are_right)
         for base, addresses, offsets in self._addresses:
             to.pointers += addresses
@@ -321,17 +323,17 @@ class PlainFull:
         return torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(len(self.members), dtype=torch.bool, device=source.device)
+        differs = torch.zeros(len(self.members), dtype=torch.bool, device=source.device)
         for index, member in enumerate(self.members):
             part = member.part
-            mine = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
-            held = mine  # nothing is held of it: compared all the same, so that all ranks allocate as much
+            local = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
+            gathered = local  # for an empty part: compared anyway, so that all ranks allocate the same
             if part.numel:
-                shape, strides, at = self.layout.held(member.slot, part)
+                shape, strides, at = self.layout.view_in_whole(member.slot, part)
                 buffer, offset = self._place_of(member)
-                held = buffer.as_strided(shape, strides, offset + at)
-            found[index] = (as_bits(held) != as_bits(mine)).any()
-        return found
+                gathered = buffer.as_strided(shape, strides, offset + at)
+            differs[index] = (as_bits(gathered) != as_bits(local)).any()
+        return differs
 
     def written(self) -> list[Member]:
         written = [self._watched[index] for index in self._versions.moved()]
@@ -341,14 +343,14 @@ class PlainFull:
         return written
 
     def _point_back(self) -> list[Member]:
-        """Make unsharded parameters that were given other memory views of the buffers again; returns their members."""
-        astray = []
+        """Point unsharded parameters whose memory was replaced at the buffers again; returns their members."""
+        replaced = []
         for member in self.members:
             buffer, offset = self._place_of(member)
             view = buffer.as_strided(member.slot.shape, member.slot.stride, offset).data
             part = plain_part(member)
             if part.numel() and part.data_ptr() != view.data_ptr():
                 show_as_parameter(member, view)
-                astray.append(member)
+                replaced.append(member)
         self._watch()
-        return astray
+        return replaced

@@ -1,7 +1,7 @@
-"""What a unit was told to leave alone.
+"""The parameters that a unit ignores.
 
-Remembered by place, a name on a module: a parameter that is materialised, replaced or deep-copied later is another
-object, and is left alone all the same.
+Stored by place, a name on a module: a parameter that is later materialized, replaced or deep-copied is a different
+object, but still ignored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .place import Place
 
 
 class Ignored:
-    """Modules and places of parameters that a unit leaves alone. Modules are held weakly.
+    """Modules and places of parameters that a unit ignores. References to modules are weak.
 
     Args:
-        modules: left alone as they are, with all that they hold.
+        modules: ignored with everything in them.
         places: of single parameters.
     """
 
@@ -33,22 +33,22 @@ class Ignored:
     ) -> Ignored:
         """`modules`, and the places in `tops` of parameters with these ids."""
         owners = {id(module): module for top in tops for module in top.modules()} if parameters else {}
-        found = [(one, name) for one in owners.values() for name, p in one._parameters.items() if id(p) in parameters]
-        places = [Place(owner, name) for owner, name in found]
+        names = [(owner, name, p) for owner in owners.values() for name, p in owner._parameters.items()]
+        places = [Place(owner, name) for owner, name, p in names if id(p) in parameters]
         return cls(modules, places)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the modules that are alive."""
+        """The ignored modules that are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def ids(self) -> set[int]:
-        """Of the parameters that are there now."""
-        found = {id(parameter) for place in self._places if (parameter := place.registered()) is not None}
-        return found | {id(parameter) for module in self.modules for parameter in module.parameters()}
+        """The ids of the parameters that are ignored now."""
+        ids = {id(parameter) for place in self._places if (parameter := place.registered()) is not None}
+        return ids | {id(parameter) for module in self.modules for parameter in module.parameters()}
 
     def copied(self, memo: Mapping[int, Any]) -> Ignored:
-        """The same of a deep copy; `memo`: deepcopy's, by id of a module its copy."""
+        """The same for a deep copy; `memo` is deepcopy's, from a module's id to its copy."""
         places = [
             Place(memo[id(module)], place.name)
             for place in self._places

@@ -1,7 +1,7 @@
-"""Local parts: the original Parameter objects, whose data become the 1-D part that this rank owns (maybe empty).
+"""Local parts: the original Parameter objects, whose data become the 1-D part that this rank owns (possibly empty).
 
-The wrapper's form with use_orig_params=True: optimizers and names that knew the parameters before still do. Where
-nothing is split (NO_SHARD) a part is the whole parameter, in its own shape.
+The wrapper's form with use_orig_params=True: existing references and names of the parameters stay valid. Without
+splitting (NO_SHARD) a part is the whole parameter, in its own shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalForm:
     Args:
         layout: flat.
         axes: the mesh.
-        apart: whether shards are on another device than the mesh (offloaded).
+        apart: whether shards are on a different device than the mesh (offloading).
     """
 
     plain = True
@@ -64,7 +64,7 @@ class LocalForm:
             hooks_onto(sharded, original)
         sharded.__dict__[NAME_KEY] = member.name
         if self.keeps_originals:
-            sharded.__dict__["_fsdp_flattened"] = True  # as PyTorch marks them; libraries ask optimizers' parameters
+            sharded.__dict__["_fsdp_flattened"] = True  # PyTorch's mark; libraries check for it on parameters
         if self.split:
             sharded.__dict__[PART_KEY] = "this rank's part of a parameter (use_orig_params=True)"
         member.local = shown
@@ -107,31 +107,31 @@ class LocalForm:
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:
-                found = place.shown()
-                if found is not member.sharded and found is not member.unsharded:
-                    refuse_tie(member, found, members, self.axes.global_rank)
-                    member.sharded = self._adopted(member, found)
+                shown = place.shown()
+                if shown is not member.sharded and shown is not member.unsharded:
+                    refuse_tie(member, shown, members, self.axes.global_rank)
+                    member.sharded = self._adopted(member, shown)
         for member in members:
             if member.sharded.shape != member.local.shape:
                 raise self.not_fitting(member, member.sharded)
         return [self.local(member, member.sharded.detach()) for member in members]
 
-    def _adopted(self, member: Member, found: Any) -> nn.Parameter:
-        """A Parameter that the user registered in this one's place: this rank's part, or the whole."""
-        if not isinstance(found, nn.Parameter):
-            raise self.not_fitting(member, found)
-        if tuple(found.shape) == member.slot.shape and self.split:
-            found.data = self.cut(member, found.detach()).clone()
-        if found.shape != member.sharded.shape:
-            raise self.not_fitting(member, found)
-        found.__dict__.update(identity_of(member.sharded))
-        adopted: nn.Parameter = found
+    def _adopted(self, member: Member, shown: Any) -> nn.Parameter:
+        """Adopt a Parameter that the user registered instead: this rank's part, or the whole parameter."""
+        if not isinstance(shown, nn.Parameter):
+            raise self.not_fitting(member, shown)
+        if tuple(shown.shape) == member.slot.shape and self.split:
+            shown.data = self.cut(member, shown.detach()).clone()
+        if shown.shape != member.sharded.shape:
+            raise self.not_fitting(member, shown)
+        shown.__dict__.update(identity_of(member.sharded))
+        adopted: nn.Parameter = shown
         return adopted
 
-    def not_fitting(self, member: Member, found: Any) -> ReplacementError:
-        """The error for something in a sharded parameter's place that cannot be taken over."""
+    def not_fitting(self, member: Member, shown: Any) -> ReplacementError:
+        """The error for an object in a sharded parameter's place that cannot be adopted."""
         rank, part = self.axes.global_rank, member.local.shape
-        return does_not_fit_local(member.name, rank, member.slot.shape, part, found)
+        return does_not_fit_local(member.name, rank, member.slot.shape, part, shown)
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
         for member in members:
@@ -143,7 +143,7 @@ class LocalForm:
             member.local = shown
 
     def follow(self, members: Sequence[Member]) -> None:
-        """What users see are the members' own sharded parameters."""
+        """Do nothing: users see the members' sharded parameters themselves."""
 
     def succeed(self, old: Member, new: Member) -> None:
         if self.keeps_originals:
@@ -164,6 +164,6 @@ _ADDRESS = methodcaller("data_ptr")
 
 
 def memory_of(tensor: torch.Tensor, like: torch.Tensor) -> list[tuple[Callable[[], Any], Any]]:
-    """Where a tensor lies, and of which dtype it is; and what both are to be."""
+    """Pairs for `Untouched`: functions that read a tensor's address, dtype and device, and the expected values."""
     facts = [(partial(read, tensor), read(like)) for read in (read_dtype, read_device, read_is_meta)]
     return [(tensor.data_ptr, like.data_ptr()), *facts]

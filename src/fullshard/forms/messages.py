@@ -1,4 +1,4 @@
-"""What forms of parameters say to users, in the order of the code: the wording of errors and warnings."""
+"""The wording of this package's errors and warnings, in the order of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, 
 
 
 def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any) -> ConfigError:
-    """The error for something in the place of a FlatParameter that is not its shard."""
+    """The error for a FlatParameter that was replaced by something other than its shard."""
     return ConfigError(
         "A FlatParameter was replaced by something that is not its shard.",
         parameter=parameters,
@@ -22,7 +22,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         expected=f"a Parameter of shape {(numel,)}",
         got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
         remedy="change values inside summon_full_params(model), or in place",
-        code="C090",
+        topic="parameter-replaced",
     )
 
 
@@ -32,38 +32,38 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
 def pickled(parameter: str) -> PhaseError:
     """The error for pickling a flat shard."""
     return PhaseError(
-        f"FlatShard {parameter!r} holds a part of a parameter and a process group, and cannot be pickled.",
-        remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
-        code="P025",
+        f"FlatShard {parameter!r} contains a part of a parameter and a process group, and cannot be pickled.",
+        remedy="use fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or call "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save "
+        "its result",
+        topic="copied-or-pickled",
     )
 
 
 def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[int]) -> CheckpointError:
-    """The error for a run that a safetensors file would keep a part of."""
+    """The error for a run of which a safetensors file would keep only a part."""
     return CheckpointError(
-        "Hugging Face's storage writer keeps one tensor for each name and rank, and this rank holds a run of "
-        "elements that is several: all but one would be lost.",
+        "Hugging Face's storage writer keeps one tensor per name and rank, but this rank's run of elements consists of "
+        "several rectangles: all but one would be lost.",
         parameter=parameter,
         rank=rank,
         expected="at most one rectangle of elements",
         got=f"{count} of shape {shape}",
         remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
         '"owner"; DCP\'s own FileSystemWriter writes all layouts',
-        code="K037",
     )
 
 
 def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> PhaseError:
-    """The error for an operation that is not computed on runs of elements; `why`, if there is more to say."""
+    """The error for an operation that runs of elements do not support; `why` gives details, if any."""
     return PhaseError(
-        f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
+        f"{func} is not supported on a flat shard, of which each rank holds a run of elements"
         + (f": {why}." if why else "."),
         parameter=parameter,
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
         remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
         'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
-        code="P026",
+        topic="used-while-freed",
     )
 
 
@@ -71,17 +71,17 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
 
 
 def does_not_fit_local(
-    parameter: str, rank: int, shape: Sequence[int], part: Sequence[int], found: Any
+    parameter: str, rank: int, shape: Sequence[int], part: Sequence[int], replacement: Any
 ) -> ReplacementError:
-    """The error for something in the place of a local part that cannot be taken over."""
+    """The error for a replacement of a local part that cannot be adopted."""
     return ReplacementError(
-        "A sharded parameter was replaced by something that does not fit it.",
+        "A sharded parameter was replaced by an object of the wrong type or shape.",
         parameter=parameter,
         rank=rank,
         expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
-        got=_kind_and_shape(found),
-        remedy=_remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
-        code="C091",
+        got=_kind_and_shape(replacement),
+        remedy=_remedy_for(replacement, "change values inside summon_full_params(model), or with copy_"),
+        topic="parameter-replaced",
     )
 
 
@@ -91,12 +91,12 @@ def does_not_fit_local(
 def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
     """The error for using a Parameter object from before the model was sharded."""
     return ConfigError(
-        "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
+        "This Parameter object was replaced by its sharded form in fully_shard, and no longer has values.",
         parameter=parameter,
         got=f"{called} on the object from before fully_shard",
-        remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
+        remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
         "modules inside one module that fully_shard is applied to",
-        code="C092",
+        topic="optimizer-built-early",
     )
 
 
@@ -106,58 +106,59 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
 def copied_into_whole(name: str | None) -> PhaseError:
     """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
     return PhaseError(
-        f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
-        code="P385",
+        f"{name or 'This tensor'} is sharded and the target is not: load whole values, from "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model).",
+        topic="copied-or-pickled",
     )
 
 
 def saved_by_torch() -> str:
     """The warning for `torch.save` of a sharded state dict."""
     return message(
-        "torch.save writes this rank's part of a sharded state dict: a plain model cannot load it, nor can another "
-        "number of ranks.",
-        remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
+        "torch.save writes only this rank's part of a sharded state dict: neither a plain model nor a different number "
+        "of ranks can load it.",
+        remedy="use fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
-        code="W386",
+        topic="copied-or-pickled",
     )
 
 
 def used_while_freed(called: Any, parameter: str) -> PhaseError:
     """The error for computing with a sharded parameter as if it were the whole one."""
     return PhaseError(
-        f"{called} was given a plain tensor and a sharded parameter, whose unit is not gathered now.",
+        f"{called} was called with a plain tensor and a sharded parameter whose unit is not gathered.",
         parameter=parameter,
         expected="a call through the unit's forward, which gathers the parameter first",
-        got="a call from outside it",
+        got="a call from outside the unit's forward",
         remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
         "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
-        "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
-        code="P027",
+        "module.unshard() ... module.reshard(); to combine such tensors on purpose make both DTensors, or use "
+        "full_tensor()",
+        topic="used-while-freed",
     )
 
 
 def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any) -> ConfigError:
-    """The error for a `.data` that is not the shard."""
+    """The error for a `.data` that was set to something other than the shard."""
     return ConfigError(
         "A sharded parameter's .data was set to a tensor that is not its shard.",
         parameter=name,
         expected=f"{kind} of shape {shape}, split the same way",
         got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
-        code="C093",
+        topic="parameter-replaced",
     )
 
 
 def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
-    """The error for a `.data` on the meta device, or away from it."""
+    """The error for a `.data` that would move a parameter to or from the meta device."""
     return ConfigError(
-        "A sharded parameter's .data was set to a tensor on the meta device, or away from it.",
+        "Setting .data cannot move a sharded parameter to or from the meta device.",
         parameter=name,
-        expected="the meta device for both or for none, as of any tensor",
-        got=f"{device}, set to one on {new_device}",
-        remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
-        code="C094",
+        expected="both on the meta device, or neither, as for any tensor",
+        got=f"{device}, set to a tensor on {new_device}",
+        remedy="model.to_empty(device=...), then initialize or load; or assign a new Parameter to the module",
+        topic="weights-on-meta",
     )
 
 
@@ -165,32 +166,32 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
 
 
 def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
-    """The error for a sharded parameter in the place of another one of its unit."""
+    """The error for a sharded parameter that was replaced by a different parameter of its unit."""
     return ConfigError(
-        "A sharded parameter was tied to another one of its unit after sharding.",
+        "A sharded parameter was tied to a different parameter of its unit after sharding.",
         parameter=parameter,
         rank=rank,
         expected="weights that are tied before the model is sharded",
         got=f"{other} in its place",
         remedy="tie them first (module.weight = other.weight), then shard the model",
-        code="C095",
+        topic="tied-weights",
     )
 
 
-def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, found: Any) -> ReplacementError:
-    """The error for something in a sharded parameter's place that cannot be taken over."""
+def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, replacement: Any) -> ReplacementError:
+    """The error for a replacement of a sharded parameter that cannot be adopted."""
     return ReplacementError(
         "A sharded parameter was replaced by something that is not its shard.",
         parameter=parameter,
         rank=rank,
         expected=_kind_and_shape(expected),
-        got=_kind_and_shape(found),
+        got=_kind_and_shape(replacement),
         remedy=_remedy_for(
-            found,
+            replacement,
             "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
             "placements",
         ),
-        code="C096",
+        topic="parameter-replaced",
     )
 
 
@@ -198,12 +199,12 @@ def _kind_and_shape(value: Any) -> str:
     return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
 
 
-def _remedy_for(found: Any, remedy: str) -> str:
-    """What to do about something in a sharded parameter's place: a plain tensor was put there for one call only."""
-    if isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
+def _remedy_for(replacement: Any, remedy: str) -> str:
+    """The remedy for a replaced parameter; a plain tensor indicates `functional_call`, which replaces for one call."""
+    if isinstance(replacement, torch.Tensor) and not isinstance(replacement, nn.Parameter):
         return (
-            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply "
-            f"it to an unsharded copy; else {remedy}"
+            "torch.func.functional_call is not supported on a sharded model, because units gather their own "
+            f"parameters: apply it to an unsharded copy; else {remedy}"
         )
     return remedy
 
@@ -212,14 +213,14 @@ def _remedy_for(found: Any, remedy: str) -> str:
 
 
 def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> ConfigError:
-    """The error for a DTensor that is split on a dim of the mesh over which it is to be sharded."""
+    """The error for a DTensor that is already split on a dim of the mesh over which it would be sharded."""
     return ConfigError(
-        "A parameter is split on a data-parallel dim of the mesh already.",
+        "A parameter is already split on a data-parallel dim of the mesh.",
         parameter=parameter,
         expected=f"Replicate() on {dim!r}",
         got=placement,
         remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
-        code="C097",
+        topic="mesh-dims",
     )
 
 
@@ -231,7 +232,6 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
         expected="Shard or Replicate",
         got=placement,
         remedy="redistribute it first",
-        code="C098",
     )
 
 
@@ -239,14 +239,14 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
 
 
 def hidden_now(called: str, parameter: str | None) -> PhaseError:
-    """The error for using a parameter whose instance is not gathered."""
+    """The error for using a parameter while its instance is not gathered."""
     return PhaseError(
-        f"{called} was asked of a parameter whose instance is not gathered now.",
+        f"{called} was used on a parameter whose instance is not gathered.",
         parameter=parameter,
         expected="use inside the forward of its FullyShardedDataParallel instance",
-        got="use from outside it",
+        got="use outside of that forward",
         remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-        code="P028",
+        topic="used-while-freed",
     )
 
 
@@ -254,14 +254,13 @@ def hidden_now(called: str, parameter: str | None) -> PhaseError:
 
 
 def without_rows(kind: str, parameter: str, dim: Any, shape: Sequence[int]) -> ConfigError:
-    """The error for a parameter of a tensor subclass that has no rows."""
+    """The error for a parameter of a tensor subclass without rows."""
     return ConfigError(
         f"A parameter of class {kind} cannot be split into rows.",
         parameter=parameter,
         expected="a first dim, to split",
         got=f"shape {shape}, split on dim {dim}",
-        remedy="put it in ignored_params",
-        code="C099",
+        remedy="pass it in ignored_params",
     )
 
 
@@ -272,51 +271,48 @@ def not_cut_into_chunks(kind: str, parameter: str, error: Exception) -> ConfigEr
         parameter=parameter,
         expected="detach, split (torch.chunk), slice, clone and, from another device, to",
         got=f"{type(error).__name__}: {error}",
-        remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
-        code="C100",
+        remedy="implement them in the class's __torch_dispatch__, or pass it in ignored_params",
     )
 
 
 def sends_uneven_rows(
     parameter: str, rank: int, most: int, chunks: Sequence[int], counts: Sequence[int], columns: Sequence[Sequence[int]]
 ) -> DivergenceError:
-    """The error for what `fsdp_pre_all_gather` sends that cannot be gathered."""
+    """The error for tensors from `fsdp_pre_all_gather` that cannot be gathered."""
     return DivergenceError(
-        "fsdp_pre_all_gather sends what cannot be gathered: rows do not divide evenly over the ranks.",
+        "fsdp_pre_all_gather returned tensors that cannot be gathered: rows do not divide evenly over the ranks.",
         parameter=parameter,
         rank=rank,
-        expected=f"at most {most} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
-        got=f"numbers of tensors {counts}, of rows {columns}",
-        remedy="pad what is sent to the first rank's number of rows",
-        code="D009",
+        expected=f"at most {most} tensors, with the same number of rows on every rank, or each rank's own: {chunks}",
+        got=f"numbers of tensors {counts}, numbers of rows {columns}",
+        remedy="pad the tensors to the first rank's number of rows",
     )
 
 
 def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, missing: Sequence[str]) -> ConfigError:
-    """The error for a tensor subclass that does not say how it is gathered."""
+    """The error for a tensor subclass that does not define its gather."""
     return ConfigError(
-        "A parameter is a tensor subclass with inner tensors of its own, and its class does not say how they "
-        "are gathered.",
+        "A parameter is a tensor subclass with inner tensors, and its class does not define how they are gathered.",
         parameter=parameter,
         expected=" and ".join(methods),
         got=f"{kind} without {' and '.join(missing)}",
-        remedy="of a frozen weight, call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
-        "else implement them (they may be set on the class after fully_shard), or put it in ignored_params",
-        code="C101",
+        remedy="for frozen weights call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
+        "else implement these methods (they may be set on the class after fully_shard), or pass it in ignored_params",
     )
 
 
 def freed_whole(parameter: str) -> ConfigError:
-    """The error for a unit of a tensor subclass that is to keep a part of what it gathered."""
-    return ConfigError("a tensor subclass with a gather of its own is freed whole", parameter=parameter, code="C103")
+    """The error for a tensor subclass in a unit that would keep a part of its full buffers."""
+    return ConfigError(
+        "A tensor subclass that defines its own gather can only be freed as a whole.", parameter=parameter
+    )
 
 
 def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
-    """The error for what `fsdp_post_all_gather` made."""
+    """The error for a tensor of the wrong shape from `fsdp_post_all_gather`."""
     return ConfigError(
-        "fsdp_post_all_gather made a tensor of another shape than the parameter.",
+        "fsdp_post_all_gather made a tensor of a different shape than the parameter.",
         parameter=parameter,
         expected=expected,
         got=shape,
-        code="C102",
     )

@@ -1,4 +1,4 @@
-"""Norms of whole tensors of which ranks hold runs."""
+"""Norms of whole tensors whose elements are split into runs over ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .run import Run
 
 
 def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
+    """The norms of the whole tensors of these shards: local norms, then one all-reduce per axis."""
     local = [inside(s) for s in shards]
     neutral = math.inf if order == -math.inf or order < 0 else 0.0  # of no elements
     empty = [torch.full((), neutral, dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
-    found = [
+    results = [
         torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else e for t, e in zip(local, empty, strict=True)
     ]
     by_axis: dict[int, list[int]] = {}
@@ -27,16 +27,16 @@ def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> 
             by_axis.setdefault(id(run.axis.group), []).append(i)
     for members in by_axis.values():
         run = shards[members[0]]._run
-        stacked = torch.stack([found[i] for i in members])
+        stacked = torch.stack([results[i] for i in members])
         if math.isinf(order):
             stacked = _reduced(run, stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
-        elif order == 0:  # how many are not zero
+        elif order == 0:  # the number of nonzero elements
             stacked = _reduced(run, stacked, dist.ReduceOp.SUM)
         else:
             stacked = _reduced(run, stacked**order, dist.ReduceOp.SUM) ** (1.0 / order)
         for i, value in zip(members, stacked.unbind(), strict=True):
-            found[i] = value
-    return found
+            results[i] = value
+    return results
 
 
 def _reduced(run: Run, value: torch.Tensor, op: Any) -> torch.Tensor:

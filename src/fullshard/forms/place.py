@@ -1,4 +1,4 @@
-"""Where a parameter is registered: this name on this module. The one way in which parameters are put on modules."""
+"""Where a parameter is registered: a name on a module. All parameters are put on modules through this."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 
 class Place:
-    """A name on a module, which is held weakly: a deleted model is freed at once, whatever units know of it.
+    """A name on a module. The reference to the module is weak, so that a deleted model is freed at once.
 
     Attributes:
         name: of the parameter on its module.
-        target: what is written to show a parameter there, `target[name] = tensor`; read with `target.get(name)`. It is
-            the module's `_parameters`; a proxy where the module's class watches its attributes (`nn.LSTM` keeps a list
-            of its weights); or the module's `__dict__`, for tensors that `named_parameters` must not see.
+        target: mapping to show a parameter with `target[name] = tensor`, and to read it with `target.get(name)`. It is
+            the module's `_parameters`; a proxy if the module's class watches its attributes (`nn.LSTM` has a list of
+            its weights); or the module's `__dict__`, for tensors that `named_parameters` must not see.
         outside: whether `target` is not the module's `_parameters`.
     """
 
@@ -34,12 +34,12 @@ class Place:
         return self._module()
 
     def shown(self) -> Any:
-        """What is there now."""
+        """The object that is there now."""
         return self.target.get(self.name)
 
     @property
     def reader(self) -> Callable[[], Any]:
-        """As `shown`, bound: for those who ask in every step."""
+        """`shown` as a bound function, for callers in every step."""
         return partial(self.target.get, self.name)
 
     def show(self, tensor: Any) -> None:
@@ -48,16 +48,16 @@ class Place:
 
     @property
     def registry(self) -> dict[str, Any]:
-        """The module's `_parameters`, wherever `target` is; an empty one if the module is gone."""
+        """The module's `_parameters`, wherever `target` is; empty if the module is gone."""
         module = self._module()
         return module._parameters if module is not None else {}
 
     def registered(self) -> Any:
-        """What the module's `_parameters` have under the name, wherever `target` is."""
+        """The entry of the module's `_parameters` under the name, wherever `target` is."""
         return self.registry.get(self.name)
 
     def register(self, tensor: Any) -> None:
-        """Put `tensor` into the module's `_parameters`, in front of whatever is shown outside of them."""
+        """Put `tensor` into the module's `_parameters`, and remove anything shown outside of them."""
         if self.outside:
             self.withdraw()
         module = self._module()
@@ -65,14 +65,14 @@ class Place:
             _inside(module)[self.name] = tensor
 
     def withdraw(self) -> None:
-        """Take away what is shown under the name, inside and outside of `_parameters`."""
+        """Remove everything shown under the name, inside and outside of `_parameters`."""
         module = self._module()
         if module is not None:
             module._parameters.pop(self.name, None)
             module.__dict__.pop(self.name, None)
 
     def moved_outside(self) -> Place | None:
-        """The same name outside of `_parameters`, from which it is taken; None if the module is gone."""
+        """Remove the name from `_parameters`; returns its place outside of them, None if the module is gone."""
         module = self._module()
         if module is None:
             return None
@@ -80,12 +80,12 @@ class Place:
         return Place(module, self.name, outside=True)
 
     def same_as(self, other: Place) -> bool:
-        """Whether both are one name on one module."""
+        """Whether both are the same name on the same module."""
         return self.name == other.name and self._module() is other._module()
 
 
 class _Attributes:
-    """Writes a module's parameters as attributes, for a class that watches them; holds the module weakly."""
+    """Writes a module's parameters as attributes, for a class that watches them. The reference is weak."""
 
     __slots__ = ("_module",)
 
@@ -106,9 +106,9 @@ class _Attributes:
 
 
 class _InsideList:
-    """As a module's `_parameters`, of a module that keeps its weights in a list besides (`nn.LSTM`).
+    """Replaces a module's `_parameters` if the module also has a list of its weights (`nn.LSTM`).
 
-    It is no registration, which torch's hooks count, to show another parameter under a name.
+    Showing a parameter under a name is not a registration, which torch's registration hooks would see.
     """
 
     __slots__ = ("_module",)
@@ -134,7 +134,7 @@ class _InsideList:
 
 
 class _OutsideList:
-    """As a module's `__dict__`, of a module that keeps its weights in a list besides (`nn.LSTM`)."""
+    """Replaces a module's `__dict__` if the module also has a list of its weights (`nn.LSTM`)."""
 
     __slots__ = ("_module",)
 

@@ -1,4 +1,4 @@
-"""The form of a bucket's parameters: how they show while their unit is sharded."""
+"""The form of a bucket's parameters: how they appear while their unit is sharded."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .member import Member
 
 
 class Form(Protocol):
-    """How the parameters of one bucket show while sharded. One object a bucket; a new form is one new file.
+    """How the parameters of a bucket appear while sharded. One object per bucket; a new form is one new file.
 
     A **local** is this rank's part of a member, in the shape of `member.part`, in any buffer laid out as the shard
-    (the shard itself, a reduced gradient, optimizer state). What users see of it is **shown**.
+    (the shard itself, a reduced gradient, optimizer state). The tensor that users see for it is **shown**.
 
     Attributes:
         plain: whether the shard is one plain 1-D tensor.
-        keeps_originals: whether the original Parameter objects become the sharded ones.
-        shows_kept: whether a parameter whose gradients were accumulated without sync shows a `.grad` of zeros: where
-            users' parameters are plain, nothing else would tell that they gave those gradients up.
+        keeps_originals: whether the original Parameter objects become the sharded parameters.
+        shows_kept: whether a parameter whose gradients were accumulated without sync gets a `.grad` of zeros: plain
+            parameters offer no other way to notice that the user discarded those gradients.
         counts: whether `version` is ever anything but 0.
         follows: whether `follow` does anything.
-        gives_empty: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
+        gives_empty: whether a parameter of which this rank holds no elements gets an (empty) `.grad`.
     """
 
     plain: bool
@@ -41,47 +41,47 @@ class Form(Protocol):
         """Copy this rank's `part` of the original's values into `local`."""
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        """The sharded parameter of a member over `member.local`, in place of `original`."""
+        """Make a member's sharded parameter over `member.local`, which replaces `original`."""
 
     def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
-        """A local as users see it (not a Parameter); shares memory."""
+        """The shown tensor (not a Parameter) of a local; shares memory."""
 
     def local(self, member: Member, shown: torch.Tensor) -> torch.Tensor:
-        """The local inside what users see; shares memory."""
+        """The local inside a shown tensor; shares memory."""
 
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
-        """The whole value of which every rank has a local, over all kinds of parallelism. Collective."""
+        """The whole value from every rank's local, over all kinds of parallelism. Collective."""
 
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole value, as a local; shares memory with `whole` where it can."""
+        """This rank's part of a whole value, as a local; shares memory with `whole` where possible."""
 
     def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
-        """That the sharded parameters, their storage and dtype are those that were made here."""
+        """A check that the sharded parameters, their storage and dtype are still those made by this form."""
 
     def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        """What counts changes in place, besides the shard itself."""
+        """Tensors whose version counters count in-place changes, besides the shard itself."""
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        """Whether sharded parameters lie elsewhere than in `shard`. Asked where the form `counts`."""
+        """Whether sharded parameters have memory outside of `shard`. Called only if the form `counts`."""
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        """Take what users put in the places of sharded parameters for these; returns the locals they hold now.
+        """Adopt the objects with which users replaced sharded parameters; returns the current locals.
 
         Raises:
-            ConfigError: something that is not this parameter's shard: other shape, mesh, placement or kind.
+            ConfigError: a replacement that is not this parameter's shard: wrong shape, mesh, placement or type.
         """
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
-        """Make the sharded parameters views of `shard`, whose values are right already."""
+        """Make the sharded parameters views of `shard`, which has the right values already."""
 
     def follow(self, members: Sequence[Member]) -> None:
-        """Let `requires_grad` of the members follow what users set on what they see."""
+        """Copy the `requires_grad` that users set on shown tensors to the members."""
 
     def succeed(self, old: Member, new: Member) -> None:
-        """`new`, in this form, takes the place of `old` of another bucket: keep the object, or tell who follows it."""
+        """Let `new`, of this form, replace `old` of a different bucket: keep the object, or record its successor."""
 
     def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
-        """What the bucket is gathered into."""
+        """The bucket's full buffers."""
 
     def copied(self) -> Form:
-        """A form for a copy of the bucket, with no state of this one's."""
+        """A form for a copy of the bucket, without this form's state."""

@@ -1,4 +1,4 @@
-"""What Parameter objects become once their values have moved into a shard: any use raises."""
+"""Parameter objects whose values have moved into a shard: any use raises."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .messages import replaced_in_sharding
 
 
 def called(func: Any) -> str:
-    """The name of a method; of an attribute's getter, the attribute's."""
+    """The name of a method, or of an attribute if `func` is its getter or setter."""
     name = str(getattr(func, "__name__", func))
     return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__") else name
 
 
 class OriginalParameter(nn.Parameter):
-    """What a parameter object becomes once its values have moved into a shard: any use raises.
+    """The class of a parameter object whose values have moved into a shard: any use raises.
 
-    Ties to it are followed by later `fully_shard` calls; an optimizer that still holds it would train nothing.
+    Later `fully_shard` calls follow ties to it; an optimizer that still refers to it would train nothing.
     """
 
     @classmethod
@@ -40,16 +40,16 @@ class OriginalParameter(nn.Parameter):
 
 
 class OriginalDTensor(DTensor):
-    """As `OriginalParameter`, for a parameter that was a DTensor (tensor parallelism)."""
+    """Like `OriginalParameter`, for a parameter that was a DTensor (tensor parallelism)."""
 
     __slots__: list[str] = []
     __torch_function__ = OriginalParameter.__torch_function__
 
 
 def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
-    """Free `original`'s values and make every further use of the object raise.
+    """Free `original`'s values and make any further use of the object raise.
 
-    `successor_of` still tells what took its place.
+    `successor_of` still returns its replacement.
     """
     original.grad = None
     if type(original) is not nn.Parameter and not isinstance(original, DTensor):  # a subclass with inner tensors
@@ -57,12 +57,12 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
         original.__class__ = OriginalParameter
         original.__dict__.update({NAME_KEY: name, SUCCESSOR_KEY: successor})
         return
-    nothing = torch.empty(0, dtype=original.dtype, device=original.device)
+    empty = torch.empty(0, dtype=original.dtype, device=original.device)
     if isinstance(original, DTensor):
-        set_local(original, nothing)
+        set_local(original, empty)
         original.__class__ = OriginalDTensor  # type: ignore[assignment]
     else:
-        original.data = nothing
+        original.data = empty
         original.__class__ = OriginalParameter
     original.__dict__[NAME_KEY] = name
     original.__dict__[SUCCESSOR_KEY] = successor

@@ -1,4 +1,4 @@
-"""`RowShard`: the DTensor that users see in place of a parameter that is split into rows."""
+"""`RowShard`: the DTensor that users see for a parameter that is split into rows."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from .member import NAME_KEY, attributes_of
 from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
-"""Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""
+"""Attribute of a `RowShard`: the number of leading dims of its mesh that are data-parallel."""
 
 
 class RowShard(DTensor):
-    """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.
+    """A sharded parameter of the rows layout: a `DTensor` with helpful errors.
 
-    It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
-    code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
-    noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged
-    over the ranks of the mesh, which compute different batches; `copy_` takes whole tensors.
-    Gradients, and what `detach()` and `.data` give, are of this class too, since all of these are views of their unit's
-    memory: pickled and copied they become plain DTensors in memory of their own.
-    """  # no __slots__: what stages tensors for a checkpoint reads DTensor's
+    It behaves like any DTensor, with four additions: if an operation mixes it with plain tensors, which happens when
+    code uses a module's weights while their unit is freed, the error explains this and the remedy; in-place changes are
+    recorded, so that a pending backward does not run with other weights; gradients through `full_tensor()` are averaged
+    over the ranks of the mesh, which compute different batches; and `copy_` accepts whole tensors.
+    Gradients, and the results of `detach()` and `.data`, are of this class, too, since all are views of their unit's
+    memory; pickled or copied they become plain DTensors in memory of their own.
+    """  # no __slots__: code that stages tensors for a checkpoint reads DTensor's
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. A DTensor that is assigned has the same shape and placements."""
+        """As `Tensor.data`. Assign only a DTensor of the same shape and placements."""
         with plain_access():
-            found = as_row_shard(read_data(self))
-        keep_mesh(found, self)
-        mark_view(found, self)
-        return found
+            view = as_row_shard(read_data(self))
+        keep_mesh(view, self)
+        mark_view(view, self)
+        return view
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class RowShard(DTensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sharded gradient, or None. As `Tensor.grad`, without asking `__torch_function__`."""
+        """The sharded gradient, or None. As `Tensor.grad`, without a call of `__torch_function__`."""
         with plain_access():
             return read_grad(self)
 
@@ -86,8 +86,8 @@ class RowShard(DTensor):
         """The whole tensor, on every rank. Collective.
 
         Args:
-            grad_placements: as `DTensor.full_tensor`'s; None: the gradient that comes back is averaged over the
-                data-parallel ranks, as those that forward leaves, and the same on tensor-parallel ones.
+            grad_placements: as for `DTensor.full_tensor`; None to average the gradient that flows back over the
+                data-parallel ranks, like gradients of the forward, and replicate it on tensor-parallel ranks.
         """
         data_dims = self.__dict__.get(DATA_DIMS_KEY)
         if grad_placements is None and data_dims is not None and self.requires_grad and torch.is_grad_enabled():
@@ -97,11 +97,11 @@ class RowShard(DTensor):
         return full_of(self, grad_placements)
 
     def data_ptr(self) -> int:
-        """0: a DTensor has no memory but its local tensor's. (torch's gives the offset of that one, without a base.)"""
+        """0: a DTensor has no memory besides its local tensor's. (torch returns that one's offset, without a base.)"""
         return 0
 
     def _apart(self, attributes: dict[str, Any]) -> torch.Tensor:
-        """A plain DTensor of the same values in memory of its own."""
+        """A plain DTensor with the same values in separate memory."""
         with plain_access(), torch.no_grad():
             plain = self.detach().clone()
         keep_mesh(plain, self)
@@ -116,18 +116,18 @@ class RowShard(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_leaf:
-            copied: torch.Tensor = super().__deepcopy__(memo)  # which raises
-            return copied
+            refused: torch.Tensor = super().__deepcopy__(memo)  # which raises
+            return refused
         if id(self) not in memo:
-            memo[id(self)] = made = self._apart(copy.deepcopy(attributes_of(self), memo))
-            if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # whose copies have none
-                made.grad = copy.deepcopy(self.grad, memo)
-        found: torch.Tensor = memo[id(self)]
-        return found
+            memo[id(self)] = copied = self._apart(copy.deepcopy(attributes_of(self), memo))
+            if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # copies of Parameters have no grad
+                copied.grad = copy.deepcopy(self.grad, memo)
+        result: torch.Tensor = memo[id(self)]
+        return result
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> torch.Tensor:
-        """As DTensor's, of this class: `torch.compile` asks for inputs of the class that this gives."""
+        """As DTensor's, but returns this class, which `torch.compile` then expects of inputs."""
         return as_row_shard(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride))
 
     @classmethod
@@ -156,41 +156,41 @@ class RowShard(DTensor):
             note_change(args[:1])
         keep_mesh(result, args[0] if args else None)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
-            as_row_shard(result)  # a transpose of a weight is misused just as the weight is
+            as_row_shard(result)  # a transposed weight can be misused like the weight itself
             if (name := name_of(args)) is not None:
                 result.__dict__[NAME_KEY] = name
-                if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: changes in place are noted
+                if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: record in-place changes
                     mark_view(result, args[0])
         return result
 
 
 def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
-    """Which of the tensors are DTensors that `func` works on one by one, in a list (foreach, fused optimizers)."""
+    """Per tensor, whether it is a DTensor, if `func` works on a list (foreach, fused optimizers); else empty."""
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
         return []
-    return [isinstance(each, DTensor) for each in args[0]] if isinstance(args[0], (list, tuple)) else []
+    return [isinstance(tensor, DTensor) for tensor in args[0]] if isinstance(args[0], (list, tuple)) else []
 
 
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The same object, of this class from now on if it is a DTensor."""
+    """Change the class of `tensor` to this one if it is a plain DTensor; returns the same object."""
     if type(tensor) is DTensor:
         tensor.__class__ = RowShard
     return tensor
 
 
 def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-    """`DTensor.full_tensor` of any dtype. Over gloo by the engine's own connections, where a rank may be alone."""
+    """`DTensor.full_tensor` for any dtype. Over gloo uses the engine's connections for calls that may be one rank's."""
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if not is_compiling() and _is_gathered_by_us(tensor):
         if not differentiable:
             return _gathered(tensor)
-        wanted = grad_placements or [Replicate()] * tensor.device_mesh.ndim
-        made: torch.Tensor = _Whole.apply(tensor, wanted)
-        return made
-    # What backends do not know is gathered as bytes, along a last dim.
-    known = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
+        placements = grad_placements or [Replicate()] * tensor.device_mesh.ndim
+        with_graph: torch.Tensor = _Whole.apply(tensor, placements)
+        return with_graph
+    # Dtypes that backends do not support are gathered as bytes, along an additional last dim.
+    supported = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
     local, width = local_part(tensor), tensor.dtype.itemsize
-    if known or differentiable or type(local) is not torch.Tensor:
+    if supported or differentiable or type(local) is not torch.Tensor:
         whole: torch.Tensor = DTensor.full_tensor(tensor, grad_placements=grad_placements)
         return whole
     parts = DTensor.from_local(
@@ -205,7 +205,7 @@ def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> to
 
 
 def _is_gathered_by_us(tensor: DTensor) -> bool:
-    """Whether it is split once, as `torch.chunk` would, over a gloo group that has, or may have, lines of ours."""
+    """Whether it is split once, as by `torch.chunk`, over a gloo group for which the engine can open lines."""
     split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     mesh = tensor.device_mesh
     if len(split) != 1 or type(tensor.placements[split[0]]) is not Shard or mesh.get_coordinate() is None:
@@ -219,7 +219,7 @@ def _is_gathered_by_us(tensor: DTensor) -> bool:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, without a graph: rows of all ranks one after the other, of which the last may have fewer."""
+    """The whole tensor, without a graph: the rows of all ranks one after the other; the last ranks may have fewer."""
     (at,) = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
     mesh, dim = tensor.device_mesh, tensor.placements[at].dim  # type: ignore[attr-defined]
     local, rows = local_of(tensor).detach().movedim(dim, 0), tensor.shape[dim]
@@ -227,12 +227,12 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
     padded[: local.shape[0]] = local
     group = mesh.get_group(at)
     whole = values_of_all(padded, group, "gloo").flatten(0, 1)[:rows].movedim(0, dim)
-    alone = whole.untyped_storage().nbytes() == whole.nbytes
-    return whole if alone and whole.is_contiguous() else whole.clone(memory_format=torch.contiguous_format)
+    owns_storage = whole.untyped_storage().nbytes() == whole.nbytes
+    return whole if owns_storage and whole.is_contiguous() else whole.clone(memory_format=torch.contiguous_format)
 
 
 class _Whole(torch.autograd.Function):
-    """`full_of` with a graph: the gradient comes back as DTensor's own `full_tensor` has it."""
+    """`full_of` with a graph: the gradient flows back as in DTensor's own `full_tensor`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: Sequence[Any]) -> torch.Tensor:
@@ -263,7 +263,7 @@ _VIEWS = {
 
 
 def _copy_whole(target: Any, source: Any) -> bool:
-    """`target.copy_(source)` where `source` is the whole tensor, which every rank has; False if it is not."""
+    """`target.copy_(source)` for a `source` that is the whole tensor, on every rank; returns False if it is not."""
     if not isinstance(target, RowShard) or isinstance(source, DTensor) or tuple(source.shape) != tuple(target.shape):
         return False
     # src_data_rank=None: every rank takes its own part, without communication.
@@ -283,7 +283,7 @@ _warned: list[bool] = []
 
 
 def _warn_of_file() -> None:
-    """Warn if `torch.save` itself is what pickles a sharded tensor now, not `torch.distributed.checkpoint`. Once."""
+    """Warn, once, if `torch.save` pickles a sharded tensor and is not called by `torch.distributed.checkpoint`."""
     frame, modules = inspect.currentframe(), set[str]()
     while frame is not None:
         modules.add(frame.f_globals.get("__name__", ""))
@@ -295,12 +295,12 @@ def _warn_of_file() -> None:
 
 
 def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
-    """What `parameter.data = value` does to a sharded parameter: it shows `value`, and its unit takes the values over.
+    """Implement `parameter.data = value` of a sharded parameter: it shows `value`, and its unit adopts the values.
 
-    torch's own setter would change the outer tensor only and leave the values as they were.
+    torch's own setter would change only the outer tensor and leave the values unchanged.
 
     Raises:
-        ConfigError: `value` is not split as the parameter is, or one of them is on the meta device.
+        ConfigError: `value` is not split like the parameter, or only one of them is on the meta device.
     """
     if not same_split or tuple(value.shape) != tuple(parameter.shape):
         raise data_of_another_shape(
@@ -313,7 +313,7 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
     if (unit := owner_of(parameter)) is not None:
         unit.touched.assigned = True
     if (local.dtype, local.device) != (parameter.dtype, parameter.device):
-        become(parameter, value)  # the unit takes it over at its next gather
+        become(parameter, value)  # the unit adopts it at its next gather
     else:
-        # Never copied into the shard: programs hold views of it, such as the values that they set aside before this.
-        set_local(parameter, local)  # taken over at the next gather, too, into memory of its own
+        # Not copied into the shard, of which programs may have views, such as values saved before this assignment.
+        set_local(parameter, local)  # adopted at the next gather, too, into separate memory

@@ -1,4 +1,4 @@
-"""Rows: every parameter is split on one dim as `torch.chunk` would, and shows as a DTensor."""
+"""Rows: every parameter is split on one dim as by `torch.chunk`, and appears as a DTensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowsForm:
     Args:
         layout: of kind rows.
         axes: the mesh.
-        apart: whether shards are on another device than the mesh (offloaded).
+        apart: whether shards are on a different device than the mesh (offloading).
     """
 
     plain = True
@@ -49,12 +49,12 @@ class RowsForm:
         parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
-        # The very view: it has the shard's version counter, which tells of writes through `to_local()`.
+        # This view itself: it shares the shard's version counter, which counts writes through `to_local()`.
         set_local(parameter, member.local)
         return parameter
 
     def _dress(self, member: Member, parameter: nn.Parameter) -> None:
-        """What users' operations may have taken off a sharded parameter."""
+        """Set the class and attributes that users' operations may have removed from a sharded parameter."""
         as_row_shard(parameter)
         parameter.__dict__[NAME_KEY] = member.name
         parameter.__dict__[DATA_DIMS_KEY] = self.axes.mesh.ndim
@@ -63,22 +63,22 @@ class RowsForm:
         return as_row_shard(self._plain_view(member, local))
 
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
-        """A local as a DTensor of torch's own class (or as the form that this is the base of shows it)."""
+        """A local as a DTensor of torch's own class (subclasses: as they show it)."""
         return self._rows(member, local) if member.split is None else member.split.sharded(local)
 
     def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
         if self.apart and local.device != self.axes.device and not local.is_meta:
             # `from_local` would move it to the mesh's device.
             stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=self.axes.device)
-            made: Any = self._rows(member, stand_in)
-            set_local(made, local)
-            shown = made.detach()  # a new wrapper, which takes the device of `local`
-            keep_mesh(shown, made)
+            rows: Any = self._rows(member, stand_in)
+            set_local(rows, local)
+            shown = rows.detach()  # a new wrapper with the device of `local`
+            keep_mesh(shown, rows)
             return shown
         slot = member.slot
         placement = Shard(slot.spec.dim)
         placements = (placement,) if self.axes.replicate is None else (Replicate(), placement)
-        # Shape and stride are given because chunks may be uneven; no check, hence no communication.
+        # With shape and stride, because chunks may be uneven; without a check, so without communication.
         return DTensor.from_local(
             local, self.axes.mesh, placements, run_check=False, shape=torch.Size(slot.shape), stride=slot.stride
         )
@@ -89,7 +89,7 @@ class RowsForm:
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if local.is_meta:
             return torch.empty(member.shape, dtype=local.dtype, device="meta")
-        if self.apart:  # ranks talk on the device
+        if self.apart:  # collectives need the mesh's device
             local = local.to(self.axes.device)
         shown: Any = self.view(member, local.detach())
         return full_of(shown)
@@ -108,25 +108,25 @@ class RowsForm:
         return ()
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        return False  # they see it themselves
+        return False  # assignments to `.data` are recorded (`assign_data`)
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:
-                found = place.shown()
-                if found is not member.sharded and found is not member.unsharded:
-                    refuse_tie(member, found, members, self.axes.global_rank)
-                    self._check(member, found)
-                    found.__dict__.update(identity_of(member.sharded))
-                    member.sharded = found
+                shown = place.shown()
+                if shown is not member.sharded and shown is not member.unsharded:
+                    refuse_tie(member, shown, members, self.axes.global_rank)
+                    self._check(member, shown)
+                    shown.__dict__.update(identity_of(member.sharded))
+                    member.sharded = shown
         return [local_of(member.sharded) for member in members]
 
-    def _check(self, member: Member, found: Any) -> None:
+    def _check(self, member: Member, shown: Any) -> None:
         expected: Any = member.sharded
-        if isinstance(found, nn.Parameter) and isinstance(found, DTensor) and found.shape == expected.shape:
-            if found.device_mesh == expected.device_mesh and found.placements == expected.placements:
+        if isinstance(shown, nn.Parameter) and isinstance(shown, DTensor) and shown.shape == expected.shape:
+            if shown.device_mesh == expected.device_mesh and shown.placements == expected.placements:
                 return
-        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, found)
+        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, shown)
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
         for member in members:
@@ -138,7 +138,7 @@ class RowsForm:
             member.local = local_of(member.sharded)
 
     def follow(self, members: Sequence[Member]) -> None:
-        """What users see are the members' own sharded parameters."""
+        """Do nothing: users see the members' sharded parameters themselves."""
 
     def succeed(self, old: Member, new: Member) -> None:
         old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
@@ -150,12 +150,12 @@ class RowsForm:
         return type(self)(self.layout, self.axes, self.apart)
 
 
-def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int) -> None:
-    """Raise if `found`, in the place of `member`, is another parameter of the same bucket.
+def refuse_tie(member: Member, shown: Any, members: Sequence[Member], rank: int) -> None:
+    """Raise if `shown`, in the place of `member`, is a different parameter of the same bucket.
 
     Raises:
         ConfigError: names both.
     """
-    other = next((one for one in members if one is not member and found is one.sharded), None)
+    other = next((other for other in members if other is not member and shown is other.sharded), None)
     if other is not None:
         raise tied_after_sharding(member.name, rank, other.name)

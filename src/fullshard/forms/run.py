@@ -1,4 +1,4 @@
-"""Which elements of one parameter the ranks of an axis hold, where they are runs in memory order."""
+"""The elements of a parameter that the ranks of an axis hold, as runs in memory order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Which elements of one parameter the ranks of an axis hold.
+    """The elements of a parameter that the ranks of an axis hold.
 
     The parameter lies at `offset` of a gathered segment of which rank r holds [r * S, (r + 1) * S).
 
     Attributes:
-        name: the parameter's, for errors.
+        name: of the parameter, for errors.
         shape, order: the parameter's shape, and its dims from outermost to innermost in memory.
-        offset: first element in the gathered segment.
+        offset: the parameter's first element in the gathered segment.
         slice_numel: S.
         axis: the shard axis.
-        replicas: the axis along which the split copies are repeated, if there is one.
+        replicas: the replicate axis, if there is one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Run:
         return full.permute(self.order).reshape(-1)[start:stop]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
-        return self  # of integers and process groups, for good
+        return self  # immutable: integers and process groups
 
     def same_as(self, other: Run) -> bool:
         return self is other or (

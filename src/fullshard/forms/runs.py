@@ -1,4 +1,4 @@
-"""Runs: parameters lie back to back and are cut anywhere; each shows as a `FlatShard`, a run of its elements."""
+"""Runs: parameters lie back to back and are cut anywhere; each appears as a `FlatShard`, a run of its elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunsForm(RowsForm):
         parameter.__dict__[NAME_KEY] = member.name
 
     def run_of(self, member: Member) -> Run:
-        """Which elements of a member the ranks hold."""
+        """The elements of a member that the ranks hold."""
         slice_numel = self.layout.segments[member.slot.segment].slice_numel
         return Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
 
@@ -42,9 +42,9 @@ class RunsForm(RowsForm):
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         return self.run_of(member).cut(whole.detach())
 
-    def _check(self, member: Member, found: Any) -> None:
+    def _check(self, member: Member, shown: Any) -> None:
         expected: Any = member.sharded
-        if isinstance(found, FlatShard) and isinstance(found, nn.Parameter) and found.shape == expected.shape:
-            if found._run.same_as(expected._run):
+        if isinstance(shown, FlatShard) and isinstance(shown, nn.Parameter) and shown.shape == expected.shape:
+            if shown._run.same_as(expected._run):
                 return
-        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, found)
+        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, shown)

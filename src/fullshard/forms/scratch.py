@@ -1,8 +1,8 @@
 """Buffers whose memory comes and goes while their views stay.
 
 A gathered bucket exists for a fraction of a step, but making its hundreds of views anew each time would cost more
-than the gather. So the tensor and its views live as long as the bucket, and only their common storage is given
-back and taken again.
+than the gather. So the tensor and its views live as long as the bucket, and only their common storage is freed and
+allocated again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 class Scratch:
     """A one-dimensional buffer with storage on demand.
 
-    Ownership: allocated and freed by its bucket, on the compute stream, never recorded on another one; where that is
-    another stream than before, the bucket's `comm.Turns` makes the two wait. Contents are undefined after `allocate`.
-    While freed, no kernel may touch `tensor` or a view of it.
+    Ownership: allocated and freed by its bucket, on the compute stream, never recorded on other streams; if the compute
+    stream changes, the bucket's `comm.Turns` makes one stream wait for the other. Contents are undefined after
+    `allocate`. While freed, no kernel may touch `tensor` or a view of it.
 
     Args:
         numel: length in elements.
         dtype, device: of the buffer.
 
     Attributes:
-        take: allocates, where nothing is allocated.
-        free: gives the memory back, if there is any.
+        take: allocates; only while nothing is allocated.
+        free: frees the memory, if there is any.
     """
 
     __slots__ = ("free", "nbytes", "storage", "take", "tensor")
@@ -43,6 +43,6 @@ class Scratch:
         return self.nbytes == 0 or self.storage.nbytes() != 0
 
     def allocate(self) -> None:
-        """As `take`, unless it is allocated already."""
+        """Allocate, unless allocated already."""
         if self.nbytes and not self.storage.nbytes():
             self.storage.resize_(self.nbytes)

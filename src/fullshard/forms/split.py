@@ -1,9 +1,9 @@
-"""Parameters that are DTensors before they are sharded: what each rank has of them is sharded once more.
+"""Parameters that are DTensors before they are sharded: each rank's local part is sharded again.
 
 Tensor parallelism splits a parameter over the ranks that compute one batch together; data parallelism splits each such
-part over the ranks that compute different batches. The engine sees the local part only: it plans, gathers, frees and
-reduces it as any other tensor. At the border it is a DTensor again: over the mesh of both for optimizers and
-checkpoints, over the tensor-parallel mesh for the module.
+part over the ranks that compute different batches. The engine sees only the local part: it plans, gathers, frees and
+reduces it like any other tensor. To users it is a DTensor: over both meshes for optimizers and checkpoints, over the
+tensor-parallel mesh for the module.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class SpmdMesh:
     data_dims: tuple[int, ...]
 
     def check(self, placements: tuple[Placement, ...], name: str) -> None:
-        """Raise unless a parameter with these placements is whole on every data-parallel dim.
+        """Check that a parameter with these placements is whole on every data-parallel dim.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is split on one.
         """
         for index in self.data_dims:
             if not placements[index].is_replicate():
@@ -43,10 +43,10 @@ class SpmdMesh:
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How a parameter was split before.
+    """How a parameter was split before it was sharded.
 
     Attributes:
-        mesh, placements: of the parameter as the module computes with it.
+        mesh, placements: of the unsharded parameter.
         outer, outer_placements: of the sharded parameter: data-parallel dims first.
         shape, stride: of the whole parameter.
     """
@@ -57,7 +57,7 @@ class TensorParallel:
     outer_placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-    data_dims: tuple[int, ...] = ()  # of `mesh`, on which the parameter is whole and gradients are to be reduced
+    data_dims: tuple[int, ...] = ()  # of `mesh`: the parameter is whole on these, and gradients are reduced over them
 
     @classmethod
     def of(
@@ -66,11 +66,11 @@ class TensorParallel:
         """The description of `parameter`, to be sharded on `dim` over `axes`.
 
         Args:
-            spmd: the mesh of all kinds of parallelism, if `fully_shard` was given one (`dp_mesh_dims`).
-            apart: the two meshes need not be parts of one; then there is no form over both.
+            spmd: the mesh of all kinds of parallelism, if passed to `fully_shard` (`dp_mesh_dims`).
+            apart: whether the two meshes may have no common root mesh; then there is no DTensor over both.
 
         Raises:
-            ConfigError: a placement that is not Shard or Replicate, or a mesh that does not go with `axes`.
+            ConfigError: a placement that is not Shard or Replicate, or a mesh that cannot be combined with `axes`.
         """
         mesh, placements = parameter.device_mesh, parameter.placements
         for placement in placements:
@@ -80,14 +80,14 @@ class TensorParallel:
         if spmd is not None and mesh == spmd.mesh:
             data_dims = spmd.data_dims
             spmd.check(placements, name)
-        kept = [index for index in range(mesh.ndim) if index not in data_dims]
+        tensor_dims = [index for index in range(mesh.ndim) if index not in data_dims]
         splits = 1
-        for index in kept:
+        for index in tensor_dims:
             placement = placements[index]
             if isinstance(placement, Shard) and placement.dim == dim:
                 splits *= mesh.size(index)
         inner = inner_shard(dim, splits)
-        ours: tuple[Placement, ...] = (inner,) if axes.replicate is None else (Replicate(), inner)
+        data_placements: tuple[Placement, ...] = (inner,) if axes.replicate is None else (Replicate(), inner)
         outer = axes.mesh
         if not data_dims:
             try:
@@ -95,20 +95,20 @@ class TensorParallel:
             except ConfigError:
                 if not apart:
                     raise
-                ours = ()  # no form over both
-        elif kept:
-            outer = joined(axes.mesh, mesh[tuple((mesh.mesh_dim_names or ())[index] for index in kept)], name)
-        placed = (*ours, *(placements[index] for index in kept)) if ours else ()
-        return cls(mesh, placements, outer, placed, parameter.shape, parameter.stride(), data_dims)
+                data_placements = ()  # no DTensor over both
+        elif tensor_dims:
+            outer = joined(axes.mesh, mesh[tuple((mesh.mesh_dim_names or ())[index] for index in tensor_dims)], name)
+        outer_placements = (*data_placements, *(placements[index] for index in tensor_dims)) if data_placements else ()
+        return cls(mesh, placements, outer, outer_placements, parameter.shape, parameter.stride(), data_dims)
 
     def sharded(self, local: torch.Tensor) -> DTensor:
-        """This rank's rows of its part, as a DTensor of the whole parameter over both meshes."""
+        """The DTensor of the whole parameter over both meshes, from this rank's rows of its part."""
         return DTensor.from_local(
             local, self.outer, self.outer_placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def unsharded(self, local: torch.Tensor) -> DTensor:
-        """This rank's part, as the DTensor that the module computes with."""
+        """The DTensor that the module computes with, from this rank's part."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -128,16 +128,16 @@ class TensorParallel:
         ]
 
     def local_gradient(self, gradient: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of this rank's part; one that is partial is summed over tensor-parallel ranks in `dtype`."""
+        """The gradient of this rank's part; a partial gradient is summed over tensor-parallel ranks in `dtype`."""
         if not isinstance(gradient, DTensor):
-            found: torch.Tensor = gradient
-            return found
-        wanted = tuple(
-            gradient.placements[index] if index in self.data_dims else placement  # what FSDP is about to reduce
+            plain: torch.Tensor = gradient
+            return plain
+        placements = tuple(
+            gradient.placements[index] if index in self.data_dims else placement  # about to be reduced over these dims
             for index, placement in enumerate(self.placements)
         )
-        if gradient.placements == wanted:
+        if gradient.placements == placements:
             return gradient._local_tensor
         cast: Any = gradient.to(dtype)
-        summed: torch.Tensor = cast.redistribute(self.mesh, wanted)._local_tensor
+        summed: torch.Tensor = cast.redistribute(self.mesh, placements)._local_tensor
         return summed

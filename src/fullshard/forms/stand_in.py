@@ -1,4 +1,4 @@
-"""What modules show in place of parameters that lie in a `FlatParameter` while it is not gathered."""
+"""Stand-ins on modules for parameters that lie in a `FlatParameter`, while it is not gathered."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .retired import called
 
 
 class HiddenParameter(nn.Parameter):
-    """Stands on a module for a parameter that lies in a `FlatParameter` and is not gathered now.
+    """Stand-in on a module for a parameter that lies in a `FlatParameter` and is not gathered now.
 
-    Tells shape, dtype and device; any other use raises.
+    Has its shape, dtype and device; any other use raises.
     """
 
     @classmethod
@@ -47,11 +47,11 @@ _HARMLESS = {
 
 
 def stand_in_for(member: Member, dtype: torch.dtype, device: torch.device) -> HiddenParameter:
-    """The stand-in for a member: its shape, dtype and device over memory of one element."""
-    one = torch.empty((), dtype=dtype, device=device)
-    made: Any = torch.Tensor._make_subclass(
-        HiddenParameter, one.expand(member.slot.shape), member.sharded.requires_grad
+    """Make the stand-in for a member: its shape, dtype and device over memory of a single element."""
+    element = torch.empty((), dtype=dtype, device=device)
+    stand_in: Any = torch.Tensor._make_subclass(
+        HiddenParameter, element.expand(member.slot.shape), member.sharded.requires_grad
     )
-    made.__dict__[NAME_KEY] = member.name
-    made.__dict__[SUCCESSOR_KEY] = member.sharded
-    return made
+    stand_in.__dict__[NAME_KEY] = member.name
+    stand_in.__dict__[SUCCESSOR_KEY] = member.sharded
+    return stand_in

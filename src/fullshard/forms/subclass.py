@@ -1,11 +1,13 @@
-"""Tensor subclasses that say themselves what is gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Tensor subclasses that define their own gather: `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-A quantised weight, for one, keeps its values in one form, sends another, and is computed with in a third. The protocol
-is that of PyTorch's `fully_shard`: before each gather the subclass, which holds this rank's chunk, names plain tensors
-to gather; after it, it makes the unsharded parameter of them the first time, and fills the same one later.
+For example, a quantised weight may be stored in one representation, sent in a second and used for computation in a
+third. The protocol is that of PyTorch's `fully_shard`: before each gather the subclass, which holds this rank's chunk,
+returns plain tensors to gather; after the first gather it makes the unsharded parameter from the gathered tensors, and
+after later ones fills the same parameter.
 
-Rows need not divide evenly: a rank's chunk is `torch.chunk`'s, maybe empty. A subclass may pad what it sends, so that
-all ranks send as much, or send its rows as they are: they are padded on the way, and it is given all rows together.
+Rows need not divide evenly: a rank's chunk is that of `torch.chunk`, possibly empty. A subclass may pad the tensors it
+sends to equal size on all ranks, or send its rows as they are: the engine pads them, and returns all rows without
+padding.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ from .scratch import Scratch
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _MOST = 15
-"""Tensors that a subclass with uneven rows may send."""
+"""The most tensors that a subclass with uneven rows may send."""
 _Sizes = list[tuple[torch.Size, torch.dtype]]
-"""Of the tensors that a parameter sends."""
+"""Shapes and dtypes of the tensors that a parameter sends."""
 
 
 def is_extension(tensor: Any) -> bool:
-    """Whether a parameter is gathered by its class: it has both methods of the protocol, or inner tensors.
+    """Whether a parameter's class defines its gather: it has both methods of the protocol, or inner tensors.
 
-    In the second case the methods must be there when it is gathered: programs set them on a class late.
+    In the second case the methods must exist at the first gather: programs may set them on a class late.
     """
     if isinstance(tensor, (DTensor, FlatShard)):
         return False
@@ -63,9 +65,9 @@ def is_extension(tensor: Any) -> bool:
 
 
 class Chunks:
-    """The shard of a bucket of extensions: this rank's chunk of each parameter, each of its own class.
+    """The shard of a bucket of extensions: this rank's chunk of each parameter, of the parameter's class.
 
-    They agree on dtype, device, and whether they are on the meta device.
+    All chunks have the same dtype and device, which may be the meta device.
 
     Args:
         slots: of the parameters.
@@ -83,11 +85,11 @@ class Chunks:
         return self._by_slot[slot]
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Chunks:
-        """Other chunks of the same parameters."""
+        """`Chunks` of the same parameters with these tensors."""
         return Chunks([*self._by_slot], [*tensors])
 
     def clone(self) -> Chunks:
-        """Equal ones in memory of their own."""
+        """A copy in separate memory."""
         return self.replaced([tensor.clone() for tensor in self.tensors])
 
     @property
@@ -107,8 +109,8 @@ class SubclassForm(RowsForm):
     """See the module's docstring, and `Form`. The shard is `Chunks`.
 
     Args:
-        layout, axes: of kind rows, in plain elements: gradients are reduced by it.
-        policy: given to `fsdp_pre_all_gather` as `mp_policy`.
+        layout, axes: of kind rows, in plain elements, for the reduction of gradients.
+        policy: passed to `fsdp_pre_all_gather` as `mp_policy`.
     """
 
     plain = False
@@ -120,16 +122,16 @@ class SubclassForm(RowsForm):
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if type(local) is torch.Tensor:  # a gradient
             return self._rows(member, local)
-        made = self._rows(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
-        set_local(made, local)
-        return made
+        view = self._rows(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
+        set_local(view, local)
+        return view
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        found = super().adopt(members)
-        for member, local in zip(members, found, strict=True):
+        chunks = super().adopt(members)
+        for member, local in zip(members, chunks, strict=True):
             if type(local) is not type(member.local) or local.shape != member.local.shape:
                 raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, local)
-        return found
+        return chunks
 
     def point(self, members: Sequence[Member], shard: Any) -> None:
         for member in members:
@@ -147,10 +149,10 @@ class SubclassForm(RowsForm):
 
 
 def chunk_of(original: Any, slot: Slot, axes: MeshAxes) -> Any:
-    """This rank's rows of `original`, of its class, in memory of its own on the mesh's device.
+    """This rank's rows of `original`, of the same class, in separate memory on the mesh's device.
 
     Raises:
-        ConfigError: no rows, or a class that cannot be cut, copied or moved.
+        ConfigError: no rows, or a class that does not support cutting, copying or moving.
     """
     if not slot.shape or slot.spec.dim != 0:
         raise without_rows(type(original).__name__, slot.name, slot.spec.dim, slot.shape)
@@ -163,42 +165,42 @@ def chunk_of(original: Any, slot: Slot, axes: MeshAxes) -> Any:
 
 
 def rows_on_rank(tensor: Any, axis: Axis) -> Any:
-    """This rank's chunk of `torch.chunk` on dim 0, maybe empty; shares memory."""
+    """This rank's chunk of `torch.chunk` on dim 0, possibly empty; shares memory."""
     chunks = torch.chunk(tensor, axis.size, 0)
     return chunks[axis.rank] if axis.rank < len(chunks) else chunks[0][:0]
 
 
 class SubclassFull:
-    """What a bucket of extensions is gathered into.
+    """The full buffers of a bucket of extensions.
 
     The bytes of all tensors that the parameters send lie side by side in one buffer, which a single collective gathers.
-    What comes is rank-major: one kernel copies it out, the rows of all ranks into a buffer for each tensor.
+    The result is rank-major: one kernel copies it out, the rows of all ranks into a buffer per tensor.
 
-    Ownership: the buffers are made at the first gather, and anew when what is sent changes its shape or dtype. Those of
-    the collective have memory from `begins` to `fills`, those of tensors from `fills` on: to `ends` where the subclass
-    copied what it needs, else to `frees`.
+    Ownership: the buffers are made at the first gather, and anew when a sent tensor changes its shape or dtype. Those
+    of the collective are allocated from `begins` to `fills`; those per tensor from `fills` to `ends` if the subclass
+    copied the data it needs, else to `frees`.
 
     Args:
         form: of the bucket.
         members: its parameters.
-        device, dtype: compute device, and compute dtype: given to `fsdp_post_all_gather`.
+        device, dtype: compute device and compute dtype; the dtype is passed to `fsdp_post_all_gather`.
     """
 
     def __init__(self, form: SubclassForm, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
         self.form, self.device = form, device
         self._gathered = [_Gathered(member, device, dtype) for member in members]
-        self._sizes: list[_Sizes] = []  # of what each parameter sends
-        self._send = self._come = Scratch(0, torch.uint8, device)  # [S] and [world * S + padding] bytes
-        self._targets: list[torch.Tensor] = []  # by tensor that has elements here, its bytes in `_send`
+        self._sizes: list[_Sizes] = []  # per parameter
+        self._send = self._receive = Scratch(0, torch.uint8, device)  # [S] and [world * S + padding] bytes
+        self._targets: list[torch.Tensor] = []  # per non-empty tensor, its bytes in `_send`
         self._copy_out: Callable[[], object] = bool
-        self._received: list[Scratch] = []  # those of all parameters
+        self._received: list[Scratch] = []  # of all parameters
         self._versions: Versions | None = None
         self.nbytes = self.passing_bytes = self.received_bytes = self.copied_bytes = 0
 
     @property
     def live_bytes(self) -> int:
-        buffers = (self._send, self._come, *self._received)
-        inner = [storage for each in self._gathered for storage, _ in each.inner]
+        buffers = (self._send, self._receive, *self._received)
+        inner = [storage for gathered in self._gathered for storage, _ in gathered.inner]
         return sum([storage.nbytes() for storage in (*[buffer.storage for buffer in buffers], *inner)])
 
     def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Chunks, keeps: bool = False) -> None:
@@ -212,81 +214,83 @@ class SubclassFull:
     def _begin(self, comm: Gathers, axis: Axis, mesh: DeviceMesh, source: Chunks) -> None:
         with torch.no_grad():
             sent = [
-                each.name_what_is_sent(chunk, mesh, self.form.policy)
-                for each, chunk in zip(self._gathered, source.tensors, strict=True)
+                gathered.tensors_to_send(chunk, mesh, self.form.policy)
+                for gathered, chunk in zip(self._gathered, source.tensors, strict=True)
             ]
             sizes = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in sent]
             if sizes != self._sizes:
                 self._arrange(comm, axis, sizes)
             self._send.allocate()
-            self._come.allocate()
+            self._receive.allocate()
             copy_all(self._targets, [_octets(tensor) for tensors in sent for tensor in tensors if tensor.numel()])
 
     def _gather(self, comm: Gathers, axis: Axis) -> Pending:
-        return comm.gather(axis, self._come.tensor[: self.nbytes], self._send.tensor)
+        return comm.gather(axis, self._receive.tensor[: self.nbytes], self._send.tensor)
 
-    @torch.inference_mode(False)  # what is made here must serve training later
+    @torch.inference_mode(False)  # tensors made here must be usable in training later
     def _arrange(self, comm: Gathers, axis: Axis, sizes: list[_Sizes]) -> None:
-        """Make the buffers for what parameters send now."""
+        """Make the buffers for tensors of these sizes."""
         rows = self._rows_of_all(comm, axis, sizes)
-        for each, own, counts in zip(self._gathered, sizes, rows, strict=True):
-            each.expect(axis.size, own, counts)
+        for gathered, local_sizes, counts in zip(self._gathered, sizes, rows, strict=True):
+            gathered.expect(axis.size, local_sizes, counts)
         if (unit := owner_of(self._gathered[0].member.sharded)) is not None:
-            unit.drop_plans()  # modules are shown other parameters from now on
-        self._received = [out for each in self._gathered for out in each.received]
+            unit.drop_plans()  # modules get new unsharded parameters
+        self._received = [out for gathered in self._gathered for out in gathered.received]
         self.received_bytes = sum([out.nbytes for out in self._received])
         order = [i for i, out in enumerate(self._received) if out.nbytes]
         widths = [out.nbytes // axis.size for out in self._received]
-        order.sort(key=lambda i: widths[i] % ALIGN_BYTES != 0)  # those that keep what follows aligned come first
+        order.sort(key=lambda i: widths[i] % ALIGN_BYTES != 0)  # aligned widths first: what follows stays aligned
         starts = dict(zip(order, accumulate([widths[i] for i in order], initial=0), strict=False))
         used = sum(widths)
         length = -(-used // ALIGN_BYTES) * ALIGN_BYTES
         padding = length - used
         self._send = Scratch(length, torch.uint8, self.device)
-        self._come = Scratch(axis.size * (length + padding), torch.uint8, self.device)
-        self.nbytes, self.passing_bytes = axis.size * length, self._send.nbytes + self._come.nbytes
-        mine = [math.prod(shape) * dtype.itemsize for own in sizes for shape, dtype in own]
-        self._targets = [self._send.tensor.narrow(0, starts[i], mine[i]) for i in range(len(mine)) if mine[i]]
+        self._receive = Scratch(axis.size * (length + padding), torch.uint8, self.device)
+        self.nbytes, self.passing_bytes = axis.size * length, self._send.nbytes + self._receive.nbytes
+        lengths = [math.prod(shape) * dtype.itemsize for local_sizes in sizes for shape, dtype in local_sizes]
+        self._targets = [self._send.tensor.narrow(0, starts[i], n) for i, n in enumerate(lengths) if n]
         self._copy_out = bool
         if order:
             columns = [_octets(self._received[i].tensor).view(axis.size, -1) for i in order]
             if padding:
-                columns.append(self._come.tensor[self.nbytes :].view(axis.size, padding))
-            matrix = self._come.tensor[: self.nbytes].view(axis.size, length)
+                columns.append(self._receive.tensor[self.nbytes :].view(axis.size, padding))
+            matrix = self._receive.tensor[: self.nbytes].view(axis.size, length)
             self._copy_out = columns_out(matrix, [column.shape[1] for column in columns], columns)
         self._send.free()
-        self._come.free()
+        self._receive.free()
         self._sizes = sizes
 
     def _rows_of_all(self, comm: Gathers, axis: Axis, sizes: Sequence[_Sizes]) -> list[list[tuple[int, int]]]:
-        """For each tensor of each parameter, how many rows every rank sends, and how many there are of all ranks.
+        """For each tensor of each parameter, the rows that every rank sends (padded), and the rows of all ranks.
 
-        Where rows divide evenly, no rank can send another number than this one. Else the ranks are asked.
+        If rows divide evenly, all ranks send the same number as this one. If not, ranks exchange their numbers.
 
         Raises:
-            DivergenceError: ranks send other numbers of tensors, or of rows that are neither alike nor their chunks'.
+            DivergenceError: ranks send different numbers of tensors, or numbers of rows that are neither equal nor
+                those of their chunks.
         """
-        mine = [[shape[0] if shape else 1 for shape, _ in own] for own in sizes]
-        found = [[(rows, axis.size * rows) for rows in own] for own in mine]
-        extents = [each.member.slot.shape[0] for each in self._gathered]
+        local_rows = [[shape[0] if shape else 1 for shape, _ in local_sizes] for local_sizes in sizes]
+        counts_of_all = [[(count, axis.size * count) for count in rows] for rows in local_rows]
+        extents = [gathered.member.slot.shape[0] for gathered in self._gathered]
         uneven = [i for i, extent in enumerate(extents) if extent % axis.size]
         if not uneven:
-            return found
+            return counts_of_all
         sent = torch.full((len(uneven), 1 + _MOST), -1, dtype=torch.int64)
         for line, i in zip(sent, uneven, strict=True):
-            line[: 1 + len(mine[i][:_MOST])] = torch.tensor([len(mine[i]), *mine[i][:_MOST]])
+            line[: 1 + len(local_rows[i][:_MOST])] = torch.tensor([len(local_rows[i]), *local_rows[i][:_MOST]])
         everyone = torch.empty(axis.size * sent.numel(), dtype=torch.int64, device=self.device)
         comm.gather(axis, everyone, sent.view(-1).to(self.device)).wait()
-        for i, told in zip(uneven, everyone.view(axis.size, len(uneven), -1).permute(1, 2, 0).tolist(), strict=True):
-            (counts, *columns), own, extent = told, mine[i], extents[i]
+        lines = everyone.view(axis.size, len(uneven), -1).permute(1, 2, 0).tolist()
+        for i, (counts, *columns) in zip(uneven, lines, strict=True):
+            number, extent = len(local_rows[i]), extents[i]
             chunk = -(-extent // axis.size)
             chunks = [max(0, min(chunk, extent - rank * chunk)) for rank in range(axis.size)]
-            columns = columns[: len(own)]
-            if set(counts) != {len(own)} or any(len(set(c)) > 1 and c != chunks for c in columns) or len(own) > _MOST:
+            columns = columns[:number]
+            if set(counts) != {number} or any(len(set(c)) > 1 and c != chunks for c in columns) or number > _MOST:
                 name, rank = self._gathered[i].member.name, self.form.axes.global_rank
                 raise sends_uneven_rows(name, rank, _MOST, chunks, counts, columns)
-            found[i] = [(max(column), sum(column)) for column in columns]
-        return found
+            counts_of_all[i] = [(max(column), sum(column)) for column in columns]
+        return counts_of_all
 
     def cut(self, axis: Axis) -> torch.Tensor:
         raise freed_whole(self._gathered[0].member.name)
@@ -296,33 +300,33 @@ class SubclassFull:
             out.allocate()
         self._copy_out()
         self._send.free()
-        self._come.free()
+        self._receive.free()
         unsharded = []
         with torch.no_grad(), torch.inference_mode(False):
-            for each in self._gathered:
-                each.have_it_made(self.form.axes.shard.size)
-                assert each.member.unsharded is not None
-                unsharded.append(each.member.unsharded)
+            for gathered in self._gathered:
+                gathered.make_unsharded(self.form.axes.shard.size)
+                assert gathered.member.unsharded is not None
+                unsharded.append(gathered.member.unsharded)
         self._versions = Versions(unsharded)
 
     def _end(self) -> None:
-        self.copied_bytes = sum([each.free_what_it_copied() for each in self._gathered])
+        self.copied_bytes = sum([gathered.free_unused() for gathered in self._gathered])
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
         return [self._free]
 
     def _free(self) -> None:
-        for out in (self._send, self._come, *self._received):
+        for out in (self._send, self._receive, *self._received):
             out.free()
-        for each in self._gathered:
-            for storage, _ in each.inner:
+        for gathered in self._gathered:
+            for storage, _ in gathered.inner:
                 storage.resize_(0)
 
     def addresses(self) -> list[int]:
         return [out.storage.data_ptr() for out in self._received]
 
     def differs(self, source: Any) -> torch.Tensor:
-        # It cannot be told: gathered anew.
+        # Values cannot be compared: report a difference, so that the bucket is gathered again.
         return torch.ones(len(self._gathered), dtype=torch.bool, device=self.device)
 
     def intact(self) -> bool:
@@ -344,46 +348,46 @@ class SubclassFull:
 
 
 class _Gathered:
-    """One parameter: what it receives, and the tensor that its class makes of that.
+    """The buffers of one parameter, and the tensor that its class makes from them.
 
-    Ownership: tensors that the class makes are its own, but their storage is given back with the unit's and taken again
+    Ownership: tensors that the class makes belong to it, but their storage is freed with the unit's and allocated again
     before the class fills them.
 
     Attributes:
-        received: by tensor that it sends, that of all ranks: [world * rows, ...], rows padded as they were sent.
-        inner: memory of the class's own tensors, each once, and its bytes.
+        received: per sent tensor, that of all ranks: [world * rows, ...], rows padded as sent.
+        inner: each storage of the class's own tensors once, and its bytes.
     """
 
     def __init__(self, member: Member, device: torch.device, dtype: torch.dtype) -> None:
         self.member, self.device, self.dtype = member, device, dtype
         self.received: list[Scratch] = []
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
-        self._expected: tuple[_Sizes, list[tuple[int, int]]] | None = None  # sizes and rows that `received` is of
+        self._expected: tuple[_Sizes, list[tuple[int, int]]] | None = None  # sizes and rows of `received`
         self._outputs: tuple[torch.Tensor, ...] = ()  # views of `received` without padded rows
-        self._keeps: list[bool] = []  # whether the class goes on using a buffer after it made its tensor
-        self._made: Any = None  # the unsharded tensor as the class made it
+        self._keeps: list[bool] = []  # per buffer, whether the class's tensor uses it
+        self._made: Any = None  # the unsharded tensor as made by the class
         self._metadata: Any = None
 
-    def name_what_is_sent(self, source: Any, mesh: DeviceMesh, policy: Any) -> list[torch.Tensor]:
-        """Ask the chunk what it sends: plain tensors without gaps.
+    def tensors_to_send(self, source: Any, mesh: DeviceMesh, policy: Any) -> list[torch.Tensor]:
+        """Call the chunk's `fsdp_pre_all_gather`; returns the tensors that it sends, plain and contiguous.
 
         Raises:
-            ConfigError: its class does not say.
+            ConfigError: its class lacks a method of the protocol.
         """
         slot = self.member.slot
         missing = [name for name in _METHODS if not hasattr(source, name)]
         if missing:
             raise does_not_gather_itself(self.member.name, _METHODS, type(source).__name__, missing)
-        method: Any = source.fsdp_pre_all_gather  # of its class, or set on this very tensor
+        method: Any = source.fsdp_pre_all_gather  # of its class, or set on this tensor
         if _arguments(getattr(method, "__func__", method)) - inspect.ismethod(method) == 1:
-            sent, self._metadata = method(mesh)  # the older form
+            sent, self._metadata = method(mesh)  # the older signature
         else:
             module = self.member.places[0].module
             sent, self._metadata = method(mesh, torch.Size(slot.shape), slot.stride, module, policy)
         return [_plain(tensor) for tensor in sent]
 
     def expect(self, world: int, sizes: _Sizes, rows: list[tuple[int, int]]) -> None:
-        """What it sends is of these sizes: make new buffers, unless they are those of the last gather."""
+        """Make new buffers for sent tensors of these sizes, unless sizes and rows equal those of the last gather."""
         if self._expected == (sizes, rows):
             return
         self._expected = sizes, rows
@@ -392,16 +396,16 @@ class _Gathered:
         for (sent, total), (shape, dtype) in zip(rows, sizes, strict=True):
             out = Scratch(world * sent * math.prod(shape[1:]), dtype, self.device)
             self.received.append(out)
-            # `.data`: a gather rewrites equal values, which must not look to autograd like a change of what it saved.
+            # `.data`: a gather rewrites equal values, which must not look to autograd like a change of a saved tensor.
             outputs.append(out.tensor.data[: total * math.prod(shape[1:])].view(total, *shape[1:]))
             out.free()
         self._outputs = tuple(outputs)
 
-    def have_it_made(self, ranks: int) -> None:
-        """Have the class make its tensor, or fill the one it made before.
+    def make_unsharded(self, ranks: int) -> None:
+        """Let the class make its unsharded tensor, or fill the tensor that it made before.
 
         Raises:
-            ConfigError: it is of another shape than the parameter.
+            ConfigError: the tensor does not have the parameter's shape.
         """
         member, chunk, outputs = self.member, self.member.local, self._outputs
         for storage, nbytes in self.inner:
@@ -409,40 +413,40 @@ class _Gathered:
                 storage.resize_(nbytes)
         post: Any = chunk.fsdp_post_all_gather  # type: ignore[attr-defined]
         if self._made is not None:
-            # A plain tensor is filled through an alias, which has a version counter of its own: autograd must not take
-            # the same values for a change of what it saved. A subclass is the very object that the module uses, on
-            # which attributes may be set, unless padded rows were cut off it.
+            # A plain tensor is filled through an alias with a separate version counter: autograd must not take equal
+            # values for a change of a saved tensor. A subclass is filled as the object that the module uses, on which
+            # attributes may be set, unless padded rows were cut off.
             out = member.unsharded if tuple(self._made.shape) == member.slot.shape else self._made
             post(outputs, self._metadata, self.dtype, out=self._made.data if type(self._made) is torch.Tensor else out)
             return
-        made, inner = post(outputs, self._metadata, self.dtype)
+        unsharded, inner = post(outputs, self._metadata, self.dtype)
         shape = member.slot.shape
-        shown = made
-        if tuple(made.shape) != shape and tuple(made.shape) == (-(-shape[0] // ranks) * ranks, *shape[1:]):
-            shown = made.narrow(0, 0, shape[0])  # of padded rows it made padded rows
+        shown = unsharded
+        if tuple(unsharded.shape) != shape and tuple(unsharded.shape) == (-(-shape[0] // ranks) * ranks, *shape[1:]):
+            shown = unsharded.narrow(0, 0, shape[0])  # made from padded rows, it has padded rows
         if tuple(shown.shape) != shape:
-            raise made_another_shape(member.name, member.slot.shape, tuple(made.shape))
-        ours = {out.storage.data_ptr() for out in self.received}
-        used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(made))}
-        own = {storage.data_ptr(): storage for storage in [tensor.untyped_storage() for tensor in inner]}
-        self.inner = [(storage, storage.nbytes()) for at, storage in own.items() if at not in ours]
+            raise made_another_shape(member.name, member.slot.shape, tuple(unsharded.shape))
+        buffers = {out.storage.data_ptr() for out in self.received}
+        used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(unsharded))}
+        storages = {storage.data_ptr(): storage for storage in [tensor.untyped_storage() for tensor in inner]}
+        self.inner = [(storage, storage.nbytes()) for at, storage in storages.items() if at not in buffers]
         self._keeps = [out.storage.data_ptr() in used for out in self.received]
         show_as_parameter(member, shown.data if type(shown) is torch.Tensor else shown)
-        self._made = made
+        self._made = unsharded
 
-    def free_what_it_copied(self) -> int:
-        """Give back buffers that the class does not go on using; returns bytes of all that is left."""
-        kept = sum([nbytes for _, nbytes in self.inner])
+    def free_unused(self) -> int:
+        """Free buffers that the class's tensor does not use; returns the bytes that remain."""
+        remaining = sum([nbytes for _, nbytes in self.inner])
         for out, keeps in zip(self.received, self._keeps, strict=True):
             if keeps:
-                kept += out.nbytes
+                remaining += out.nbytes
             else:
                 out.free()
-        return kept
+        return remaining
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor without gaps in bytes: [numel * itemsize]."""
+    """A byte view of a contiguous tensor: [numel * itemsize]."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -452,7 +456,7 @@ def _arguments(method: Callable[..., Any]) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What a backend can send: a subclass has no memory of its own, and is copied as it says itself."""
+    """A contiguous plain tensor for the backend: a subclass has no memory itself, and is copied by its own `copy_`."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return tensor.contiguous()
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -461,11 +465,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that a subclass is made of, at any depth; a plain one is made of itself."""
+    """The plain tensors inside a subclass, at any depth; for a plain tensor itself."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     else:
         inner = [value for value in tensor.__dict__.values() if isinstance(value, torch.Tensor)]
-    return [part for one in inner for part in _plain_parts(one)]
+    return [part for tensor in inner for part in _plain_parts(tensor)]

@@ -53,9 +53,9 @@ def owner_of(model: nn.Module, module_or_parameter: nn.Module | torch.Tensor) ->
             of another model, no unit is around it).
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"owner_of takes a model, got {type(model).__name__}", code="C107")
+        raise ConfigError(f"owner_of takes a model, got {type(model).__name__}")
     if not runners_in(model):
-        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C108")
+        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     if isinstance(module_or_parameter, nn.Module):
         return _record(model, _runs(model, module_or_parameter))
     if isinstance(module_or_parameter, torch.Tensor):
@@ -64,7 +64,6 @@ def owner_of(model: nn.Module, module_or_parameter: nn.Module | torch.Tensor) ->
         "owner_of takes a module or a parameter.",
         got=type(module_or_parameter).__name__,
         remedy="model.get_submodule(name) and model.get_parameter(name) find them by name",
-        code="C109",
     )
 
 
@@ -78,13 +77,11 @@ def _runs(model: nn.Module, module: nn.Module) -> Runner:
                 f"No unit runs the module {clean_path(path) or '(root)'!r}: there are units in the model, but none "
                 "around it.",
                 remedy="apply fully_shard, or FullyShardedDataParallel, to a module around it",
-                code="C110",
+                topic="root-forgotten",
             )
         known: Runner = runner
         return known
-    raise ConfigError(
-        f"This {plain_class(module).__name__} is no module of the model that owner_of was given.", code="C111"
-    )
+    raise ConfigError(f"This {plain_class(module).__name__} is no module of the model that owner_of was given.")
 
 
 def _holds(model: nn.Module, parameter: torch.Tensor) -> Runner:
@@ -102,17 +99,15 @@ def _holds(model: nn.Module, parameter: torch.Tensor) -> Runner:
             parameter=", ".join(member.name for member in unit.members[:3]),
             got=f"{shape}, of unit {unit.name!r}",
             remedy="give owner_of the root",
-            code="C112",
         )
     if name is None:
-        raise ConfigError("This tensor is no parameter of the model that owner_of was given.", got=shape, code="C113")
+        raise ConfigError("This tensor is no parameter of the model that owner_of was given.", got=shape)
     if id(parameter) in left_alone(runners):
         raise ConfigError(
             "No unit owns this parameter: it was to be left alone.",
             parameter=name,
             got="a parameter in ignored_params, ignored_states or ignored_modules",
             remedy="take it out of them; left as it is, it is whole on every rank, and nothing reduces its gradient",
-            code="C114",
         )
     raise ConfigError(
         "No unit owns this parameter.",
@@ -120,7 +115,7 @@ def _holds(model: nn.Module, parameter: torch.Tensor) -> Runner:
         expected="a parameter that was there when a unit around it was made",
         got="one without a unit around it, or one that was added later",
         remedy="apply the front-end to a module around it, after all parameters are registered",
-        code="C115",
+        topic="parameter-added",
     )
 
 

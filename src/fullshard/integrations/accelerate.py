@@ -29,11 +29,19 @@ from ..optim import ShardedGradScaler, clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .given import check_sharding
 from .hf.saving import write_weights
-from .hf.units import is_sharded, shard
-from .micro_batches import without_sync
-from .optimizers import check_theirs, inside, names_of, naming_steps, point_optimizers, stepped_in
+from .sharding import (
+    check_sharding,
+    check_theirs,
+    inside,
+    is_sharded,
+    names_of,
+    naming_steps,
+    point_optimizers,
+    shard,
+    stepped_in,
+    without_sync,
+)
 
 FOLDER = "fullshard"
 """In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
@@ -87,10 +95,8 @@ class FullshardAccelerator(Accelerator):
                 got=", ".join([*plugins, f"distributed type {kind}"]),
                 remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
-                code="C210",
             )
-        check_sharding(sharding, "sharding")
-        self._sharding = dict(sharding or {})
+        self._sharding = check_sharding(sharding)
         if getattr(self, "scaler", None) is not None:
             self.scaler: Any = ShardedGradScaler(self.device.type)
 
@@ -193,7 +199,6 @@ class FullshardAccelerator(Accelerator):
                 "A sharded model is written as safetensors.",
                 got="safe_serialization=False",
                 remedy="torch.save(accelerator.get_state_dict(model), ...) on the main process, called by all",
-                code="C209",
             )
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
@@ -275,7 +280,6 @@ def _check_count(folder: Path, models: int) -> None:
                 got=", ".join(there) or "none that FullshardAccelerator saved",
                 remedy="prepare the same models in the same order before load_state; one model alone: "
                 f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
-                code="K190",
             )
 
 
@@ -299,7 +303,6 @@ def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = Non
             expected="class Accelerator, nothing prepared",
             got=f"class {type(accelerator).__name__}, {len(accelerator._models)} models prepared",
             remedy="take it over before prepare; derive other classes from FullshardAccelerator",
-            code="C208",
         )
     accelerator.__class__ = FullshardAccelerator
     accelerator._start_sharding(sharding)

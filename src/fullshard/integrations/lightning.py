@@ -35,8 +35,7 @@ from ..store.in_place import recover_folder, remove, replace_folder, write_synce
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .given import check_sharding, check_units
-from .micro_batches import without_sync
+from .sharding import ARGUMENTS, check_sharding, without_sync
 
 NAME = "fullshard"
 META = "lightning.pt"
@@ -74,7 +73,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             "Some parameters of the model are on meta, and others have values.",
             parameter=real[0],
             remedy="make the whole model on meta in configure_model(), or all of it with values",
-            code="C247",
+            topic="weights-on-meta",
         )
     module.to_empty(device=device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -87,7 +86,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
                     f"{type(part).__name__} was made on meta and has no reset_parameters() to give it values.",
                     parameter=path or "(root)",
                     remedy="write one, or make the module with values",
-                    code="C248",
+                    topic="weights-on-meta",
                 )
             if own:
                 reset()
@@ -129,7 +128,6 @@ def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> 
             raise CheckpointError(
                 f"{path} is one file, whose optimizer state is by the numbers of parameters.",
                 remedy="load weights alone from it: model.load_state_dict(torch.load(path)['state_dict']) before fit()",
-                code="K173",
             )
         set_model_state_dict(model, found["state_dict"])
         return found
@@ -156,8 +154,7 @@ class _OnAllRanks:
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
         timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
-        check_units(units, names=False)
-        check_sharding(settings, type(self).__name__, ("timeout",), ("mesh",), names=False)
+        check_sharding(settings, ARGUMENTS - {"mesh"})
         super().__init__(  # type: ignore[call-arg]
             *self._lightnings, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
         )
@@ -189,7 +186,6 @@ class FullshardStrategy(_OnAllRanks, ModelParallelStrategy):
         settings: further arguments of `fully_shard`: `mp_policy`, `reshard_after_forward`, `layout`, ...
 
     Raises:
-        ConfigError: units that are none.
         ArgumentTypeError: an argument that there is not.
     """
 
@@ -247,7 +243,7 @@ class FullshardStrategy(_OnAllRanks, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder: `fullshard.save`, and the Trainer's own state beside it."""
         if storage_options is not None:
-            raise ConfigError("FullshardStrategy writes checkpoints itself and takes no storage_options", code="C249")
+            raise ConfigError("FullshardStrategy writes checkpoints itself and takes no storage_options")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         step = int(checkpoint.get("global_step", 0))
@@ -267,7 +263,6 @@ class _SyncControl(_BackwardSyncControl):
             raise ConfigError(
                 f"no_backward_sync takes a module that was set up by Fabric, got {type(module).__name__}",
                 remedy="pass what fabric.setup_module returned",
-                code="C250",
             )
         return without_sync(module, enabled)
 
@@ -303,9 +298,7 @@ class FullshardFabricStrategy(_OnAllRanks, FabricParallelStrategy):
     ) -> None:
         """Write a folder: `fullshard.save` of the model and the optimizers in `state`, and what else is in it."""
         if storage_options is not None or filter is not None:
-            raise ConfigError(
-                "FullshardFabricStrategy writes checkpoints itself: no storage_options, no filter", code="C251"
-            )
+            raise ConfigError("FullshardFabricStrategy writes checkpoints itself: no storage_options, no filter")
         model, optimizers, rest = _parts(state)
         values = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
         _save(Path(self.broadcast(path)), model, optimizers, 0, values)
@@ -330,7 +323,6 @@ class FullshardFabricStrategy(_OnAllRanks, FabricParallelStrategy):
             raise CheckpointError(
                 f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
                 remedy="leave it out of what is to be filled, or load with strict=False",
-                code="K174",
             )
         found = dict(_load(path, model, optimizers, strict))
         for key, one in rest.items():
@@ -353,7 +345,6 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, list[Any], dict[str, An
             "A checkpoint holds one model and its optimizers.",
             got=f"{len(models)} models",
             remedy='pass {"model": model, "optimizer": optimizer, ...}; several models: a checkpoint each',
-            code="C252",
         )
     optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
     apart = {id(one) for one in (*models, *optimizers)}

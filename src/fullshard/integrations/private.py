@@ -9,20 +9,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
-from typing import Any, Protocol
+from types import FrameType, ModuleType
+from typing import Any
 
 from torch import nn
 
 from ..api.wrapper.fsdp import FullyShardedDataParallel
-from ..errors import PrivateNameError
 from ..runtime import runner_of
-
-
-class Lenience(Protocol):
-    """Whether names are warned of, for now."""
-
-    lenient: bool
+from . import messages
 
 
 def _lazy_init(state: nn.Module, root_module: nn.Module) -> nn.Module:
@@ -75,60 +69,53 @@ INSTEAD: Mapping[str, str] = {
 
 ANY = "the public methods of FSDPModule and FullyShardedDataParallel; see docs/adopt.md"
 
-PASSED = ("torch", "fullshard", "importlib", "_frozen_importlib")
+TRUSTED = ("torch", "fullshard", "importlib", "_frozen_importlib")
 """Packages whose modules may ask for anything."""
 
-_lenience: list[Lenience] = []
-_kept: list[Any] = []
-"""PyTorch's replaced objects: their ids were compared, and PyTorch's private code still uses them."""
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
-def guard(lenience: Lenience, modules: Iterable[ModuleType], keep: Iterable[Any]) -> None:
+def guard(modules: Iterable[ModuleType], lenient: Callable[[], bool]) -> None:
     """Guard the private names of these modules, for good.
 
     Args:
-        lenience: asked each time.
         modules: of PyTorch's FSDP; all names of those whose own name is private, else their private names.
-        keep: objects to keep alive.
+        lenient: asked at each use: whether to warn in place of raising.
     """
-    _lenience.append(lenience)
-    _kept.extend(keep)
+    _Guarded.lenient = staticmethod(lenient)
     for module in modules:
         if type(module) is ModuleType:
             module.__class__ = _Guarded
 
 
 class _Guarded(ModuleType):
+    lenient: Callable[[], bool]
+
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name.startswith("__") or isinstance(value, ModuleType) or not _is_private(self, name, value):
+        if name.startswith("__") or not _is_private(self, name, value) or _is_trusted(sys._getframe(1)):
             return value
-        if _passed(sys._getframe(1).f_globals.get("__name__")):
-            return value
-        if name in SERVED:
-            return SERVED[name]
-        _refuse(f"{super().__getattribute__('__name__')}.{name}", name, "uses")
-        return value
+        if name not in SERVED:
+            _refuse(self, name, "uses", sys._getframe(1))
+        return SERVED.get(name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("__") and not isinstance(value, ModuleType) and _in_private_module(self):
-            before = super().__getattribute__("__dict__").get(name)
-            if not _same_to_us(before, value) and not _passed(sys._getframe(1).f_globals.get("__name__")):
-                _refuse(f"{self.__name__}.{name}", name, "replaces")
+            if not _changes_nothing(vars(self).get(name), value) and not _is_trusted(sys._getframe(1)):
+                _refuse(self, name, "replaces", sys._getframe(1))
         super().__setattr__(name, value)
 
 
-def _same_to_us(before: Any, value: Any) -> bool:
-    """Whether it makes no difference: ours, or (verl's way around a metaclass) of ours with nothing added to it."""
+def _changes_nothing(before: Any, value: Any) -> bool:
+    """Whether ours is put there, or (verl's way around a metaclass) a class derived from ours with nothing added."""
     if before is value or getattr(value, "__module__", "").startswith("fullshard."):
         return True
     added = [name for name in vars(value) if not name.startswith(("__", "_abc_"))] if isinstance(value, type) else [""]
     return not added and before.__module__.startswith("fullshard.") and issubclass(value, before)
 
 
-def _passed(caller: str | None) -> bool:
-    return caller is None or caller.partition(".")[0] in PASSED
+def _is_trusted(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "torch")).partition(".")[0] in TRUSTED
 
 
 def _in_private_module(module: ModuleType) -> bool:
@@ -136,30 +123,23 @@ def _in_private_module(module: ModuleType) -> bool:
 
 
 def _is_private(module: ModuleType, name: str, value: Any) -> bool:
-    """Whether a name of a module of PyTorch's FSDP is PyTorch's own secret, and still PyTorch's."""
+    """Whether a name is PyTorch's own secret, and neither a constant, another library's, nor Fullshard's now."""
     origin = getattr(value, "__module__", None)
     if not isinstance(origin, str) or not origin.startswith("torch.distributed.fsdp"):
-        return False  # constants, other libraries' names, and what is Fullshard's now
+        return False
     return name.startswith("_") or _in_private_module(module)
 
 
-def _refuse(path: str, name: str, verb: str) -> None:
+def _refuse(module: ModuleType, name: str, verb: str, frame: FrameType) -> None:
     """Raise, or warn once.
 
     Raises:
         PrivateNameError: the program is not adopted leniently.
     """
-    frame = sys._getframe(2)
-    where = f"{frame.f_globals.get('__name__')}, {frame.f_code.co_filename}:{frame.f_lineno}"
-    what = f"This program {verb} {path}, which is private in PyTorch and has no part in how Fullshard shards."
-    error = PrivateNameError(
-        what,
-        got=where,
-        remedy=f"{INSTEAD.get(name, ANY)}; or adopt leniently (--lenient), if the program can do without",
-        code="C133",
-    )
-    if not _lenience[-1].lenient:
+    path, where = f"{module.__name__}.{name}", f"{frame.f_globals.get('__name__')}, {frame.f_code.co_filename}"
+    error = messages.private_name(path, verb, f"{where}:{frame.f_lineno}", INSTEAD.get(name, ANY))
+    if not _Guarded.lenient():
         raise error
-    if (path, where) not in _told:
-        _told.add((path, where))
+    if (path, where) not in _warned:
+        _warned.add((path, where))
         warnings.warn(str(error), stacklevel=3)

@@ -133,7 +133,6 @@ class QuantisedRows(torch.Tensor):
             got=f"{func} of {first!r}",
             remedy="call the module through its unit's forward, after fully_shard; to merge adapters, save them "
             "(hf.save_pretrained) and merge them on one process into a base of 16 bits or more",
-            code="C246",
         )
 
     def _each(self, func: Any, rest: Any, kwargs: Any) -> Any:
@@ -260,5 +259,4 @@ def _not_cut(name: str, weight: Any, what: str) -> ConfigError:
         got=what,
         remedy="put it in ignored_params, so that every rank holds it; or quantise it in another layout "
         "(Int8WeightOnlyConfig, IntxWeightOnlyConfig, NF4)",
-        code="C223",
     )

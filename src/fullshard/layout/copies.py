@@ -1,4 +1,4 @@
-"""The copies out of the staging buffer, as few as possible: each is a call of a kernel, twice per unit and step."""
+"""The copies out of the staging buffer, as few as possible: each is a kernel launch, twice per unit and step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Columns:
         segment: its index.
         staging_offset: where it begins in the staging buffer.
         slots: indices of the parameters, in the order of their columns.
-        widths: elements of a row in each column; the padding's last, where there is any.
-        offsets: where each column goes, [world, width] without gaps, in the part of the full bucket that is copied.
+        widths: elements of a row in each column; last, if there is padding, that of the padding.
+        offsets: destination of each column, [world, width] without gaps, in the part of the full bucket that is copied.
     """
 
     segment: int
@@ -28,64 +28,64 @@ class Columns:
 
 
 def columns_of(layout: Layout) -> tuple[Columns, ...]:
-    """The segments into which one kernel copies gradients, and out of which another one copies parameters."""
-    found, base = [], 0
+    """The segments in which a single kernel copies all gradients in, or all parameters out."""
+    columns, base = [], 0
     for index, segment in enumerate(layout.segments):
         if segment.in_columns:
             slots = [(slot.offset, i) for i, slot in enumerate(layout.slots) if slot.segment == index and slot.numel]
-            mine = [i for _, i in sorted(slots)]
-            widths = [layout.slots[i].spec.chunk_numel(layout.world) for i in mine]
-            offsets = [layout.slots[i].full_offset - layout.in_place_numel for i in mine]
+            order = [i for _, i in sorted(slots)]
+            widths = [layout.slots[i].spec.chunk_numel(layout.world) for i in order]
+            offsets = [layout.slots[i].full_offset - layout.in_place_numel for i in order]
             if padding := segment.slice_numel - sum(widths):
                 offsets.append(round_up(offsets[-1] + layout.world * widths[-1], layout.align))
                 widths.append(padding)
-            found.append(Columns(index, base, tuple(mine), tuple(widths), tuple(offsets)))
+            columns.append(Columns(index, base, tuple(order), tuple(widths), tuple(offsets)))
         if segment.full_offset is None:
             base += layout.world * segment.slice_numel
-    return tuple(found)
+    return tuple(columns)
 
 
 def copies_out(layout: Layout) -> tuple[Piece, ...]:
-    """The copies that bring a layout's parameters from staging into the part of the full bucket that is copied.
+    """The copies that move a layout's parameters from staging into the part of the full bucket that is copied.
 
-    Without those of `columns_of`. Offsets are within these two buffers: the staging segments in a row, and the full
-    bucket from `layout.in_place_numel` on.
+    Excludes the segments of `columns_of`. Offsets are within these two buffers: the staging segments one after the
+    other, and the full bucket from `layout.in_place_numel` on.
     """
-    found, base = [], 0
+    pieces, base = [], 0
     for index, segment in enumerate(layout.segments):
         if segment.full_offset is not None:
             continue
         for slot in layout.slots:
             if slot.segment == index and not segment.in_columns:
-                home = slot.full_offset - layout.in_place_numel
-                found += [
+                start = slot.full_offset - layout.in_place_numel
+                pieces += [
                     Piece(
                         p.sizes,
                         p.parameter_strides,
-                        home + p.parameter_offset,
+                        start + p.parameter_offset,
                         p.gathered_strides,
                         base + p.gathered_offset,
                     )
                     for p in layout.pieces(slot)
                 ]
         base += layout.world * segment.slice_numel
-    return merged(found)
+    return merged(pieces)
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Fewer pieces that copy the same: those of one form at equal distances on both sides become one with one more dim.
+    """Merge pieces of equal form that lie at equal distances on both sides into one piece with an additional dim.
 
-    Parameters of one shape (a block's biases and norms, its projections) are so.
+    Parameters of the same shape (a block's biases and norms, its projections) usually do.
     """
     forms: dict[tuple[tuple[int, ...], ...], list[Piece]] = {}
     for piece in pieces:
         forms.setdefault((piece.sizes, piece.parameter_strides, piece.gathered_strides), []).append(piece)
     result = []
-    for alike in forms.values():
-        alike.sort(key=lambda piece: piece.gathered_offset)
-        while alike:
-            run = _run(alike)
-            del alike[: len(run)]
+    for same_form in forms.values():
+        same_form.sort(key=lambda piece: piece.gathered_offset)
+        while same_form:
+            run = _run(same_form)
+            del same_form[: len(run)]
             result.append(_joined(run))
     return tuple(result)
 
@@ -97,12 +97,12 @@ def _distance(first: Piece, second: Piece) -> tuple[int, int]:
     )
 
 
-def _run(alike: list[Piece]) -> list[Piece]:
-    """The first pieces of a list that lie at equal distances; on the parameters' side they may not go backwards."""
-    run = alike[:2]
+def _run(same_form: list[Piece]) -> list[Piece]:
+    """The leading pieces that lie at equal distances; on the parameters' side distances may not be negative."""
+    run = same_form[:2]
     if len(run) < 2 or _distance(*run)[0] < 0:
-        return alike[:1]
-    for piece in alike[2:]:
+        return same_form[:1]
+    for piece in same_form[2:]:
         if _distance(run[-1], piece) != _distance(*run[:2]):
             break
         run.append(piece)

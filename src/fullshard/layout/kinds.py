@@ -1,7 +1,7 @@
 """The planners: from parameters and a world size to a `Layout`. Pure, and the same on every rank.
 
-`flat` costs no copy and (almost) no padding; `rows` gives every rank what `torch.chunk` would, which `DTensor`
-understands. Sizes in elements.
+`flat` needs no copy and almost no padding; `rows` splits parameters as `torch.chunk` does, which `DTensor` understands.
+Sizes in elements.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import LayoutError
 from .messages import no_such_dim, scalar_in_rows, uneven_dim
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
-_ROOM = 64
-"""Room for equal chunks is given where it takes at most this part of the parameters."""
+_MAX_PADDING = 64
+"""Chunks are padded to equal length if the padding is at most one part in this many of the parameters."""
 
 
 def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
@@ -23,12 +22,12 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     Args:
         specs: the bucket's parameters, in order.
         world: ranks on the shard axis, at least 1.
-        align: elements per 16 bytes (of the narrowest dtype the bucket is held in).
+        align: elements per 16 bytes (of the narrowest dtype in which the bucket is stored).
 
     Returns:
-        A layout without padding but what brings each parameter and each slice to a multiple of `align`.
+        A layout whose only padding brings each parameter and each slice to a multiple of `align`.
     """
-    _check(world, align)
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, 0, offset, offset))
@@ -42,28 +41,28 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     """Every parameter cut on `spec.dim` into `torch.chunk`'s chunks.
 
     Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a collective of their
-    own and come out in place; the others share one and are copied out. In the shared slice parameters are ordered by
-    how well their chunks align, so that it holds no padding but at its end. Where rows divide evenly, or nearly so,
-    each has room for equal chunks in the full bucket: one kernel then copies all of them (`Segment.in_columns`).
+    own and are gathered in place; the others share one and are copied out. In the shared slice parameters are ordered
+    by how well their chunks align, so that it has padding only at its end. If rows divide evenly, or nearly so, each
+    parameter has space for equal chunks in the full bucket: one kernel then copies all of them (`Segment.in_columns`).
 
     Args:
         specs: the bucket's parameters, in order; none 0-dimensional.
         world: ranks on the shard axis, at least 1.
         align: elements per 16 bytes.
-        own_segment_numel: from how many elements on a collective costs less than a copy in and out.
+        own_segment_numel: number of elements from which a collective costs less than a copy in and out.
 
     Raises:
         LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
     """
-    _check(world, align)
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     for spec in specs:
         _check_rows(spec, world)
-    alone = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]
-    shared = [i for i in range(len(specs)) if i not in set(alone)]
+    separate = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]
+    shared = [i for i in range(len(specs)) if i not in set(separate)]
     segments: list[Segment] = []
     slots: dict[int, Slot] = {}
     shard = full = 0
-    for i in alone:
+    for i in separate:
         slice_numel = specs[i].chunk_numel(world)
         slots[i] = Slot(specs[i], len(segments), 0, full)
         segments.append(Segment(shard, slice_numel, full))
@@ -85,11 +84,6 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     return Layout("rows", world, align, tuple(slots[i] for i in range(len(specs))), tuple(segments), full)
 
 
-def _check(world: int, align: int) -> None:
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L001")
-
-
 def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not spec.shape:
         raise scalar_in_rows(spec.name)
@@ -100,16 +94,16 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
 
 
 def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool:
-    """Whether the parameters of a shared slice are to have room for equal chunks: where that takes next to nothing."""
+    """Whether the parameters of a shared slice are padded to equal chunks: only if that takes little memory."""
     if any(spec.dim != 0 or spec.order != tuple(range(len(spec.shape))) for spec in specs):
         return False
     numel = sum(math.prod(spec.shape) for spec in specs)
     slice_numel = round_up(sum(spec.chunk_numel(world) for spec in specs), align)
-    return numel > 0 and (world * slice_numel - numel) * _ROOM <= numel
+    return numel > 0 and (world * slice_numel - numel) * _MAX_PADDING <= numel
 
 
 def _comes_out_whole(spec: ParameterSpec, world: int, align: int, own_segment_numel: int) -> bool:
-    """Large enough for a collective of its own, and then contiguous: cut along the dim that is outermost in
-    memory, into chunks that need no rounding."""
+    """Whether a parameter is large enough for its own collective and contiguous after it: cut along the dim that is
+    outermost in memory, into chunks that need no rounding."""
     large = math.prod(spec.shape) >= max(own_segment_numel, 1)
     return large and world > 1 and spec.order[0] == spec.dim and spec.chunk_numel(world) % align == 0

@@ -1,4 +1,4 @@
-"""What layouts say to users, in the order of the code: the wording of errors."""
+"""The wording of this package's errors, in the order of the code."""
 
 from __future__ import annotations
 
@@ -10,36 +10,21 @@ from ..errors import LayoutError, UnevenError
 
 
 def scalar_in_rows(parameter: str) -> LayoutError:
-    """The error for a parameter without dims that should be split into rows."""
+    """The error for a 0-dimensional parameter in a rows layout."""
     return LayoutError(
         f"parameter {parameter} is a scalar (0 dimensions) and cannot be split into rows.",
         remedy='give it shape (1,), pass it in ignored_params, or use layout="flat"',
-        code="L002",
     )
 
 
 def no_such_dim(name: str, shape: Sequence[int], dim: int) -> LayoutError:
     """The error for a shard of a dim that the parameter lacks."""
-    return LayoutError(f"parameter {name} has shape {shape}: there is no dim {dim} to shard", code="L003")
+    return LayoutError(f"parameter {name} has shape {shape}: there is no dim {dim} to shard")
 
 
 def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenError:
-    """The error for a dim other than the first that ranks cannot share evenly."""
+    """The error for an uneven split of a dim other than the first."""
     return UnevenError(
         f"parameter {name} of shape {shape} cannot be sharded evenly on dim {dim} over {world} ranks.",
         remedy=f"shard on dim 0, or on a dim whose size is a multiple of {world}",
-        code="L004",
     )
-
-
-# plan.py
-
-
-def beyond_the_bucket(parameter: str, stop: int, numel: int) -> LayoutError:
-    """The error for a parameter that ends after its bucket does."""
-    return LayoutError(f"parameter {parameter} ends at {stop}, full bucket at {numel}", code="L009")
-
-
-def not_aligned(parameter: str, start: int, align: int) -> LayoutError:
-    """The error for a parameter that begins between aligned places."""
-    return LayoutError(f"parameter {parameter} begins at {start}, not a multiple of {align}", code="L010")

@@ -1,11 +1,11 @@
 """Planners that never cut a granule: parameters back to back, cut only where their granules end.
 
-The gathered segment is `world` slices of one length S, so slices end at S, 2S, ...; a parameter may lie across such an
-end only if one of its granules ends there. `least_slice` finds the least S for a given order of parameters, exactly:
-placing each parameter as early as possible is optimal for a given S, but whether an S suffices is not monotone in S
-(a larger S moves the ends of all slices), so no binary search would do. Stepping S by one alignment would be exact and
-slow. Instead every comparison made while placing is noted as a linear function of S; between two values of S at which
-one of them changes its outcome nothing changes, so the scan jumps from one to the next.
+The gathered segment is `world` slices of one length S, so slices end at S, 2S, ...; a parameter may extend across such
+an end only if one of its granules ends there. `least_slice` finds the least S for a given order of parameters, exactly:
+placing each parameter as early as possible is optimal for a given S, but feasibility is not monotone in S (a larger S
+moves the ends of all slices), so a binary search would be wrong. Stepping S by one alignment would be exact but slow.
+Instead every comparison made during placement is recorded as a linear function of S; nothing changes between two values
+of S at which the outcome of a comparison changes, so the scan jumps from one such value to the next.
 
 Pure. Everything in elements.
 """
@@ -25,14 +25,14 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Blocks:
-    """`layout=Blocks(granule)` of `fully_shard`: parameters are cut only between granules, and gathers copy nothing.
+    """`layout=Blocks(granule)` of `fully_shard`: cut parameters only between granules; gathers copy nothing.
 
     Attributes:
-        granule: elements, counted in memory order from a parameter's first (a quantisation block: 32, 128 * 128), or
-            "row": all elements of one index of the outermost dim.
+        granule: number of elements, counted in memory order from a parameter's first (a quantisation block: 32,
+            128 * 128), or "row": all elements of one index of the outermost dim.
 
     Raises:
-        LayoutError: not a positive int, and not "row".
+        LayoutError: neither a positive int nor "row".
     """
 
     granule: int | str = ROW
@@ -40,24 +40,24 @@ class Blocks:
     def __post_init__(self) -> None:
         whole = isinstance(self.granule, int) and not isinstance(self.granule, bool) and self.granule > 0
         if not whole and self.granule != ROW:
-            raise LayoutError(f'Blocks takes a positive number of elements or "row", got {self.granule!r}', code="L005")
+            raise LayoutError(f'Blocks takes a positive number of elements or "row", got {self.granule!r}')
 
     def of(self, shape: tuple[int, ...], order: tuple[int, ...]) -> int:
-        """The granule of a parameter of `shape` whose dims lie in memory in `order`."""
+        """The granule, in elements, of a parameter of `shape` whose dims lie in memory in `order`."""
         if isinstance(self.granule, int):
             return self.granule
         return max(1, math.prod(shape) // max(shape[order[0]], 1)) if shape else 1
 
 
 class _Scan:
-    """One attempt at a slice length, and the next length at which anything would come out differently."""
+    """One attempt at a slice length, and the next length at which any outcome would differ."""
 
     def __init__(self, slice_numel: int, align: int) -> None:
         self.S, self.align = slice_numel, align
         self.next: int | None = None
 
     def holds(self, constant: int, slope: int) -> bool:
-        """Whether constant + slope * S >= 0; notes where that changes."""
+        """Whether constant + slope * S >= 0; records where that changes."""
         value = constant + slope * self.S
         if value >= 0 > slope:
             self._note(constant // -slope + 1)
@@ -66,7 +66,7 @@ class _Scan:
         return value >= 0
 
     def divides(self, granule: int) -> bool:
-        """Whether S is a multiple of `granule`; notes where that changes."""
+        """Whether S is a multiple of `granule`; records where that changes."""
         if self.S % granule == 0:
             self._note(self.S + 1)
             return True
@@ -78,11 +78,11 @@ class _Scan:
             self.next = at
 
     def multiples(self, constant: int, slope: int, unit: int) -> int:
-        """floor((constant + slope * S) / unit); notes where that changes."""
-        found = (constant + slope * self.S) // unit
-        self.holds(constant - found * unit, slope)
-        self.holds(constant - (found + 1) * unit, slope)
-        return found
+        """floor((constant + slope * S) / unit); records where that changes."""
+        quotient = (constant + slope * self.S) // unit
+        self.holds(constant - quotient * unit, slope)
+        self.holds(constant - (quotient + 1) * unit, slope)
+        return quotient
 
     def place(self, cursor: tuple[int, int], numel: int, granule: int) -> tuple[int, int] | None:
         """The earliest start at or after `cursor`, both as (constant, slope) of S; None if there is none."""
@@ -95,7 +95,7 @@ class _Scan:
         end = index + 1  # the slice ends at end * S
         if self.holds(-at - numel, end - slope):
             return cursor
-        unit = math.lcm(granule, self.align)  # what may lie before a cut: whole granules, from an aligned start
+        unit = math.lcm(granule, self.align)  # before a cut: whole granules from an aligned start
         before = self.multiples(-at, end - slope, unit) * unit
         if before > 0 and (self.holds(before - numel, 1) or self.divides(granule)):
             return -before, end
@@ -126,7 +126,7 @@ def least_slice(sizes: Sequence[tuple[int, int]], world: int, align: int) -> tup
     Args:
         sizes: (numel, granule) of each parameter.
         world: number of slices.
-        align: what every offset and the slice length are multiples of.
+        align: every offset and the slice length are multiples of this.
     """
     total = sum(numel for numel, _ in sizes)
     slice_numel = max(align, round_up(-(-total // world), align))
@@ -135,7 +135,7 @@ def least_slice(sizes: Sequence[tuple[int, int]], world: int, align: int) -> tup
         offsets = scan.pack(sizes, world)
         if offsets is not None:
             return slice_numel, offsets
-        assert scan.next is not None  # one slice that holds everything always suffices
+        assert scan.next is not None  # a slice that holds everything always suffices
         slice_numel = round_up(max(scan.next, slice_numel + 1), align)
 
 
@@ -148,25 +148,25 @@ def plan_blocks(
     label: str,
     whole_rows: bool = False,
 ) -> Layout:
-    """Parameters cut only at granules: one segment, or several where that pads less than their latency costs.
+    """Cut parameters only at granules: in one segment, or in several where saved padding outweighs their latency.
 
-    Rows that are long beside a rank's share pad much: a parameter that lies across several slices makes their length
-    a multiple of its rows. Where that costs more than a copy the rows layout, which cuts no row either, is used.
+    Rows that are long compared with a rank's share cause much padding: a parameter that extends across several slices
+    makes their length a multiple of its rows. If this costs more than a copy, the rows layout is used, which does not
+    cut rows either.
 
-    Several orders are compared: as given, by size, by granule. One segment for all is compared with one for each
-    granule and with one for each parameter: each segment is a collective of its own, gathered in place.
+    Compares several orders: the original one, by size, by granule. Compares one segment for all with one per granule
+    and one per parameter: each segment is a collective of its own, gathered in place.
 
     Args:
         specs: the bucket's parameters.
-        granules: of each, in elements.
+        granules: of each parameter, in elements.
         world: ranks on the shard axis.
         align: elements per 16 bytes.
-        segment_numel: elements whose transfer takes as long as one more collective.
-        label: what the layout is called; `note` tells of more segments than one, and of rows in its stead.
-        whole_rows: the granules are rows, so that the rows layout may take its place.
+        segment_numel: elements whose transfer takes as long as an additional collective.
+        label: the layout's name; `note` mentions several segments, or the rows layout if it is used instead.
+        whole_rows: whether granules are rows, so that the rows layout may be used instead.
     """
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L006")
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     sizes = [(math.prod(spec.shape), max(1, granule)) for spec, granule in zip(specs, granules, strict=True)]
     everything = list(range(len(sizes)))
     by_granule: dict[int, list[int]] = {}
@@ -185,14 +185,14 @@ def plan_blocks(
         if rows.gathered_numel + rows.staging_numel + len(rows.segments) * segment_numel < cost:
             total = rows.parameter_numel
             note = (
-                f"rows with {_percent(rows.gathered_numel, total)} padding, and a copy, in place of blocks "
+                f"rows with {_percent(rows.gathered_numel, total)} padding, and a copy, instead of blocks "
                 f"with {_percent(gathered, total)}"
             )
             return replace(rows, label=f"{label} as rows", note=note)
     if count > 1:
         total = sum(numel for numel, _ in sizes)
         note = (
-            f"{count} collectives with {_percent(gathered, total)} padding in place of one "
+            f"{count} collectives with {_percent(gathered, total)} padding instead of one "
             f"with {_percent(plans[0][2], total)}"
         )
     return replace(_assemble(specs, packed, world, align), label=label, note=note)
@@ -206,7 +206,7 @@ Packed = tuple[int, dict[int, int]]  # slice length, offset by parameter
 
 
 def _best_order(group: list[int], sizes: Sequence[tuple[int, int]], world: int, align: int) -> Packed:
-    """The least slice over several orders of a group of parameters."""
+    """The shortest slice over several orders of a group of parameters."""
     orders = [
         group,
         sorted(group, key=lambda i: (-sizes[i][0], i)),
@@ -223,7 +223,7 @@ def _best_order(group: list[int], sizes: Sequence[tuple[int, int]], world: int, 
 
 
 def _assemble(specs: Sequence[ParameterSpec], packed: Sequence[Packed], world: int, align: int) -> Layout:
-    """The layout of segments one after the other; mechanically a flat one."""
+    """The layout with segments one after the other; the engine treats it as flat."""
     segments: list[Segment] = []
     slots: dict[int, Slot] = {}
     shard = full = 0
@@ -236,14 +236,13 @@ def _assemble(specs: Sequence[ParameterSpec], packed: Sequence[Packed], world: i
 
 
 def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
-    """Every parameter whole on one rank, the ranks' loads balanced: the better of two ways.
+    """Every parameter whole on one rank, with balanced loads: the better of two methods.
 
-    In order, each rank taking what follows (`least_slice` with whole parameters as granules, exact for an order); or
-    the largest first, each to the rank that has least (R. L. Graham, "Bounds on multiprocessing timing anomalies",
-    SIAM J. Appl. Math. 17, 1969: at most 4/3 of the best there is).
+    In order, each rank taking the next parameters (`least_slice` with whole parameters as granules, exact for an
+    order); or the largest first, each to the rank with the least (R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", SIAM J. Appl. Math. 17, 1969: at most 4/3 of the optimum).
     """
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L007")
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     numels = [math.prod(spec.shape) for spec in specs]
     in_order = _best_order(list(range(len(specs))), [(numel, max(numel, 1)) for numel in numels], world, align)
     loads = [0] * world
@@ -258,5 +257,5 @@ def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout
     total, gathered = sum(numels), world * best[0]
     note = ""
     if gathered > 2 * total:
-        note = f"{_percent(gathered, total)} padding: the largest tensor sets all slices; use larger units, or Blocks"
+        note = f"{_percent(gathered, total)} padding: the largest tensor sets the slice; use larger units, or Blocks"
     return replace(_assemble(specs, [best], world, align), label="owner", note=note)

@@ -1,4 +1,4 @@
-"""How one bucket's parameters lie in memory, and which rank owns which elements.
+"""How a bucket's parameters lie in memory, and which rank owns which elements.
 
 A bucket is gathered by one or more collectives, its **segments**. In each, every rank contributes one slice of the
 same length S, and the gathered segment is the slices one after the other:
@@ -10,9 +10,9 @@ same length S, and the gathered segment is the slices one after the other:
 
 - **flat**: one segment, parameters back to back in the *gathered* order, cut anywhere. The gathered segment is the
   full bucket: no copy.
-- **rows**: every parameter cut on one dim as `torch.chunk` cuts, so the *slice* holds each parameter's chunk. A
-  parameter that has a segment of its own comes out contiguous (no copy); those that share a segment come out
-  rank-major and are copied once into place.
+- **rows**: every parameter cut on one dim as by `torch.chunk`, so the *slice* holds each parameter's chunk. A parameter
+  with a segment of its own is contiguous after the gather (no copy); parameters that share a segment are rank-major
+  after it and are copied into place once.
 
 Everything is counted in elements. Pure: integers in, frozen plan out. Nothing here imports torch.
 """
@@ -24,10 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ..errors import LayoutError
-from .messages import beyond_the_bucket, not_aligned
-
-ALIGN_BYTES = 16  # what vectorised kernels and NCCL's fast paths want of an address
+ALIGN_BYTES = 16  # alignment that vectorized kernels and NCCL's fast paths require
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ParameterSpec:
     dim: int = 0
 
     def chunk_numel(self, world: int) -> int:
-        """Elements of one rank's (largest) chunk of rows."""
+        """Elements of the largest chunk of rows of any rank."""
         rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
         return -(-self.shape[self.dim] // world) * rest
 
@@ -65,13 +62,13 @@ def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of one parameter, as a view of its shard.
+    """One rank's part of a parameter, as a view of its shard.
 
     Attributes:
         offset: first element in the shard.
         shape: local shape; one-dimensional for flat layouts.
         stride: local strides.
-        start: first row (rows) or first element in memory order (flat) of the parameter that is held here.
+        start: the part's first row (rows) or first element in memory order (flat) within the parameter.
     """
 
     offset: int
@@ -86,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One strided copy between a parameter's place in `full` and a gathered segment; same sizes on both sides.
+    """A strided copy between a parameter's memory in `full` and a gathered segment; same sizes on both sides.
 
     Attributes:
         sizes: extents of the copy.
@@ -110,8 +107,8 @@ class Segment:
         slice_numel: S, the length of one rank's slice.
         full_offset: where the gathered segment begins in the full bucket; None if its parameters are copied out
             of a staging buffer.
-        in_columns: whether one kernel copies all of them out: each has room in the full bucket for equal chunks of all
-            ranks, and so has the padding at the end of the slices; see `columns_of`.
+        in_columns: whether one kernel copies all of them out: the full bucket has space for equal chunks of all ranks,
+            for each parameter and for the padding at the end of the slices; see `columns_of`.
     """
 
     shard_offset: int
@@ -162,15 +159,14 @@ class Layout:
         kind: "flat" or "rows".
         world: ranks on the shard axis.
         align: elements per 16 bytes; full offsets and slice lengths are multiples of it.
-        slots: one per parameter, in the order the parameters were given.
+        slots: one per parameter, in the order of the specs.
         segments: one per collective.
         full_numel: length of the full bucket.
-        label: what users call it, where that is not the kind: layouts that differ from flat only in where parameters
-            lie ("owner", "blocks(row)") are flat to the engine.
-        note: what the planner decided that users may want to know; empty if nothing.
+        label: the name for users if it is not the kind: layouts that differ from flat only in where parameters lie
+            ("owner", "blocks(row)") are flat to the engine.
+        note: a decision of the planner that users may want to know; may be empty.
 
-    Raises:
-        LayoutError: if two parameters overlap or one lies outside its segment.
+    No two parameters overlap, and each lies within the full bucket, at a multiple of `align`: a plan asserts it.
     """
 
     kind: str
@@ -185,17 +181,17 @@ class Layout:
     def __post_init__(self) -> None:
         spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
         for (_, stop, first), (start, _, second) in pairwise(spans):
-            if start < stop:
-                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket", code="L008")
-        if spans and spans[-1][1] > self.full_numel:
-            raise beyond_the_bucket(spans[-1][2], spans[-1][1], self.full_numel)
+            assert start >= stop, f"parameters {first} and {second} overlap in the full bucket"
+        if spans:
+            _, stop, last = spans[-1]
+            assert stop <= self.full_numel, f"parameter {last} ends at {stop}, full bucket at {self.full_numel}"
         for slot in self.slots:
-            if slot.full_offset % self.align:
-                raise not_aligned(slot.name, slot.full_offset, self.align)
+            start = slot.full_offset
+            assert start % self.align == 0, f"parameter {slot.name} begins at {start}, not a multiple of {self.align}"
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The name for users."""
         return self.label or self.kind
 
     @cached_property
@@ -215,20 +211,20 @@ class Layout:
 
     @cached_property
     def in_place_numel(self) -> int:
-        """The first elements of the full bucket are gathered in place; those after them are copied out of staging."""
+        """Number of elements of the full bucket, from its start, gathered in place; the rest is copied from staging."""
         copied = [slot.full_offset for slot in self.slots if self.segments[slot.segment].full_offset is None]
         return min(copied, default=self.full_numel)
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that one gather brings together, padding included."""
+        """Elements of one gather over all ranks, padding included."""
         return self.world * self.shard_numel
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Runs (first element, length) that hold padding, in the coordinates of all gathered segments in a row.
+        """Runs (first element, length) that contain padding, in coordinates of all gathered segments one after another.
 
-        Exact for flat. A rows segment with any padding is named whole: its padding is strewn over the ranks.
+        Exact for flat. A rows segment with any padding is listed whole: its padding is scattered over the ranks.
         """
         runs, base = [], 0
         for index, segment in enumerate(self.segments):
@@ -246,14 +242,14 @@ class Layout:
         return tuple(run for run in runs if run[1])
 
     def part(self, slot: Slot, rank: int) -> Part:
-        """What `rank` holds of `slot`; for rows exactly what `torch.chunk` gives it."""
+        """The part of `slot` that `rank` holds; for rows exactly the chunk of `torch.chunk`."""
         segment = self.segments[slot.segment]
         if self.kind == "flat":
             low = rank * segment.slice_numel
             start = min(max(low, slot.offset), slot.offset + slot.numel)
             stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))
-            held = stop - start
-            return Part(segment.shard_offset + (start - low if held else 0), (held,), (1,), start - slot.offset)
+            numel = stop - start
+            return Part(segment.shard_offset + (start - low if numel else 0), (numel,), (1,), start - slot.offset)
         rows, extent = _chunk(slot, self.world), slot.shape[slot.spec.dim]
         start, stop = min(rank * rows, extent), min((rank + 1) * rows, extent)
         shape = _with_extent(slot, stop - start)
@@ -270,22 +266,22 @@ class Layout:
 
     @property
     def holds_runs(self) -> bool:
-        """Whether a rank's part of a parameter is a one-dimensional run of elements in memory order; else rows."""
+        """Whether a rank's part of a parameter is a run (1-D, in memory order) rather than rows."""
         return self.kind == "flat"
 
     @property
     def padding_is_strewn(self) -> bool:
-        """Whether `padding` names whole segments, of which only some elements are padding."""
+        """Whether `padding` lists whole segments of which only some elements are padding."""
         return self.kind != "flat" and bool(self.padding)
 
-    def held(self, slot: Slot, part: Part) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """`part` within the whole parameter's own memory: shape, strides, and offset from its first element."""
+    def view_in_whole(self, slot: Slot, part: Part) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """`part` within the whole parameter's memory: shape, strides, and offset from the parameter's first element."""
         if self.kind == "flat":
             return part.shape, (1,), part.start
         return part.shape, slot.stride, part.start * (slot.stride[slot.spec.dim] if slot.stride else 0)
 
     def pieces(self, slot: Slot) -> tuple[Piece, ...]:
-        """The copies that bring `slot` from its gathered segment into the full bucket (or a gradient back)."""
+        """The copies that move `slot` from its gathered segment into the full bucket (or a gradient back)."""
         if self.kind == "flat":
             return (Piece(slot.shape, slot.stride, 0, slot.stride, slot.offset),) if slot.numel else ()
         if not slot.numel:
@@ -305,9 +301,9 @@ class Layout:
         return tuple(pieces)
 
     def strides_in_segment(self, slot: Slot) -> tuple[int, ...] | None:
-        """Strides with which the whole parameter is one view of its gathered segment; None if it is not one.
+        """Strides of the whole parameter as one view of its gathered segment; None if it cannot be a view.
 
-        It is where a rank holds at most one row: rows then follow each other at the distance of a slice.
+        It can if each rank holds at most one row: rows then follow each other at the distance of a slice.
         """
         dim = slot.spec.dim
         if self.kind == "flat" or self.segments[slot.segment].full_offset is not None:
@@ -319,7 +315,7 @@ class Layout:
 
 
 def _chunk(slot: Slot, world: int) -> int:
-    """Rows per rank, as `torch.chunk`: ceil(extent / world), at least 1."""
+    """Rows per rank as for `torch.chunk`: ceil(extent / world), at least 1."""
     return max(1, -(-slot.spec.shape[slot.spec.dim] // world))
 
 

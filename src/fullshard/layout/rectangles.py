@@ -31,38 +31,38 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> tuple[Rectangle, ...]:
-    """The fewest rectangles, in order, that cover elements [start, stop) of a row-major tensor of `shape`.
+    """The smallest set of rectangles, in order, that covers elements [start, stop) of a row-major tensor of `shape`.
 
-    At most 2 * ndim - 1 of them. An empty run gives none; a 0-dimensional tensor has one element.
+    At most 2 * ndim - 1 rectangles; none for an empty run. A 0-dimensional tensor has one element.
     """
-    found: list[Rectangle] = []
-    _cover(shape, (), start, stop, 0, found)
-    return tuple(found)
+    result: list[Rectangle] = []
+    _cover(shape, (), start, stop, 0, result)
+    return tuple(result)
 
 
 def _cover(
-    shape: tuple[int, ...], at: tuple[int, ...], start: int, stop: int, done: int, found: list[Rectangle]
+    shape: tuple[int, ...], at: tuple[int, ...], start: int, stop: int, done: int, result: list[Rectangle]
 ) -> None:
-    """Cover [start, stop) of the sub-tensor of `shape` that lies at index `at` of the leading dims."""
+    """Cover [start, stop) of the sub-tensor of `shape` at index `at` of the leading dims."""
     if start >= stop:
         return
     lead = (1,) * len(at)
     if not shape or (start == 0 and stop == math.prod(shape)):
-        found.append(Rectangle(at + (0,) * len(shape), lead + shape, done))
+        result.append(Rectangle(at + (0,) * len(shape), lead + shape, done))
         return
     inner = math.prod(shape[1:])
     first, last = start // inner, (stop - 1) // inner
     if first == last:
-        _cover(shape[1:], (*at, first), start - first * inner, stop - first * inner, done, found)
+        _cover(shape[1:], (*at, first), start - first * inner, stop - first * inner, done, result)
         return
     if start % inner:
-        _cover(shape[1:], (*at, first), start - first * inner, inner, done, found)
+        _cover(shape[1:], (*at, first), start - first * inner, inner, done, result)
         done += (first + 1) * inner - start
         first += 1
     whole = stop // inner - first
     if whole > 0:
-        found.append(Rectangle((*at, first) + (0,) * (len(shape) - 1), (*lead, whole, *shape[1:]), done))
+        result.append(Rectangle((*at, first) + (0,) * (len(shape) - 1), (*lead, whole, *shape[1:]), done))
         done += whole * inner
         first += whole
     if stop % inner:
-        _cover(shape[1:], (*at, first), 0, stop - first * inner, done, found)
+        _cover(shape[1:], (*at, first), 0, stop - first * inner, done, result)

@@ -1,12 +1,12 @@
-"""Windows: parameters that are gathered together outside of passes, without padding worth the name.
+"""Windows: parameters that are gathered together outside of passes, with little padding.
 
     parameters a [8], b [6]; layout flat, S = 7           rank 0 holds a[0:7], rank 1 holds a[7:8] and b[0:6]
 
     buffer of a window over both      [ a 0:7 | a 7:8 | b 0:6 ]
                                         rank 0   rank 1
 
-A rank's parts lie side by side, rank by rank. Where all ranks hold about as much one gather fills the buffer; else
-every rank that holds something sends it, so that a parameter that lies on one rank of a thousand is sent once.
+A rank's parts lie side by side, rank by rank. If all ranks hold about the same number of elements one gather fills the
+buffer; else every rank that holds elements sends them, so that a parameter on one rank of a thousand is sent once.
 
 Pure: integers in, frozen plan out. Everything is counted in elements.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from .plan import Layout, Part, Slot
 
-_SMALL = 1 << 14  # elements of padding that cost less than a collective for each rank
+_SMALL = 1 << 14  # elements of padding that cost less than one collective per rank
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Lot:
 
     Attributes:
         rank: on the shard axis.
-        part: what it holds.
-        at: its first element in the buffer.
+        part: the rank's part of the parameter.
+        at: the part's first element in the buffer.
     """
 
     rank: int
@@ -41,10 +41,10 @@ class Window:
     """See the module's docstring.
 
     Attributes:
-        slots: the parameters, each with the layout that it is in.
-        lots: by parameter, those of all ranks that hold any of it, in their order.
-        starts, lengths: by rank, what it sends: elements [start, start + length) of the buffer.
-        even: whether one gather of equal lengths fills it; `lengths` are padded to the longest then.
+        slots: the parameters, each with its layout.
+        lots: by parameter, the lots of all ranks that hold elements of it, in rank order.
+        starts, lengths: by rank, the elements [start, start + length) of the buffer that it sends.
+        even: whether one gather of equal lengths fills the buffer; `lengths` are then padded to the longest.
         numel: length of the buffer.
     """
 
@@ -56,12 +56,12 @@ class Window:
     numel: int
 
     def whole_at(self, index: int) -> int | None:
-        """Where a parameter lies in the buffer in one piece, in its own memory order; None if it does not."""
+        """Offset at which a parameter lies in the buffer contiguously, in its memory order; None if it does not."""
         layout, slot = self.slots[index]
         lots = self.lots[index]
         first, expected = lots[0].at if lots else 0, 0
         for lot in lots:
-            _, strides, offset = layout.held(slot, lot.part)
+            _, strides, offset = layout.view_in_whole(slot, lot.part)
             dense = all(a == b for a, b, n in zip(strides, lot.part.stride, lot.part.shape, strict=True) if n > 1)
             if not dense or offset != expected or lot.at != first + expected:
                 return None
@@ -70,22 +70,22 @@ class Window:
 
 
 def window_of(slots: Sequence[tuple[Layout, Slot]]) -> Window:
-    """The plan of a window over these parameters, all of them split over as many ranks."""
+    """The plan of a window over these parameters, all split over the same number of ranks."""
     world = slots[0][0].world
-    held: list[list[tuple[int, Part]]] = [[] for _ in range(world)]  # by rank: parameters, and what it holds of them
+    parts_of_rank: list[list[tuple[int, Part]]] = [[] for _ in range(world)]  # by rank: parameter and part
     for index, (layout, slot) in enumerate(slots):
         for rank in layout.holders(slot):
             part = layout.part(slot, rank)
             if part.numel:
-                held[rank].append((index, part))
-    lengths = [sum(part.numel for _, part in parts) for parts in held]
+                parts_of_rank[rank].append((index, part))
+    lengths = [sum(part.numel for _, part in parts) for parts in parts_of_rank]
     total, padded = sum(lengths), world * max(lengths)
     even = padded <= total + max(total // 8, _SMALL)
     if even:
         lengths = [max(lengths)] * world
     lots: list[list[Lot]] = [[] for _ in slots]
     starts, begin = [], 0
-    for rank, parts in enumerate(held):
+    for rank, parts in enumerate(parts_of_rank):
         starts.append(begin)
         at = begin
         for index, part in parts:

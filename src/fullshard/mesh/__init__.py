@@ -1,4 +1,4 @@
-"""Device meshes and process groups, as the axes along which a unit is split and replicated."""
+"""Device meshes and process groups as the axes along which a unit is split and replicated."""
 
 from .axes import (
     Axis,

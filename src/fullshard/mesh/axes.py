@@ -51,48 +51,48 @@ class Axis:
 
     @property
     def lines(self) -> Lines:
-        """The groups by which the engine talks over the axis.
+        """The groups that carry the engine's collectives over the axis.
 
-        Kept once they are the engine's own: another axis of the same ranks may open them after this one was used.
+        Cached once they are the engine's own: another axis of the same ranks may open them after this one was used.
         """
-        found: Lines | None = self.__dict__.get("_lines")
-        if found is None:
-            found = lines_of(self.group)
-            if found.is_open:
-                self.__dict__["_lines"] = found
-        return found
+        lines: Lines | None = self.__dict__.get("_lines")
+        if lines is None:
+            lines = lines_of(self.group)
+            if lines.is_open:
+                self.__dict__["_lines"] = lines
+        return lines
 
     @property
     def aside(self) -> Axis:
-        """The same ranks, over connections of their own if the engine has opened any: for comparisons.
+        """The same ranks over separate connections, if the engine has opened any: for comparisons.
 
-        Those are on the host, whatever the device of the mesh: where this is another axis, it takes tensors there.
+        These are on the host, whatever the mesh's device: if this is not the axis itself, it takes tensors on the host.
         """
         return self._over("side")
 
     @property
     def apart(self) -> Axis:
-        """As `aside`, for what users ask for outside of passes."""
+        """Like `aside`, for users' calls outside of passes."""
         return self._over("apart")
 
     def _over(self, part: str) -> Axis:
-        found: Axis | None = self.__dict__.get(f"_{part}")
-        if found is None:
+        axis: Axis | None = self.__dict__.get(f"_{part}")
+        if axis is None:
             group = getattr(self.lines, part)
             if group is self.lines.data:
                 return self
-            found = self.__dict__[f"_{part}"] = Axis(group, self.size, self.rank, "gloo", self.ranks)
-            found.__dict__["_lines"] = Lines(group, group, group)
-        return found
+            axis = self.__dict__[f"_{part}"] = Axis(group, self.size, self.rank, "gloo", self.ranks)
+            axis.__dict__["_lines"] = Lines(group, group, group)
+        return axis
 
     def open_lines(self, name: str) -> bool:
-        """Talk over groups of the engine's own from now on. Collective over the axis.
+        """Switch the axis to groups of the engine's own. Collective over the axis.
 
         Args:
-            name: of no other group, and the same on all its ranks.
+            name: unique to these groups, and the same on all ranks.
 
         Returns:
-            Whether this rank does.
+            Whether this rank could open them.
         """
         if self.size == 1 or not self.ranks or type(self.group) is not dist.ProcessGroup:
             return False
@@ -105,7 +105,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class MeshAxes:
-    """A mesh as the engine uses it. There is one object for each mesh, its groups and device: compare with `is`.
+    """A mesh as the engine uses it. One object per mesh, groups and device: compare with `is`.
 
     Attributes:
         mesh: 1-D (shard) or 2-D (replicate, shard).
@@ -128,25 +128,25 @@ class MeshAxes:
 
     @functools.cached_property
     def world(self) -> int:
-        """Ranks that each hold different data: shard times replicate."""
+        """Number of ranks with different data: shard times replicate."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of more than one rank. What is summed over all ranks of the mesh goes over these."""
+        """The groups of more than one rank. A sum over all ranks of the mesh goes over each of these."""
         return tuple(axis.group for axis in self.all if axis.size > 1)
 
 
 _all_axes: weakref.WeakValueDictionary[tuple[Any, ...], MeshAxes] = weakref.WeakValueDictionary()
-"""By mesh, device, groups and sizes. An entry lives as long as a unit uses it, and keeps its groups alive so long."""
+"""By mesh, device, groups and sizes. An entry lives, and keeps its groups alive, as long as a unit uses it."""
 
 
 _devices: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
-"""Where units compute, by the groups of their mesh."""
+"""The device on which units compute, by the groups of their mesh."""
 
 
 def _axes(mesh: DeviceMesh, device: torch.device, shard: Axis, replicate: Axis | None) -> MeshAxes:
-    """The one `MeshAxes` of these; two `DeviceMesh` of the same ranks are equal, whatever their groups."""
+    """The one `MeshAxes` with these attributes; two `DeviceMesh` of the same ranks are equal whatever their groups."""
     key = (mesh, device, shard.group, shard.size, replicate and replicate.group)
     for axis in (shard, replicate):
         if axis is not None:
@@ -156,12 +156,12 @@ def _axes(mesh: DeviceMesh, device: torch.device, shard: Axis, replicate: Axis |
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: a placement, and a mesh of the parameter's own (an expert's, say).
+    """A result that `shard_placement_fn` may return: a placement and a separate mesh (for an expert, for example).
 
     Attributes:
         placement: `torch.distributed.tensor.Shard`, or None for `Shard(0)`.
-        mesh: 1-D (shard) or 2-D (replicate, shard), as `fully_shard`'s; None for `fully_shard`'s own. Gradients are
-            reduced over the ranks of this mesh; `docs/gradients.md` says what they are divided by.
+        mesh: 1-D (shard) or 2-D (replicate, shard), as for `fully_shard`; None for `fully_shard`'s mesh. Gradients are
+            reduced over the ranks of this mesh; `docs/gradients.md` describes what they are divided by.
     """
 
     placement: Any = None
@@ -172,10 +172,10 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
     """The axes of `mesh`, or of a 1-D mesh over all ranks if None.
 
     Args:
-        device: where to compute, of the mesh's device type; None: the current one of that type.
+        device: on which to compute, of the mesh's device type; None for the current device of that type.
 
     Raises:
-        ConfigError: the mesh has other than 1 or 2 dims, this process is not in it, or it is of another device type.
+        ConfigError: the mesh does not have 1 or 2 dims, does not contain this process, or has another device type.
     """
     if mesh is None:
         ensure_group()
@@ -187,26 +187,26 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
     if mesh.get_coordinate() is None:
         raise outside_the_mesh(dist.get_rank(), str(mesh))
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
-    where = _device(mesh.device_type, device)
-    return _axes(mesh, where, _axis(mesh, mesh.ndim - 1), replicate)
+    compute_device = _device(mesh.device_type, device)
+    return _axes(mesh, compute_device, _axis(mesh, mesh.ndim - 1), replicate)
 
 
 _subdivided: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Axis]] = weakref.WeakKeyDictionary()
-"""By the shard axis' group and by size: making groups is collective, and each is a communicator on accelerators."""
+"""By the shard axis' group and by size. Making groups is collective; on accelerators each is a communicator."""
 
 
 def ensure_group() -> None:
-    """Initialise torch.distributed if the program has not: as torchrun says, or with this process alone.
+    """Initialize torch.distributed if the program has not: as torchrun configured it, or for this process alone.
 
     Raises:
-        ValueError: torch's, if a launcher said only a part of what there is to say.
+        ValueError: torch's own, if a launcher set only some of the variables.
     """
     if dist.is_initialized():
         return
     try:
         dist.init_process_group()
         return
-    except ValueError as error:  # what torch raises where no launcher has set RANK, which it asks for first
+    except ValueError as error:  # raised by torch if no launcher has set RANK, the first variable that it reads
         if dist.is_torchelastic_launched() or "RANK" not in str(error):
             raise
     warnings.warn(alone(), stacklevel=4)
@@ -214,16 +214,16 @@ def ensure_group() -> None:
 
 
 def subdivide(axes: MeshAxes, size: int) -> Axis:
-    """The axis of `size` consecutive ranks of the shard axis that this rank is in.
+    """The axis of those `size` consecutive ranks of the shard axis that include this rank.
 
-    Collective over the mesh the first time, which makes the groups.
+    The first call makes the groups and is collective over the mesh.
 
     Raises:
-        ConfigError: if `size` is not a divisor of the shard axis other than 1 and itself.
+        ConfigError: `size` is not a divisor of the shard axis' size, or is 1 or that size itself.
     """
     if size <= 1 or size >= axes.shard.size or axes.shard.size % size:
-        fitting = [str(one) for one in range(2, axes.shard.size) if axes.shard.size % one == 0]
-        raise no_smaller_groups(size, axes.shard.size, fitting)
+        divisors = [str(size) for size in range(2, axes.shard.size) if axes.shard.size % size == 0]
+        raise no_smaller_groups(size, axes.shard.size, divisors)
     by_size = _subdivided.setdefault(axes.shard.group, {})
     if size not in by_size or not _in_use(by_size[size].group):
         # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
@@ -239,23 +239,23 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     return Axis(group, mesh.size(dim), mesh.get_local_rank(dim), backend, ranks)
 
 
-def _device(device_type: str, given: torch.device | None = None) -> torch.device:
-    if given is not None and given.type != device_type:
-        raise other_device_type(device_type, given)
+def _device(device_type: str, device: torch.device | None = None) -> torch.device:
+    if device is not None and device.type != device_type:
+        raise other_device_type(device_type, device)
     if device_type == "cpu":
         return torch.device("cpu")
-    if given is not None and given.index is not None:
-        return given
+    if device is not None and device.index is not None:
+        return device
     try:
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
-    except (RuntimeError, AssertionError) as error:  # what torch raises where it has no such device
+    except (RuntimeError, AssertionError) as error:  # raised by torch if there is no such device
         raise device_not_available(device_type, error) from error
 
 
-# From process groups, for the wrapper front-end: a group, a pair of groups, or node-local ones.
+# From process groups, for the wrapper front-end: a group, a pair of groups, or node-local groups.
 
 _hybrid: dict[tuple[Any, ...], MeshAxes] = {}
-"""By the default group, device, and the pair of groups given. Making them is collective. See `_in_use`."""
+"""By the default group, the device, and the user's pair of groups. Making groups is collective. See `_in_use`."""
 
 
 def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None) -> MeshAxes:
@@ -264,10 +264,10 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
     Args:
         groups: None (all ranks; hybrid: shard inside a node, replicate over nodes), a process group, or a pair.
         hybrid: whether the strategy shards and replicates.
-        device: where to compute; None: the accelerator if the group can talk for it, else the CPU.
+        device: on which to compute; None for the accelerator if the group serves it, else the CPU.
 
     Raises:
-        ConfigError: `groups` does not fit the strategy.
+        ConfigError: `groups` is invalid for the strategy.
     """
     ensure_group()
     pair = isinstance(groups, (tuple, list))
@@ -275,27 +275,27 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
         raise needs_two_groups(groups)
     if not hybrid and pair:
         raise takes_one_group()
-    given = groups if pair else [] if groups is None else [groups]
-    if not all(isinstance(group, dist.ProcessGroup) for group in given) or (pair and len(given) != 2):
+    members = groups if pair else [] if groups is None else [groups]
+    if not all(isinstance(group, dist.ProcessGroup) for group in members) or (pair and len(members) != 2):
         raise not_groups(groups)
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
-    where = _device(kind, device)
+    compute_device = _device(kind, device)
     if hybrid:
-        for old in [old for old, axes in _hybrid.items() if not _in_use(old[0], *(axis.group for axis in axes.all))]:
-            del _hybrid[old]
-        key = (dist.group.WORLD, where, *given)
+        for key in [key for key, axes in _hybrid.items() if not _in_use(key[0], *(axis.group for axis in axes.all))]:
+            del _hybrid[key]
+        key = (dist.group.WORLD, compute_device, *members)
         if key not in _hybrid:
-            _hybrid[key] = resolve_mesh(_pair_mesh(groups, kind) if pair else _node_mesh(kind), where)
+            _hybrid[key] = resolve_mesh(_pair_mesh(groups, kind) if pair else _node_mesh(kind), compute_device)
         return _hybrid[key]
     if groups is None or groups is dist.group.WORLD:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
     else:
         mesh = DeviceMesh.from_group(groups, kind)
-    return resolve_mesh(mesh, where)
+    return resolve_mesh(mesh, compute_device)
 
 
 def _in_use(*groups: Any) -> bool:
-    """Whether none of these groups was destroyed."""
+    """Whether none of these groups has been destroyed."""
     try:
         return all(dist.get_backend(group) for group in groups)
     except ValueError:
@@ -303,19 +303,19 @@ def _in_use(*groups: Any) -> bool:
 
 
 def device_type_of(group: Any) -> str:
-    """The device type that `group` (None: the default one) serves: the accelerator's if it can, else "cpu"."""
+    """The device type that `group` (None for the default group) serves: the accelerator's if possible, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "cpu"
     backend = backend_of(group, accelerator.type)
-    on_purpose = ":" in str(dist.get_backend(group))  # gloo serves accelerators too, slowly
-    return accelerator.type if backend is not None and (on_purpose or backend not in ("gloo", "mpi")) else "cpu"
+    explicit = ":" in str(dist.get_backend(group))  # gloo serves accelerators too, slowly
+    return accelerator.type if backend is not None and (explicit or backend not in ("gloo", "mpi")) else "cpu"
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where this rank puts what it exchanges over `group`: where units of the group compute, if there are any.
+    """The device for tensors that this rank exchanges over `group`: the one on which the group's units compute.
 
-    Else the device that the group was bound to (`init_process_group(device_id=)`), else the current one.
+    Without units the device that the group is bound to (`init_process_group(device_id=)`), else the current one.
     """
     kind = device_type_of(group)
     for device in (_devices.get(group), getattr(group, "bound_device_id", None)):
@@ -327,7 +327,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def backend_of(group: Any, device_type: str) -> str | None:
     """The name of the backend by which `group` serves a device type; None if it does not."""
     backend = str(dist.get_backend(group))
-    if backend == "undefined":  # a group that was made without a backend: torch chose one for every device type
+    if backend == "undefined":  # the group was made without a backend: torch chose one for every device type
         backend = str(get_backend_config(group))
     if ":" not in backend:
         return backend
@@ -337,18 +337,18 @@ def backend_of(group: Any, device_type: str) -> str | None:
 def unsharded_axes(axes: MeshAxes) -> MeshAxes:
     """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis.
 
-    Of one group or a mesh of one dim, as callers have checked.
+    For a single group or a 1-D mesh, as callers have checked.
     """
-    own = axes.shard
-    alone = Axis(own.group, 1, 0, own.backend, (axes.global_rank,))
-    return _axes(axes.mesh, axes.device, alone, own if own.size > 1 else None)
+    ranks = axes.shard
+    single = Axis(ranks.group, 1, 0, ranks.backend, (axes.global_rank,))
+    return _axes(axes.mesh, axes.device, single, ranks if ranks.size > 1 else None)
 
 
 def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
     shard, replicate = groups
-    mine = dist.get_process_group_ranks(shard)
+    shard_ranks = dist.get_process_group_ranks(shard)
     rows: list[Any] = [None] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, mine, group=replicate)
+    dist.all_gather_object(rows, shard_ranks, group=replicate)
     if len({rank for row in rows for rank in row}) < sum(map(len, rows)) or len(set(map(len, rows))) > 1:
         raise groups_do_not_cross(dist.get_rank(), rows, dist.get_process_group_ranks(replicate))
     return DeviceMesh.from_group(
@@ -357,7 +357,7 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
 
 
 def _node_mesh(kind: str) -> DeviceMesh:
-    """Shard over the ranks of a node, replicate over nodes. Ranks on one node are those of one host name."""
+    """Shard over the ranks of a node, replicate over nodes. Ranks with the same host name are on one node."""
     world = dist.get_world_size()
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname())

@@ -1,4 +1,4 @@
-"""Meshes that hold more than data parallelism, and which of their dims are data-parallel."""
+"""The data-parallel dims of meshes that have other dims, too."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .messages import cannot_flatten, nothing_to_shard_on, unknown_dims, unnamed
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of the `mesh` given to `fully_shard` are data-parallel, if not all are (the names are PyTorch's).
+    """The data-parallel dims of the `mesh` passed to `fully_shard`, if it has others (names are PyTorch's).
 
     Attributes:
         shard: name of the dim that parameters are sharded on; several names are flattened into one dim.
-        replicate: name of the dim, or names of the dims, of replicas (hybrid sharding); None if there is none.
+        replicate: name or names of the dims of replicas (hybrid sharding); None without replicas.
 
     Raises:
-        ConfigError: neither is given, a name occurs twice, or something is no name.
+        ConfigError: no names, a name that occurs twice, or a value that is not a string.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -39,20 +39,20 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if given is None:
+def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if dims is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (dims,) if isinstance(dims, str) else tuple(dims)
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     """The 1-D (shard) or 2-D (replicate, shard) mesh that `dims` name in `mesh`. Collective if dims are flattened.
 
-    Private torch API: `DeviceMesh._flatten`, for several names; there is no public alternative but to make the mesh
-    with one dim in their place, which is what the error recommends.
+    Private torch API: `DeviceMesh._flatten`, for several names. The public alternative is to make the mesh with one dim
+    in their place, which the error recommends.
 
     Raises:
-        ConfigError: an unknown name, or replicas alone.
+        ConfigError: an unknown name, or replicas without a dim to shard on.
     """
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
@@ -65,7 +65,7 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of one dim that stands for these."""
+    """The 1-D mesh of these dims, flattened."""
     if len(names) == 1:
         return mesh[names[0]]
     if not hasattr(mesh, "_flatten"):

@@ -1,4 +1,4 @@
-"""What meshes and process groups say to users, in the order of the code: the wording of errors and warnings."""
+"""The wording of this package's errors and warnings, in the order of the code."""
 
 from __future__ import annotations
 
@@ -11,55 +11,45 @@ from ..errors import ConfigError, message
 
 
 def not_a_mesh(kind: str) -> ConfigError:
-    """The error for a mesh of another type."""
+    """The error for a mesh of the wrong type."""
     return ConfigError(
         f"mesh must be a torch.distributed DeviceMesh, got {kind}",
-        remedy='leave mesh= out for all ranks, or give init_device_mesh("cpu", (dist.get_world_size(),)), or of a '
-        'group DeviceMesh.from_group(group, "cpu"); "cuda" in place of "cpu" on GPUs',
-        code="C136",
+        remedy='omit mesh= for all ranks, or pass init_device_mesh("cpu", (dist.get_world_size(),)), or for a '
+        'group DeviceMesh.from_group(group, "cpu"); on GPUs with "cuda" instead of "cpu"',
     )
 
 
 def other_dims(shape: Sequence[int], dims: int) -> ConfigError:
-    """The error for a mesh of neither one nor two dims."""
+    """The error for a mesh that does not have one or two dims."""
     return ConfigError(
         f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {dims} dims.",
         expected="mesh.ndim in (1, 2)",
         got=f"shape {shape}",
         remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
-        code="C137",
+        topic="mesh-dims",
     )
 
 
 def outside_the_mesh(rank: int, mesh: str) -> ConfigError:
     """The error for a process that is not part of the mesh."""
-    return ConfigError(
-        "This process is not part of the mesh given to fully_shard.",
-        rank=rank,
-        got=mesh,
-        code="C138",
-    )
+    return ConfigError("This process is not part of the mesh passed to fully_shard.", rank=rank, got=mesh)
 
 
 def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigError:
-    """The error for an int in `reshard_after_forward` that does not divide the ranks."""
+    """The error for an int in `reshard_after_forward` that does not divide the number of ranks."""
     return ConfigError(
-        f"reshard_after_forward={size} does not cut {ranks} ranks into smaller groups of equal size.",
+        f"reshard_after_forward={size} does not divide {ranks} ranks into smaller groups of equal size.",
         expected=f"one of {', '.join(fitting)}" if fitting else "True or False: this number has no other divisor",
         got=size,
-        remedy="give one of these (an int is the size of the groups in which parameters stay split from forward to "
-        "backward), or True (free what was gathered after forward), or False (keep it until backward)",
-        code="C139",
+        remedy="pass one of these (an int is the size of the groups over which parameters stay split from forward to "
+        "backward), or True (free full parameters after forward), or False (keep them until backward)",
     )
 
 
 def other_device_type(expected: str, device: Any) -> ConfigError:
-    """The error for a device that is not of the mesh's type."""
+    """The error for a device that does not have the mesh's type."""
     return ConfigError(
-        "The device to compute on is not of the mesh's device type.",
-        expected=expected,
-        got=str(device),
-        code="C140",
+        "The device to compute on does not have the mesh's device type.", expected=expected, got=str(device)
     )
 
 
@@ -69,68 +59,62 @@ def device_not_available(device_type: str, error: Exception) -> ConfigError:
         "The mesh's device type is not available to this process.",
         expected=f"a usable {device_type} device",
         got=str(error),
-        remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
-        code="C141",
+        remedy='build the mesh for a device that this machine has: init_device_mesh("cpu", ...)',
     )
 
 
 def needs_two_groups(groups: Any) -> ConfigError:
-    """The error for one group for a hybrid strategy."""
+    """The error for a single group with a hybrid strategy."""
     return ConfigError(
         "A hybrid strategy shards over one group and replicates over another.",
         expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
         got=repr(groups),
-        code="C143",
     )
 
 
 def takes_one_group() -> ConfigError:
-    """The error for two groups for a strategy that is not hybrid."""
-    return ConfigError("process_group is a pair only for hybrid strategies; give one group", code="C144")
+    """The error for two groups with a strategy that is not hybrid."""
+    return ConfigError("process_group is a pair only for hybrid strategies; pass one group")
 
 
 def not_groups(groups: Any) -> ConfigError:
-    """The error for something that is no process group."""
+    """The error for a value that is not a process group."""
     return ConfigError(
-        "process_group must be a process group, or two of them for hybrid strategies.",
+        "process_group must be a process group, or a pair of groups for hybrid strategies.",
         got=repr(groups),
         remedy="make groups with torch.distributed.new_group(ranks), on every rank",
-        code="C145",
     )
 
 
 def groups_do_not_cross(rank: int, shard_groups: Sequence[Any], replicas: Sequence[int]) -> ConfigError:
     """The error for a pair of groups that have more than one rank in common."""
     return ConfigError(
-        "The groups of process_group=(shard_group, replicate_group) do not cross in one rank.",
+        "The groups of process_group=(shard_group, replicate_group) must have exactly one rank in common.",
         rank=rank,
-        expected="a replicate group that holds one rank of each shard group",
+        expected="a replicate group that contains exactly one rank of each shard group",
         got=f"shard groups {', '.join(map(str, shard_groups))} of ranks {replicas}",
-        remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or give "
-        "that as device_mesh",
-        code="C430",
+        remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or pass "
+        "this mesh as device_mesh",
     )
 
 
 def unequal_nodes(sizes: Mapping[str, int]) -> ConfigError:
-    """The error for nodes that hold different numbers of ranks."""
+    """The error for nodes with different numbers of ranks."""
     return ConfigError(
-        "Nodes do not hold the same number of ranks, so node-local groups cannot be made.",
+        "Nodes do not have the same number of ranks, so node-local groups cannot be made.",
         expected="equal numbers",
         got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
-        remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
-        code="C147",
+        remedy="pass process_group=(shard_group, replicate_group) or a 2-D device_mesh",
     )
 
 
 def alone() -> str:
-    """The warning for a model that is sharded over one process, as nobody started more."""
+    """The warning for a model that is sharded over a single process because no launcher started more."""
     return message(
-        "The model is sharded over this process alone: torch.distributed is not initialised, and torchrun did not "
+        "The model is sharded over this process alone: torch.distributed is not initialized, and torchrun did not "
         "start the program.",
-        remedy="nothing is to be done in a notebook or on one device; to train on several, start the program with "
+        remedy="ignore this in a notebook or on one device; to train on several devices, start the program with "
         "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
-        code="W383",
     )
 
 
@@ -138,12 +122,11 @@ def alone() -> str:
 
 
 def unnamed_dims(shard: Any, replicate: Any) -> ConfigError:
-    """The error for dims that are not named, each once."""
+    """The error for dims without names, or with a name that occurs twice."""
     return ConfigError(
-        "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
+        "DataParallelMeshDims requires the names of data-parallel mesh dims, each once.",
         expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
         got=f"shard={shard!r}, replicate={replicate!r}",
-        code="C148",
     )
 
 
@@ -153,26 +136,25 @@ def unknown_dims(names: Sequence[str], unknown: Sequence[str]) -> ConfigError:
         "dp_mesh_dims names a dim that the mesh does not have.",
         expected=f"names among {names}",
         got=", ".join(map(repr, unknown)),
-        code="C149",
+        topic="mesh-dims",
     )
 
 
 def nothing_to_shard_on(replicate: Any) -> ConfigError:
-    """The error for replicas alone."""
+    """The error for replicas without a dim to shard on."""
     return ConfigError(
-        "dp_mesh_dims gives replicas and nothing to shard on.",
+        "dp_mesh_dims names replicas but no dim to shard on.",
         expected="shard=, the name of at least one dim",
         got=f"replicate={replicate!r} alone",
         remedy="use DistributedDataParallel, or name one of these dims in shard=",
-        code="C150",
+        topic="mesh-dims",
     )
 
 
 def cannot_flatten(names: Sequence[str]) -> ConfigError:
     """The error for a torch that does not flatten dims."""
     return ConfigError(
-        f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place",
-        code="C151",
+        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with one dim in their place."
     )
 
 
@@ -186,15 +168,15 @@ def two_shard_dims(first: str, second: str, got: str) -> ConfigError:
         f"parameters would be repeated along {first!r}.",
         expected="a 1-D mesh, or a first dim of replicas",
         got=got,
-        remedy=f"to shard over both, make a 1-D mesh of all these ranks, or give fully_shard dp_mesh_dims="
-        f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, give "
-        f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant to be replicas, name it so",
-        code="C152",
+        remedy=f"to shard over both, make a 1-D mesh of all these ranks, or pass fully_shard dp_mesh_dims="
+        f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, pass "
+        f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant for replicas, rename it accordingly",
+        topic="mesh-dims",
     )
 
 
 def replicas_second(second: str, got: str) -> ConfigError:
-    """The error for a mesh whose second dim is named as that of replicas."""
+    """The error for a mesh whose second dim is named as the dim of replicas."""
     return ConfigError(
         f"The second dim of the mesh is named {second!r}, but a 2-D mesh is read as (replicate, shard): "
         "parameters would be split along it.",
@@ -202,5 +184,5 @@ def replicas_second(second: str, got: str) -> ConfigError:
         got=got,
         remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
         'mesh_dim_names=("replicate", "shard"))',
-        code="C153",
+        topic="mesh-dims",
     )

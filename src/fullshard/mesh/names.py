@@ -1,14 +1,14 @@
-"""Names of mesh dims that say that a 2-D mesh would be read in another way than it was meant.
+"""Detects from dim names that a 2-D mesh is not meant as (replicate, shard).
 
-Dims are read by place: the first is replicas, the last is what elements are split over. A name that says otherwise, in
-so many words, is taken at its word; all other names ("dp", "a", "nodes", "tp", none at all) say nothing.
+Dims are read by position: the first is for replicas, and elements are split over the last. Names that explicitly
+contradict this are refused; all other names ("dp", "a", "nodes", "tp", none at all) carry no meaning.
 
-    words of a name, between underscores and the like, digits at their end left out:
+    words in a name, separated by underscores and the like, without trailing digits:
     fsdp, shard, shards, sharded, sharding     split over
     cp, context                                split over, if the first dim is, too
     replicate, replicated, replica, replicas,
     replication, ddp                           replicas
-    of more than one of these                  says nothing
+    words of both kinds                        no meaning
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _REPLICATE = frozenset({"ddp", "replica", "replicas", "replicate", "replicated",
 
 
 def meaning(name: str) -> str | None:
-    """ "shard", "context" or "replicate" if the name of a dim clearly says so, else None.
+    """The meaning of a dim's name if it is clear: "shard", "context" or "replicate"; else None.
 
-    A name of a shard and a context dim flattened into one says "shard".
+    The name of a shard and a context dim flattened into one means "shard".
 
     >>> meaning("dp_shard"), meaning("fsdp2"), meaning("dp_shard_cp"), meaning("replicate"), meaning("dp")
     ('shard', 'shard', 'shard', 'replicate', None)
@@ -44,17 +44,17 @@ def meaning(name: str) -> str | None:
 
 
 def refuse_misread(mesh: Any) -> None:
-    """Refuse a 2-D mesh whose dim names say that its dims are not (replicate, shard). Other meshes pass.
+    """Refuse a 2-D mesh whose dim names contradict (replicate, shard). Other meshes pass.
 
     Raises:
-        ConfigError: both names say that the dim is split over, or the second one says that it is replicas.
+        ConfigError: both names mean a dim to split over, or the second one means replicas.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
         return
     first, second = mesh.mesh_dim_names
-    said = meaning(first), meaning(second)
+    meanings = meaning(first), meaning(second)
     got = f"dims ({first!r}, {second!r}) of sizes {tuple(mesh.shape)}"
-    if said[0] == "shard" and said[1] in ("shard", "context"):
+    if meanings[0] == "shard" and meanings[1] in ("shard", "context"):
         raise two_shard_dims(first, second, got)
-    if said[1] == "replicate":
+    if meanings[1] == "replicate":
         raise replicas_second(second, got)

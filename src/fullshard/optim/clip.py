@@ -46,7 +46,7 @@ def clip_grad_norm_(
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
     if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C154")
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
     follow_views(given)
     viewed = {id(p): _under_view(p) for p in given if PART_KEY in p.__dict__ and p.grad is not None}
@@ -56,7 +56,8 @@ def clip_grad_norm_(
     total = _norm_of([part for p in given for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite", code="N001"
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
+            topic="nonfinite-gradients",
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -83,7 +84,6 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
                 expected="a tensor, or tensors",
                 got=f"a {kind}",
                 remedy="give model.parameters(), not the model, nor named_parameters()",
-                code="C275",
             )
     return given
 
@@ -168,7 +168,6 @@ def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
             "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
             parameter=parameter.__dict__.get("_fullshard_name"),
             remedy="call model.clip_grad_norm_(max_norm) on the root instance",
-            code="C155",
         )
     assert parameter.grad is not None
     return shard_groups(parameter.grad)
@@ -182,9 +181,7 @@ def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
     if isinstance(grad, DTensor):
         for placement in grad.placements:
             if placement.is_partial():
-                raise ConfigError(
-                    "a gradient with a partial placement has no norm yet; redistribute it first", code="C156"
-                )
+                raise ConfigError("a gradient with a partial placement has no norm yet; redistribute it first")
         mesh = grad.device_mesh
         return [
             mesh.get_group(dim)
@@ -216,7 +213,7 @@ def clip_local_gradients(
         ConfigError: `norm_type` is not positive.
     """
     if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C157")
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
     grads = [as_real(grad) for grad in grads]
     infinite = math.isinf(norm_type)
     op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM

@@ -1,7 +1,9 @@
 """Every optimizer is looked at before its first step, and every step is noticed: units know that parameters changed.
 
 Refused are optimizers that were built before `fully_shard` or while a unit was gathered, and those that look at whole
-tensors but were given runs of elements: they would train nothing, or something else.
+tensors but were given runs of elements: they would train nothing, or something else. Warned of are those that step
+parameters of no unit beside sharded ones: usually `fully_shard` was applied to a model's blocks and never to the model,
+whose embedding, norm and head each rank then trains on its own data alone.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of, successor_of
+from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
-from .outside import warn_of_outside
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -96,7 +100,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 if isinstance(parameter, torch.Tensor):
                     _check_one(optimizer, parameter)
         seen = _checked[optimizer] = Seen(count, _stepped_by(groups))
-        warn_of_outside([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)])
+        _warn_of_outside(groups)
     if seen.units:
         seen.step(optimizer)
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
@@ -114,6 +118,56 @@ def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:
     return [weakref.ref(unit) for unit, parameters in owned.items() if all_ranks_hold(unit, parameters)]
 
 
+def _warn_of_outside(groups: Sequence[dict[str, Any]]) -> None:
+    """Warn, once in a process, of parameters beside sharded ones with gradients that nothing known to us averages.
+
+    Not meant are those that a unit was told to ignore, those with hooks of the user's on their gradients, and
+    `DTensor`s, which some other plan distributes.
+    """
+    named = [(name, p) for group in groups for name, p in _named(group) if isinstance(p, torch.Tensor)]
+    units = {unit for _, parameter in named if (unit := owner_of(parameter)) is not None}
+    if "outside" in _warned or all([bucket.axes.world == 1 for unit in units for bucket in unit.buckets]):
+        return
+    ignored = left_alone_by_all()
+    names = [name for name, p in named if owner_of(p) is None and id(p) not in ignored and _is_local(p)]
+    if names:
+        _warned.add("outside")
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+        warnings.warn(
+            message(
+                "An optimizer steps parameters that no unit holds, beside sharded ones: their gradients are this "
+                "rank's own, and ranks drift apart.",
+                parameter=shown,
+                expected="every trained parameter in a unit",
+                remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
+                "no block took. Where something else averages these gradients (DDP, say), name them in ignored_params= "
+                "(ignored_states= of the wrapper). (Shown once per process.)",
+                topic="root-forgotten",
+            ),
+            stacklevel=4,
+        )
+
+
+_SHOWN = 5  # names in a warning
+
+
+def _named(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """A group's parameters with their names, if the optimizer was given any, else their shapes."""
+    names = group.get("param_names") or [f"of shape {tuple(getattr(p, 'shape', ()))}" for p in group["params"]]
+    return zip(names, group["params"], strict=True)
+
+
+def _is_local(parameter: torch.Tensor) -> bool:
+    """Whether it is a leaf of one rank alone that has a gradient, which nothing looks at on its way."""
+    return (
+        isinstance(parameter, nn.Parameter)
+        and not isinstance(parameter, DTensor)
+        and parameter.grad is not None
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
+
+
 def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
     """Raise, or warn, if this optimizer must not be given `parameter`."""
     known = parameter.__dict__
@@ -125,7 +179,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             expected="an optimizer built from model.parameters() once the model is sharded",
             remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
             "the model with use_orig_params=True, which keeps Parameter objects",
-            code="C158",
+            topic="optimizer-built-early",
         )
     if WHOLE_KEY in known:
         raise ConfigError(
@@ -135,7 +189,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             expected="an optimizer built from the sharded parameters",
             got="one built between unshard() and reshard(), or inside a forward",
             remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
-            code="C159",
+            topic="optimizer-built-early",
         )
     if (part := known.get(PART_KEY)) is None:
         return
@@ -152,7 +206,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             if "Adafactor" in bases
             else f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters(); or take '
             "an element-wise optimizer",
-            code="C160",
+            topic="optimizer-on-shards",
         )
     if not bases & ELEMENT_WISE and name not in _warned:
         _warned.add(name)
@@ -163,7 +217,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
                 got=f"{name} with {part}",
                 remedy="nothing is to be done if each element's step depends on that element's gradient and state "
                 "alone; else build it from model.parameters() of fully_shard. (Shown once per class.)",
-                code="W009",
+                topic="optimizer-on-shards",
             ),
             stacklevel=4,
         )

@@ -94,7 +94,7 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
     """
     runners = runners_in(model)
     if not runners:
-        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C161")
+        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     groups = _groups(runners)
     seen = _seen(model, runners)
     flag = torch.tensor([any(one.reduced for one in seen.values())], dtype=torch.int32)

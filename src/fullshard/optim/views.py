@@ -47,7 +47,6 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             expected="an nn.Module",
             got=type(model).__name__,
             remedy="give the model itself: optimizer_view(model); params= takes parameters",
-            code="C277",
         )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
     take_over_replaced(model)
@@ -57,7 +56,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             "optimizer_view needs a model that fully_shard was applied to",
             got=f"a {type(model).__name__} without units",
             remedy="call fully_shard(model) first, and build the optimizer after it",
-            code="C162",
+            topic="no-units",
         )
     held = {id(member.sharded) for _, _, member in members_of(model)}
     flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]
@@ -73,7 +72,6 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
                     "optimizer_view was given a tensor that is not a parameter of the model now.",
                     got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
                     remedy="take parameters from model.parameters() after the last fully_shard call",
-                    code="C163",
                 )
     views: list[nn.Parameter] = []
     for unit in units:

@@ -25,7 +25,6 @@ def refused_transform(unit: str) -> PhaseError:
         expected="a forward and backward in plain autograd",
         remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
         "loop over the batch; or apply the transform to an unsharded copy of the model",
-        code="P040",
     )
 
 
@@ -38,7 +37,6 @@ def impossible(phase: str, happening: str, unit: str, asked: bool) -> PhaseError
         else "a different order of events; this is a bug in Fullshard",
         got=f"{happening} while {phase}",
         remedy="call it after the unit's own forward or backward has ended" if asked else None,
-        code="P041",
     )
 
 
@@ -51,7 +49,6 @@ def root_is_gone(parameters: Iterable[str]) -> PhaseError:
         "A backward reached a unit whose root module was deleted.",
         parameter=", ".join(parameters),
         remedy="keep the root module alive until the backwards of its forwards have ended",
-        code="P046",
     )
 
 
@@ -62,7 +59,6 @@ def prefetches_another_model(unit: str, foreign: Iterable[str]) -> str:
         f"{', '.join(map(named, foreign))}.",
         expected="units below the same root module",
         remedy="call unshard(async_op=True) on that unit before its model runs",
-        code="W300",
     )
 
 
@@ -77,7 +73,7 @@ def generator_calls_unit(parameter: str) -> PhaseError:
         expected="a forward that computes before it returns",
         got="this rank's part of the parameter",
         remedy="return a list of the results, or shard the modules that the generator calls as separate units",
-        code="P386",
+        topic="used-while-freed",
     )
 
 
@@ -88,7 +84,7 @@ def object_holds_view(parameter: str, rank: int) -> PhaseError:
         parameter=parameter,
         rank=rank,
         remedy="return a copy (weight.clone()), or the view itself or in a list, tuple, dict or dataclass",
-        code="P039",
+        topic="used-while-freed",
     )
 
 
@@ -103,7 +99,7 @@ def called_by_itself(unit: str) -> PhaseError:
         got=f"a forward of {unit!r}, which made it a root of its own",
         remedy="build and shard the model again, and call the whole model once before you call its parts (under "
         "torch.no_grad() is enough)",
-        code="P043",
+        topic="unit-called-alone",
     )
 
 
@@ -112,7 +108,6 @@ def other_root_runs(unit: str) -> PhaseError:
     return PhaseError(
         f"Unit {unit!r} belongs to two roots, and the forward or backward of the other one is running.",
         remedy="finish the forward and backward of one root before the other's begin",
-        code="P044",
     )
 
 
@@ -121,7 +116,7 @@ def backward_while_summoned() -> UsageError:
     return UsageError(
         "backward() was called inside summon_full_params() of the same model",
         remedy="call it before or after the context: the parameters shown inside it are copies, which get no gradients",
-        code="P045",
+        topic="summoned-parameters",
     )
 
 
@@ -131,7 +126,6 @@ def not_waited_for() -> PhaseError:
         "A gradient reduction of finalize_backward(async_op=True) was not waited for.",
         expected="handle.wait() before the next forward, backward or finalize_backward of the model, or of one "
         "that shares its communication context",
-        code="P345",
     )
 
 
@@ -146,7 +140,6 @@ def several_reductions(names: Mapping[str, Sequence[str]]) -> ConfigError:
         got="; ".join(f"{kind!r} of {', '.join(map(repr, units[:3]))}" for kind, units in names.items()),
         remedy="give every call of fully_shard or FullyShardedDataParallel the same reduction=, or use "
         "auto_wrap_policy=",
-        code="C165",
     )
 
 
@@ -157,7 +150,6 @@ def tokens_of_fewer_ranks(unit: str, ranks: int, counted: int) -> ConfigError:
         expected=f"meshes of at most {counted} ranks, like the root's",
         got=f"unit {unit!r} on {ranks} ranks",
         remedy="give the root the mesh of all ranks that hold data",
-        code="C166",
     )
 
 
@@ -170,7 +162,6 @@ def setting_below_the_root(setting: str, of_root: str, differing: Mapping[str, s
         got=f"{of_root!r} of the root; " + ", ".join(values[:3]) + (", ..." if values[3:] else ""),
         remedy=f"pass {setting}={next(iter(differing.values()))!r} to the last call, "
         "fully_shard(model), or to the outermost FullyShardedDataParallel",
-        code="W033",
     )
 
 
@@ -185,7 +176,7 @@ def added_parameters(names: Iterable[str], rank: int) -> PhaseError:
         rank=rank,
         remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
         "to leave them unsharded, freeze them or list them in ignored_params",
-        code="P031",
+        topic="parameter-added",
     )
 
 
@@ -200,7 +191,6 @@ def attached_to_several(parameter: str | None, part: object) -> PhaseError:
         expected="optimizers attached to single parameters",
         got=f"one attached to {part}",
         remedy="wrap the model with use_orig_params=True, or attach them to model.parameters() of fully_shard",
-        code="P032",
     )
 
 
@@ -212,7 +202,7 @@ def attached_before_sharding(parameter: str | None, optimizer: torch.optim.Optim
         expected="optimizers attached after the model is sharded, or a model wrapped with use_orig_params=True",
         got=f"{type(optimizer).__name__} of the original parameter, which would train nothing",
         remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
-        code="P033",
+        topic="optimizer-built-early",
     )
 
 
@@ -224,7 +214,7 @@ def copied_while_it_runs(module: str) -> PhaseError:
     return PhaseError(
         f"{module} was deep-copied while a forward or backward through it was running.",
         remedy="copy it between steps",
-        code="P034",
+        topic="called-in-a-step",
     )
 
 
@@ -236,7 +226,7 @@ def pickled(module: str) -> PhaseError:
         got="torch.save(model), or pickle.dumps(model)",
         remedy="fullshard.save(folder, model), on all ranks; or, for one file, call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on rank 0",
-        code="P384",
+        topic="copied-or-pickled",
     )
 
 
@@ -245,7 +235,7 @@ def copied_in_part(module: str) -> PhaseError:
     return PhaseError(
         f"{module} is in one unit with a module that was deep-copied without it.",
         remedy="deep-copy a module that contains all modules of the unit",
-        code="P035",
+        topic="copied-or-pickled",
     )
 
 
@@ -258,7 +248,7 @@ def input_never_ran(parameter: str) -> PhaseError:
         "backward(inputs=...) names a parameter whose unit has not run yet.",
         parameter=parameter,
         remedy="name parameters that the loss depends on",
-        code="P036",
+        topic="gradients-by-autograd",
     )
 
 
@@ -272,7 +262,6 @@ def needs_what_was_freed(parameters: Iterable[str], shape: Sequence[int]) -> Pha
         got=f"a graph kept elsewhere, through a tensor of shape {shape}",
         remedy="return the tensor you differentiate from the forward, or make it an attribute of the module; "
         "set_reshard_after_forward(False) keeps the unit gathered",
-        code="P037",
     )
 
 
@@ -285,7 +274,7 @@ def grad_of_sharded(parameters: Iterable[str]) -> PhaseError:
         expected="loss.backward(), which leaves reduced gradients in .grad (inputs= selects parameters)",
         remedy="call loss.backward(inputs=parameters) and read .grad; compute a penalty on weights from "
         "parameter.full_tensor() or the sharded parameters themselves",
-        code="P038",
+        topic="gradients-by-autograd",
     )
 
 
@@ -302,7 +291,7 @@ def second_order(parameter: str) -> PhaseError:
         "constant (.grad.detach())",
         remedy="for a penalty on gradients of weights use finite differences of two backwards, or compute it in a "
         "module that is not sharded",
-        code="P320",
+        topic="gradients-by-autograd",
     )
 
 
@@ -315,7 +304,6 @@ def reduction_was_dropped() -> PhaseError:
         "This gradient reduction was dropped before it was waited for.",
         got="reset_iter_state(), or an exception in the reduction",
         remedy="run the forwards and backwards of this step again",
-        code="P343",
     )
 
 
@@ -325,7 +313,6 @@ def replicas_would_differ(units: Sequence[str]) -> PhaseError:
         "finalize_backward() cannot leave gradients that differ between replicas.",
         expected="set_requires_all_reduce(True)",
         got=f"False on {', '.join(map(named, units[:3]))}",
-        code="P344",
     )
 
 
@@ -334,7 +321,7 @@ def reset_while_it_runs() -> PhaseError:
     return PhaseError(
         "reset_iter_state() was called while the model runs.",
         remedy="call it after the forward or backward has ended, for instance with an exception",
-        code="P416",
+        topic="called-in-a-step",
     )
 
 
@@ -346,7 +333,6 @@ def added_to_older_gradients(parameters: Iterable[str]) -> PhaseError:
         expected="no .grad before the first backward of an iteration (zero_grad() after each step)",
         got="gradients of this iteration and of earlier ones summed in one .grad",
         remedy="call zero_grad(), and repeat all iterations since the last step",
-        code="P417",
     )
 
 
@@ -355,5 +341,5 @@ def reduced_while_it_runs() -> PhaseError:
     return PhaseError(
         "Kept gradients cannot be reduced while the model runs.",
         remedy="call it after the forward and backward have ended",
-        code="P042",
+        topic="called-in-a-step",
     )

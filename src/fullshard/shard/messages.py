@@ -20,17 +20,17 @@ from ..errors import (
 
 def not_sharded(unit: str, state: str) -> PhaseError:
     """The error for a gather of a unit that is not sharded."""
-    return PhaseError(f"unit {unit!r} is {state}; only a sharded unit can be gathered", code="P054")
+    return PhaseError(f"unit {unit!r} is {state}; only a sharded unit can be gathered")
 
 
 def no_gather(unit: str, state: str) -> PhaseError:
     """The error for waiting when no gather is in flight."""
-    return PhaseError(f"unit {unit!r} is {state}; there is no gather to wait for", code="P055")
+    return PhaseError(f"unit {unit!r} is {state}; there is no gather to wait for")
 
 
 def already_sharded(unit: str) -> PhaseError:
     """The error for freeing a sharded unit."""
-    return PhaseError(f"unit {unit!r} is already sharded; there is nothing to free", code="P056")
+    return PhaseError(f"unit {unit!r} is already sharded; there is nothing to free")
 
 
 def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
@@ -45,7 +45,7 @@ def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
         remedy="change the sharded parameter between steps (under torch.no_grad()), or compute with a changed "
         "copy; Embedding(max_norm=) renormalises rows in its forward: omit max_norm, or put the weight in "
         "ignored_params",
-        code="P057",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -58,13 +58,13 @@ def assigned_in_forward(parameter: str, rank: int, unit: str) -> PhaseError:
         expected="parameters that are assigned between steps",
         got=f"a different object in its place, in or before the forward of unit {unit or '(root)'!r}",
         remedy="assign it between steps, or change its values in place between steps (copy_)",
-        code="P058",
+        topic="parameter-replaced",
     )
 
 
 def lacks_parameter(unit: str) -> PhaseError:
     """The error for a parameter that a unit does not have."""
-    return PhaseError(f"unit {unit!r} lacks the parameter to give up; this is a bug in Fullshard", code="P059")
+    return PhaseError(f"unit {unit!r} lacks the parameter to give up; this is a bug in Fullshard")
 
 
 # bucket.py
@@ -76,7 +76,7 @@ def partly_on_meta(parameters: Iterable[str]) -> ConfigError:
         "Some parameters of a unit are on the meta device and others are not.",
         parameter=", ".join(parameters),
         remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
-        code="C167",
+        topic="weights-on-meta",
     )
 
 
@@ -97,7 +97,7 @@ def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
         expected="one dtype",
         got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
         remedy="cast the whole unit; or cast part of it before the model is sharded, or make that part a separate unit",
-        code="C168",
+        topic="mixed-dtypes",
     )
 
 
@@ -106,9 +106,7 @@ def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
 
 def collected_while_reduced() -> PhaseError:
     """The error for gradients that are collected while their buffer is being reduced."""
-    return PhaseError(
-        "gradients were collected while their bucket is being reduced; this is a bug in Fullshard", code="P048"
-    )
+    return PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
 
 
 def not_reduced_yet(unit: str, parameters: Iterable[str], rank: int, what: str, do: str) -> PhaseError:
@@ -119,7 +117,6 @@ def not_reduced_yet(unit: str, parameters: Iterable[str], rank: int, what: str, 
         rank=rank,
         remedy=f"{do} after the backward that reduces them (set_requires_gradient_sync(True)), "
         "or after optimizer.zero_grad() and before the next backward",
-        code="P049",
     )
 
 
@@ -135,7 +132,6 @@ def not_dense(parameter: str) -> PhaseError:
         got="a sparse gradient",
         remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
         "ignored_params and reduce its gradient yourself",
-        code="P052",
     )
 
 
@@ -151,7 +147,6 @@ def not_a_gradient(parameter: str, rank: int, expected: str, got: str) -> Config
         expected=f"None, or {expected}, like the gradient passed to it",
         got=got,
         remedy="compute the result from the gradient passed to the hook (torch.zeros_like(grad), for instance)",
-        code="C178",
     )
 
 
@@ -167,7 +162,6 @@ def two_gradients(parameter: str, rank: int) -> ConfigError:
         expected="an assignment to only one of them: they share their .grad",
         got="two different tensors since the last step or backward",
         remedy="assign to the parameter's .grad or to the view's, or add one to the other",
-        code="C415",
     )
 
 
@@ -179,7 +173,6 @@ def view_of_another_shape(parameter: str, expected: tuple[int, ...], got: tuple[
         expected=f"shape {expected}",
         got=f"shape {got}",
         remedy="assign a result of the view (p.data = p.data * 2)",
-        code="C380",
     )
 
 
@@ -191,7 +184,6 @@ def zero_in_a_view(parameter: str) -> str:
         parameter=parameter,
         remedy="if they must not, exclude it from the view (optimizer_view(model, params=...)), or pass "
         "model.parameters() to the optimizer; this warning appears once per unit",
-        code="W011",
     )
 
 
@@ -205,7 +197,6 @@ def offloaded_subclass(parameter: str, kind: str) -> ConfigError:
         parameter=parameter,
         got=kind,
         remedy="shard their unit without CPUOffloadPolicy",
-        code="C169",
     )
 
 
@@ -215,7 +206,6 @@ def offloaded_tensor_parallel(parameter: str) -> ConfigError:
         "CPU offload does not support tensor-parallel parameters yet.",
         parameter=parameter,
         remedy="shard their unit without CPUOffloadPolicy",
-        code="C170",
     )
 
 
@@ -226,7 +216,6 @@ def unusable_override(parameter: str, param_dtype: Any, own: Any, chosen: Any) -
         parameter=parameter,
         expected=f"None, param_dtype ({param_dtype}) or the parameter's own dtype ({own})",
         got=repr(chosen),
-        code="C342",
     )
 
 
@@ -237,7 +226,6 @@ def not_cut_into_blocks(name: str, parameter: Any) -> ConfigError:
         parameter=name,
         expected="a plain tensor of at least one dim",
         got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
-        code="C343",
     )
 
 
@@ -248,18 +236,13 @@ def unusable_placement(parameter: str, placement: Any, layout: Any) -> ConfigErr
         parameter=parameter,
         expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
         got=f"{placement!r} with layout={layout!r}",
-        code="C171",
     )
 
 
 def mesh_on_another_device(parameter: str, expected: Any, device: Any) -> ConfigError:
     """The error for a mesh on a different device from `shard_placement_fn`."""
     return ConfigError(
-        "shard_placement_fn returned a mesh on a different device.",
-        parameter=parameter,
-        expected=expected,
-        got=device,
-        code="C172",
+        "shard_placement_fn returned a mesh on a different device.", parameter=parameter, expected=expected, got=device
     )
 
 
@@ -270,7 +253,6 @@ def placement_on_missing_dim(parameter: str, dims: int, shape: Sequence[int], pl
         parameter=parameter,
         expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
         got=placement,
-        code="C173",
     )
 
 
@@ -283,7 +265,6 @@ def lazy_parameter(name: str) -> ConfigError:
         "A parameter of a lazy module has no shape yet.",
         parameter=name,
         remedy="run one forward on a small input before fully_shard",
-        code="C174",
     )
 
 
@@ -298,7 +279,6 @@ def inner_tensors(name: str, kind: str) -> ConfigError:
         got=kind,
         remedy="shard it with fully_shard, after fullshard.integrations.quantised.by_rows(model) if it is frozen; "
         "implement these two methods; or put it in ignored_params (ignored_states)",
-        code="C175",
     )
 
 
@@ -311,7 +291,6 @@ def on_another_device(name: str, home: Any, device: Any) -> ConfigError:
         got=device,
         remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
         f"or move it with model.to({str(home)!r})",
-        code="C176",
     )
 
 
@@ -322,7 +301,7 @@ def tied_between_units(parameter: str) -> LayoutError:
         parameter=parameter,
         remedy="let one fully_shard call take all modules that use it: shard the module around them, "
         "or a list of them, before sharding any of them on its own",
-        code="L011",
+        topic="tied-weights",
     )
 
 
@@ -334,7 +313,7 @@ def is_a_dtensor(parameter: str, layout: Any) -> ConfigError:
         expected='layout="rows", whose sharded parameters can describe both splits',
         got=f"layout={layout!r}",
         remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
-        code="C177",
+        topic="mesh-dims",
     )
 
 
@@ -344,7 +323,7 @@ def share_memory(other: str, name: str) -> LayoutError:
         "Two Parameter objects share the same memory: sharded separately, they would drift apart.",
         parameter=f"{other} and {name}",
         remedy="tie them by assigning the same Parameter object to both modules",
-        code="L012",
+        topic="tied-weights",
     )
 
 
@@ -358,7 +337,7 @@ def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
         parameter=parameter,
         rank=rank,
         remedy="deep-copy the whole model",
-        code="P047",
+        topic="tied-weights",
     )
 
 
@@ -372,7 +351,7 @@ def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
         parameter=parameter,
         expected="one unit around all uses of a tied weight",
         remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
-        code="L013",
+        topic="tied-weights",
     )
 
 
@@ -387,7 +366,7 @@ def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
         remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
         "owns: with the same seed all would draw the same values), and initialise every module "
         "(reset_parameters()); or load a state dict",
-        code="P050",
+        topic="weights-on-meta",
     )
 
 
@@ -402,7 +381,7 @@ def other_counts_of_batches(rank: int, count: int, total: int, world: int) -> Di
         expected="the same number on every rank",
         got=f"{count} on this rank, {total} on all {world} ranks together",
         remedy="give one count per backward on every rank, 0 where a rank has no tokens",
-        code="D010",
+        topic="token-counts",
     )
 
 
@@ -419,7 +398,7 @@ def tokens_not_counted(backwards: int | None) -> UsageError:
         got=got,
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
-        code="P053",
+        topic="token-counts",
     )
 
 
@@ -432,7 +411,7 @@ def view_on_meta(parameters: Iterable[str]) -> ConfigError:
         "An optimizer view was requested while parameters are on the meta device.",
         parameter=", ".join(parameters),
         remedy="call model.to_empty(device=...) first",
-        code="C179",
+        topic="weights-on-meta",
     )
 
 
@@ -442,7 +421,6 @@ def viewed_twice(parameter: str) -> ConfigError:
         "A parameter already has an optimizer view: two optimizers would update it.",
         parameter=parameter,
         remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
-        code="C180",
     )
 
 
@@ -456,7 +434,7 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
         expected="the same grad_dtype for all of them",
         got="; ".join(f"{dtype or 'unset'}: {', '.join(group[:3])}" for dtype, group in names.items()),
         remedy="set grad_dtype before fully_shard, which creates a separate buffer for each value",
-        code="C340",
+        topic="mixed-dtypes",
     )
 
 
@@ -470,5 +448,4 @@ def parked_asked_to_compute(units: Iterable[str]) -> PhaseError:
         expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
         got="parked units " + ", ".join(name or "(root)" for name in dict.fromkeys(units)),
         remedy="call fullshard.resume(model, *optimizers) first, on every rank",
-        code="P051",
     )

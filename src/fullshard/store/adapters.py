@@ -47,10 +47,7 @@ class Adapter:
             import peft
         except ImportError as error:
             raise ConfigError(
-                "Adapters are saved and loaded in PEFT's format, by PEFT.",
-                got=str(error),
-                remedy="pip install peft",
-                code="C181",
+                "Adapters are saved and loaded in PEFT's format, by PEFT.", got=str(error), remedy="pip install peft"
             ) from error
         self._names_of = peft.get_peft_model_state_dict
         found = [(path, m) for path, m in model.named_modules() if is_peft_model(m)]
@@ -59,21 +56,16 @@ class Adapter:
                 "The model has no adapter of PEFT's.",
                 got=type(model).__name__,
                 remedy="adapt it by peft.get_peft_model before it is sharded",
-                code="C182",
             )
         path, self.model = found[0]
         self._prefix = f"{path}." if path else ""
         configs: Mapping[str, Any] = self.model.peft_config
         active = list(self.model.active_adapters)
         if wanted is True and len(active) != 1:
-            raise ConfigError(
-                "adapter=True needs one active adapter.", got=active, remedy="name one: adapter='...'", code="C183"
-            )
+            raise ConfigError("adapter=True needs one active adapter.", got=active, remedy="name one: adapter='...'")
         self.name: str = active[0] if wanted is True else str(wanted)
         if self.name not in configs:
-            raise ConfigError(
-                "The model has no adapter of this name.", expected=", ".join(configs), got=self.name, code="C184"
-            )
+            raise ConfigError("The model has no adapter of this name.", expected=", ".join(configs), got=self.name)
         self.config: Any = configs[self.name]
 
     def names(self, table: Table, embeddings: bool | str = "auto") -> dict[str, str]:
@@ -105,7 +97,6 @@ class Adapter:
                     parameter=name,
                     got=f"an adapter of type {self.config.peft_type}",
                     remedy="save it from a model on one rank, by PEFT",
-                    code="K038",
                 )
             found[plain_name(name)] = owner.name
         return found
@@ -129,10 +120,7 @@ class Adapter:
             said = json.loads((folder / CONFIG).read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                "A folder holds no adapter of PEFT's.",
-                expected=f"{CONFIG} in {folder}",
-                got=f"{error}"[:200],
-                code="K039",
+                "A folder holds no adapter of PEFT's.", expected=f"{CONFIG} in {folder}", got=f"{error}"[:200]
             ) from None
         mine = self.config.to_dict()
         for key in _DECIDES:
@@ -146,5 +134,4 @@ class Adapter:
                     expected=repr(here),
                     got=repr(there)[:100],
                     remedy="make the model's adapter from the folder: peft.PeftConfig.from_pretrained(folder)",
-                    code="K040",
                 )

@@ -34,7 +34,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ class Order:
         folder: where checkpoints are kept.
         name: of the one being written, as `Folder.begin` gave it.
         rank, world: of the ranks that save.
-        values, ending: see `Plan`.
+        ending: see `Plan`.
         pieces: name, shape, offsets, sizes and dtype of each piece, and where in the snapshot it lies, in bytes.
         data_bytes: that the pieces take in the snapshot.
         patience: seconds that the first rank's writer waits for another one.
@@ -74,7 +73,6 @@ class Order:
     name: str
     rank: int
     world: int
-    values: dict[str, Any]
     ending: Ending | None
     pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, int]]
     data_bytes: int
@@ -87,7 +85,7 @@ class Order:
         for p in plan.pieces:
             pieces.append((p.name, p.shape, p.offsets, p.sizes, p.dtype, at))
             at += -(-p.nbytes // ALIGN) * ALIGN
-        return cls(folder, name, rank, world, plan.values, plan.ending, pieces, at)
+        return cls(folder, name, rank, world, plan.ending, pieces, at)
 
 
 @dataclass
@@ -222,7 +220,7 @@ class Writer:
                 got=f"{type(error).__name__}: {error}",
                 remedy="raise the limits of processes and open files (ulimit -u, ulimit -n), or save without "
                 "asynchronous=True",
-                code="K425",
+                topic="save-failed",
             ) from error
         self._channel = ours
 
@@ -413,7 +411,7 @@ def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, Checkpoint
         "A save in the background failed; the checkpoints before it are as they were.",
         rank=rank,
         got=error,
-        code="K041",
+        topic="save-failed",
     )
     return name, failure
 
@@ -433,7 +431,7 @@ def settle_background(ranks: Ranks) -> None:
                 rank=error.rank,
                 got=error.got,
                 remedy="free room or mend the disk; wait() for a save to get its failure as an error",
-                code="W422",
+                topic="save-failed",
             ),
             stacklevel=3,
         )

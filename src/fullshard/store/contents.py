@@ -9,9 +9,8 @@ gathered is looked at: pieces are views of the shards.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from ..checkpoint.held import Held, held_by, kinds_of
 from ..checkpoint.names import Named, Table
-from ..checkpoint.optimizer import blank_states
+from ..checkpoint.settings import named_groups
 from ..errors import ConfigError
 from ..names import plain_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
@@ -53,7 +52,6 @@ def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torc
                 expected=kind.__name__,
                 got=type(value).__name__,
                 remedy=_REMEDIES[what].format(call=call),
-                code="C199",
             )
     return given
 
@@ -64,7 +62,7 @@ class StateOf:
 
     Attributes:
         optimizer, held: whose.
-        state: the optimizer's own, or what a first step would make if it has none.
+        state: the optimizer's own; for one that has none, what is to be loaded into.
         pieces: what this rank holds of it, by parameter name.
         scalars: by parameter name and key.
     """
@@ -109,14 +107,11 @@ def contents_of(
     model: nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],
     first: bool,
-    lacking: Container[tuple[int, int]] = (),
 ) -> Contents:
     """The contents of this rank. No communication.
 
     Args:
         first: whether this is the first rank, which writes what all ranks have.
-        lacking: tensors, by optimizer and number in it, that are given what a first step would make of their state,
-            zeroed, to be loaded into; see `lacking_state`.
 
     Raises:
         CheckpointError: something that has no values yet, or state that cannot be named.
@@ -140,7 +135,7 @@ def contents_of(
             found.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
     taken: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
-        _add_optimizer(found, optimizer, number, taken, first, lacking)
+        _add_optimizer(found, optimizer, number, taken, first)
     return found
 
 
@@ -171,30 +166,26 @@ def _add_optimizer(
     number: int,
     taken: dict[str, int],
     first: bool,
-    lacking: Container[tuple[int, int]],
 ) -> None:
     held = held_by(found.table, optimizer.param_groups)
-    numbers = {row.name: turn for turn, row in enumerate(found.table.parameters)}
     for name in [row.name for one in held for row in one.rows]:
         if taken.setdefault(name, number) != number:
             raise ConfigError(
                 "Two optimizers update one parameter: their state would have one name.",
                 parameter=name,
                 remedy="give each optimizer parameters of its own",
-                code="C185",
             )
-    states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
-    if blank := [one for one in held if (number, one.index) in lacking]:
-        made = blank_states(optimizer, [one.tensor for one in blank], frozen=True)  # it may have been frozen since
-        states |= {id(one): made[id(one.tensor)] for one in blank}
-    for one in held:
-        state = StateOf(optimizer, one, states[id(one)])
-        for row in one.rows:
+    found.states += [StateOf(optimizer, one, optimizer.state.get(one.tensor) or {}) for one in held]
+    add_states(found, found.states[-len(held) :] if held else [], first)
+    found.groups += named_groups(held, optimizer.param_groups)
+
+
+def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> None:
+    """What this rank holds of the state of these tensors."""
+    numbers = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
+    for state in states:
+        for row in state.held.rows:
             _add_state(state, row, numbers[row.name], first)
-        found.states.append(state)
-    for g, group in enumerate(optimizer.param_groups):
-        settings = {k: copy.copy(v) for k, v in group.items() if k not in ("params", "param_names")}
-        found.groups.append({**settings, "params": [r.name for one in held if one.group == g for r in one.rows]})
 
 
 def _add_state(one: StateOf, row: Named, turn: int, first: bool) -> None:

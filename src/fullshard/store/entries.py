@@ -195,7 +195,6 @@ def _check_size(everyone: Sequence[Mapping[str, Digest]]) -> None:
             expected=f"at most {MOST_JSON} characters in all",
             got=f"{sum(lengths.values())}, {lengths[longest]} of them here",
             remedy="give long lists as tensors or NumPy arrays, and long texts as bytes: these are kept beside",
-            code="K405",
         )
 
 

@@ -1,7 +1,7 @@
 """Where checkpoints are kept: a folder that all ranks see, in which each is whole or not there.
 
     ROOT/
-      step-000000100/                    a whole checkpoint: DCP's files, .metadata, manifest.json
+      step-000000100/                    a whole checkpoint: rank-0.safetensors, ..., manifest.json
       step-000000100.2/                  another one of the same step, saved after it
       step-000000200.saving-1f3a/        being written, or left by a save that was broken off; never read
       latest                             the name of the newest whole one
@@ -28,13 +28,12 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from . import manifest
 from .in_place import placed, replace_file, sync, write_synced
 from .storage import LocalStorage, Storage
-from .write import LocalWriter
 
 LATEST = "latest"
 LOCK = "lock"
@@ -171,7 +170,6 @@ class Folder:
                 expected=f"these only in the folders below: {newest} is read",
                 remedy="move the files where they belong; and save a run's checkpoints to a folder that is not itself "
                 "a checkpoint",
-                code="W420",
             ),
             stacklevel=3,
         )
@@ -184,7 +182,6 @@ class Folder:
             expected="the name of a folder beside it, such as step-000000100",
             got=repr(text),
             remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
-            code="K042",
         )
 
     def storage(self, name: str) -> Storage:
@@ -193,9 +190,9 @@ class Folder:
 
     # Writing.
 
-    def writer(self, name: str) -> Any:
-        """What writes into one that `begin` made: a writer of DCP's, and a `PieceWriter`."""
-        return LocalWriter(self.path / name)
+    def create(self, name: str, file: str) -> IO[bytes]:
+        """A new file in what `begin` made, to be written from front to back."""
+        return (self.path / name / file).open("xb")
 
     def sees(self, name: str) -> bool:
         """Whether this process sees what another one made by `begin`."""
@@ -256,7 +253,7 @@ class Folder:
                 self.remove(name)
             except OSError as error:  # the new checkpoint is whole all the same
                 warnings.warn(
-                    message(f"An old checkpoint could not be removed: {self.at(name)}: {error}", code="W012"),
+                    message(f"An old checkpoint could not be removed: {self.at(name)}: {error}"),
                     stacklevel=2,
                 )
             else:
@@ -283,7 +280,6 @@ class Folder:
                     expected=f"a folder, or nothing yet, at {self.path}",
                     got=f"the file {path}",
                     remedy="pass a folder, such as runs/a; fullshard convert reads files of torch.save and safetensors",
-                    code="K191",
                 )
 
     @contextlib.contextmanager
@@ -320,7 +316,6 @@ class Folder:
                             expected=f"the lock within {patience:g} s",
                             got=f"{self.path / LOCK} held by {holder or 'an unknown process'}",
                             remedy="give every run a folder of its own, or let the other save end",
-                            code="K043",
                         ) from None
                     time.sleep(_POLL)
             os.ftruncate(fd, 0)
@@ -352,7 +347,6 @@ class Folder:
             expected=f"a file, or nothing yet, at {path}",
             got=error,
             remedy="remove it, and see who may write into the folder",
-            code="K420",
         )
 
 

@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.whole import BATCH_BYTES, Wanted, batches
 from ..errors import ConfigError, PhaseError
 from .lora import Given, merged_parameters
 from .ranks import Ranks
 from .table import table_of
-from .whole import Wanted, batches
-
-BUCKET_BYTES = 256 * 2**20
 
 
 def full_parameters(
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = BATCH_BYTES,
     merge_lora: bool = False,
     buffers: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -66,7 +64,7 @@ def full_parameters(
     """
     check_dtype(dtype)
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes), code="C189")
+        raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes))
     return _given(model, dtype, bucket_bytes, merge_lora, buffers, Ranks(process_group))
 
 
@@ -77,7 +75,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         ConfigError: it is not a floating-point dtype.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype), code="C190")
+        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype))
 
 
 def _given(
@@ -139,7 +137,6 @@ def _tell(ranks: Ranks, name: str, stop: BaseException) -> None:
             parameter=name,
             expected="all ranks to go through all parameters, or to stop at the same one",
             remedy="stop on all ranks alike; an exception in the loop's body stops it, too",
-            code="P060",
         )
     with contextlib.suppress(Exception):  # what stopped this rank is what it raises
         ranks.meet(error, "full_parameters")

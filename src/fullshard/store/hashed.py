@@ -55,7 +55,6 @@ def new_hash(kind: str, file: str) -> Any:
             expected=f"hashes of kind {kind}, of {file}",
             got="no package xxhash",
             remedy="pip install xxhash, or leave hashes out: load(check=False), fullshard inspect --no-hashes",
-            code="K112",
         )
     return made()
 

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
 from ..checkpoint.names import Named, Table
+from ..checkpoint.whole import BATCH_BYTES, Wanted
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
-from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
-from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
+from .full_parameters import check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
 from .table import table_of
-from .whole import Wanted
 
 
 def save_safetensors(
@@ -36,7 +36,7 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = BATCH_BYTES,
     adapter: bool | str = False,
     merge_lora: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -71,9 +71,7 @@ def save_safetensors(
     """
     check_dtype(dtype)
     if adapter and merge_lora:
-        raise ConfigError(
-            "adapter and merge_lora exclude each other: an adapter, or the model it was merged into.", code="C191"
-        )
+        raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
@@ -119,7 +117,6 @@ def _plain(given: list[Given]) -> list[Given]:
             got=_class_of(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)),
             remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first. Adapters of a quantised "
             "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
-            code="K113",
         )
     return given
 
@@ -234,7 +231,7 @@ def load_safetensors(
         PhaseError: called in the middle of a step.
     """
     if adapter and base:
-        raise ConfigError("adapter and base exclude each other: files hold one or the other.", code="C192")
+        raise ConfigError("adapter and base exclude each other: files hold one or the other.")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
 
@@ -312,10 +309,10 @@ class _Plan:
                 got=f"{_class_of(row.parameter)}, to be read from plain numbers",
                 remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
                 "fullshard.load reads what fullshard.save wrote of them",
-                code="K114",
             )
         for name in present:
-            check_fit(own, tuple(value.shape), dtype, entries[name], self.cast)
+            check_shape(own, value.shape, entries[name].shape)
+            check_cast(own, dtype, entries[name].dtype, self.cast)
         for piece in self._pieces(row, own):
             if not piece.tensor.numel():
                 continue
@@ -335,7 +332,7 @@ class _Plan:
     def _compare(self, piece: Piece, first: str, other: str) -> None:
         """A tied parameter under two of its names must have one value."""
         read = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, other)]
-        check_tied(piece.name, (first, read[0]), (other, read[1]))
+        check_tied(piece.name, (first.removeprefix(MODEL), read[0]), (other.removeprefix(MODEL), read[1]))
 
     def close(self, strict: bool) -> LoadedNames:
         """Compare the names.
@@ -344,18 +341,9 @@ class _Plan:
             CheckpointError: they differ, and `strict`.
         """
         unexpected = [name.removeprefix(MODEL) for name in self.source.entries if name not in self._asked]
-        if strict and (self._missing or unexpected):
-            raise CheckpointError(
-                "Safetensors files and the model have different names; nothing was loaded.",
-                parameter=(self._missing or unexpected)[0],
-                expected=f"{_some(self._missing)}, which the files lack"
-                if self._missing
-                else "the model's names alone",
-                got=f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
-                remedy="load them into the model they are of; base=True reads a base model's files into an adapted "
-                "one, adapter=True an adapter's; strict=False leaves both alone",
-                code="K116",
-            )
+        if strict:
+            remedy = "base=True reads a base model's files into an adapted one, adapter=True an adapter's"
+            check_names("Safetensors files do", self._missing, unexpected, remedy)
         return LoadedNames(self._missing, unexpected)
 
     def fill(self) -> None:
@@ -363,7 +351,3 @@ class _Plan:
         for piece, name in self.reads:
             if piece.tensor.numel():
                 piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -126,7 +126,7 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
             got=f"another one: {told[other][1]}",
             remedy="give all ranks a folder in a file system that all of them see, or a whole copy of the same "
             "checkpoint each",
-            code="D017",
+            topic="folders-differ",
         )
 
 
@@ -137,8 +137,9 @@ def _planned(
     files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
     reader = Reader(files, wanted.cast)
     settle(wanted.model)
-    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, lacking)
+    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first)
     reader.model(contents)
+    reader.add_new_states(contents, wanted.optimizers, lacking, ranks.is_first)
     reader.optimizers(contents, wanted.strict)
     state = _State(wanted, reader, contents, ranks)
     state.plan()
@@ -151,7 +152,6 @@ def _planned(
             expected=f"step {folder.step_of(name)}",
             got=f"step {step} in {folder.at(name)}",
             remedy="rename the folder back; or load this checkpoint by its own path",
-            code="K422",
         )
     if manifest is None and wanted.hashes and ranks.is_first:
         warnings.warn(
@@ -160,7 +160,6 @@ def _planned(
                 got=str(folder.at(name)),
                 remedy="if another program saved it with torch.distributed.checkpoint, pass check=False; if Fullshard "
                 "did, files of it are lost, and another checkpoint may be whole",
-                code="W421",
             ),
             stacklevel=7,
         )
@@ -200,7 +199,7 @@ class _State:
                     parameter=name,
                     expected=f"one of {', '.join(saved) or 'none'}",
                     remedy="name it as in save(state=...), leave it out, or pass strict=False",
-                    code="K118",
+                    topic="checkpoint-does-not-fit",
                 )
         for key in saved:
             if key == RNG:
@@ -243,7 +242,6 @@ class _State:
                     got=self.ranks.size,
                     remedy="give the object a method load_state_dicts(states), which is given those of all ranks; or "
                     "leave it out, and use Loaded.of_ranks",
-                    code="K119",
                 )
             self.objects.append((take_all, every))
 
@@ -278,7 +276,6 @@ class _State:
                         expected=f"{len(self.own)} ranks",
                         got=self.ranks.size,
                         remedy="seed them, or pass rng=False",
-                        code="W013",
                     ),
                     stacklevel=9,
                 )
@@ -294,7 +291,6 @@ class _State:
                 "The state of the random generators cannot be used; nothing was loaded.",
                 got=f"{type(error).__name__}: {error}",
                 remedy="pass rng=False to leave them as they are",
-                code="K120",
             ) from error
         self.objects.append((Generators().load_state_dict, state))
 
@@ -358,7 +354,6 @@ def load(
                 expected="an int of at least 0",
                 got=repr(step),
                 remedy="pass an int, as in step=1, or leave it out",
-                code="C278",
             )
         return where, Wanted(model, known, dict(state or {}), rng, strict, check, cast)
 
@@ -373,7 +368,7 @@ def load(
             got=f"step={steps[other]}",
             remedy="let one rank choose, and tell the others (torch.distributed.broadcast_object_list); or leave step= "
             "out for the newest",
-            code="D018",
+            topic="ranks-differ",
         )
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
@@ -414,7 +409,10 @@ def _first_whole(
                 raise
             if ranks.is_first:
                 warnings.warn(
-                    message(f"{where.at(name)} was passed over, and the one before it is tried. {error}", code="W014"),
+                    message(
+                        f"{where.at(name)} was passed over, and the one before it is tried. {error}",
+                        topic="checkpoint-damaged",
+                    ),
                     stacklevel=3,
                 )
     raise AssertionError("no candidates")  # `_candidates` raises then
@@ -426,7 +424,6 @@ def _removed(where: Folder, name: str, error: Exception) -> CheckpointError:
         expected=f"{where.at(name)} to stay",
         got=str(error).partition("\n")[0],
         remedy="load the newest (no step=), for which load looks again; or save with a larger keep_last=",
-        code="K423",
     )
 
 
@@ -451,7 +448,7 @@ def _candidates(
                 expected=f"step {step} in {where}",
                 got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
                 remedy="leave step out to load the newest, or take one of those that are there",
-                code="K121",
+                topic="checkpoint-missing",
             )
         return of_step[::-1] if fall_back else of_step[-1:]
     newest: str | None = None
@@ -468,7 +465,7 @@ def _candidates(
             expected="a folder that was given to save()",
             got=str(where),
             remedy="if this may be a run's first start, pass missing_ok=True",
-            code="K122",
+            topic="checkpoint-missing",
         )
     order = names[::-1] if newest is None else [newest, *(n for n in names[::-1] if n != newest)]
     return order if fall_back else order[:1]

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.names import Named, Table
+from ..checkpoint.whole import Wanted
 from ..errors import ConfigError
 from ..names import plain_path
-from .whole import Wanted
 
 _BASE = ".base_layer."
 
@@ -164,7 +164,6 @@ def adapted(model: nn.Module) -> Adapted:
             "merge_lora: the model has no LoRA adapter.",
             got=type(model).__name__,
             remedy="leave merge_lora away, or adapt the model by peft.get_peft_model before it is sharded",
-            code="C193",
         )
     return found
 
@@ -248,5 +247,4 @@ def _unmergeable(where: str, what: str) -> ConfigError:
         expected="LoRA on linear, embedding and convolution layers, and modules_to_save",
         got=what,
         remedy="save the adapter (save_safetensors(..., adapter=True)) and merge it with peft's merge_and_unload()",
-        code="C194",
     )

@@ -6,10 +6,7 @@ The file is a pickle. It may name only the classes that DCP's metadata is made o
 from __future__ import annotations
 
 import functools
-import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,10 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
-from .manifest import inside
+from .manifest import inside, without_collection
 from .pickles import read_pickle
 from .source import MOST_NAME, Entry, checked_name
-from .storage import Stored
+from .storage import Stored, check_parts, checked_part
 
 NAME = ".metadata"
 _MOST_DIMS = 64
@@ -60,7 +57,7 @@ def _known(module: str, name: str) -> Any:
             expected="the classes of torch.distributed.checkpoint.metadata",
             got=f"{module}.{name}",
             remedy="do not load this checkpoint with anything: it was made to run code",
-            code="K127",
+            topic="not-plain-values",
         ) from None
 
 
@@ -79,18 +76,6 @@ _MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes whose attributes can be set
 def _no_path(*parts: Any) -> str:
     """In place of a path, which is where the checkpoint was written, and of no use."""
     return "/".join(map(str, parts))
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No search for garbage: there are millions of descriptions, and all stay. It took two thirds of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @without_collection()
@@ -116,7 +101,6 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         raise DamagedCheckpointError(
             "A checkpoint's metadata cannot be read: it is damaged.",
             got=f"{where}: {type(error).__name__}: {str(error)[:200]}",
-            code="K128",
         ) from error
 
 
@@ -130,16 +114,13 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
         if begin < 0 or nbytes < 0:
             raise ValueError(f"a record at {begin} of {nbytes} bytes")
         if sizes is not None and file not in sizes:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint is missing.", got=file, parameter=str(key.fqn), code="K129"
-            )
+            raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=str(key.fqn))
         if sizes is not None and begin + nbytes > sizes[file]:
             raise DamagedCheckpointError(
                 "A file of a checkpoint is truncated.",
                 parameter=str(key.fqn),
                 expected=f"{file} of at least {begin + nbytes} bytes",
                 got=f"{sizes[file]}",
-                code="K130",
             )
         places[checked_name(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
     entries: dict[str, Entry] = {}
@@ -154,7 +135,7 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
             entries[name] = Entry(tuple(map(int, facts.size)), facts.properties.dtype)
             _check_entry(name, entries[name])
             stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
-            _check_whole(name, entries[name], stored[name], total)
+            check_parts(name, entries[name], stored[name], total)
         else:
             raise TypeError(f"{type(facts).__name__} of {name!r}")
     paths = {checked_name(name): tuple(path) for name, path in (found.planner_data or {}).items()}
@@ -171,32 +152,6 @@ def _check_entry(name: Any, entry: Entry) -> None:
         raise ValueError(f"{name!r} has shape {entry.shape}")
 
 
-def _check_whole(name: str, entry: Entry, parts: list[Stored], total: int | None) -> None:
-    """Every element must be there once, and in no more bytes than the files have: memory may be taken for it then."""
-    held = sum(math.prod(part.sizes) for part in parts)
-    if held != math.prod(entry.shape):
-        raise DamagedCheckpointError(
-            "A checkpoint does not hold all elements of a tensor, or holds some twice.",
-            parameter=name,
-            expected=f"{math.prod(entry.shape)} elements, of shape {entry.shape}",
-            got=f"{held}",
-            code="K131",
-        )
-    nbytes = sum(part.nbytes for part in parts)
-    if total is not None and nbytes > total:
-        raise ValueError(f"{name!r} is kept in {nbytes} bytes, more than all files have")
-
-
 def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:
-    """One rectangle, which must lie within the tensor and have as many bytes as its elements need."""
     offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
-    fits = len(offsets) == len(sizes) == len(entry.shape) and all(
-        at >= 0 and extent >= 0 and at + extent <= whole
-        for at, extent, whole in zip(offsets, sizes, entry.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name!r} of shape {entry.shape} has a part at {offsets} of {sizes}")
-    file, begin, nbytes = places[name, offsets]
-    if math.prod(sizes) * entry.dtype.itemsize > nbytes:
-        raise ValueError(f"a part of {name!r} of {sizes} is kept in {nbytes} bytes")
-    return Stored(name, offsets, sizes, file, begin, nbytes)
+    return checked_part(name, entry, offsets, sizes, *places[name, offsets])

@@ -183,7 +183,6 @@ def _inside(
                 expected="Shard or Replicate on every mesh dim",
                 got=f"placements {tuple(placements)}",
                 remedy="redistribute it before it is saved or loaded",
-                code="K132",
             )
     return tuple(at), writes
 
@@ -202,7 +201,6 @@ def _subclass_pieces(name: str, local: Any, bucket: Bucket, member: Member, writ
             parameter=member.name,
             expected="__tensor_flatten__, as PyTorch's guide to wrapper subclasses describes it",
             remedy="give the class that method",
-            code="K133",
         )
     rows, part = member.slot.shape[0], member.part
     for key in local.__tensor_flatten__()[0]:

@@ -25,8 +25,8 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +36,15 @@ from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Entries, Stateful, Values, entries_of, values_of
 from .folder import Folder
-from .hashed import FileFacts
+from .hashed import FileFacts, Hashed
 from .manifest import NAME as MANIFEST
-from .manifest import Manifest, versions
-from .metadata import without_collection
+from .manifest import Manifest, versions, without_collection
 from .piece import Key, Piece, Scalar, whole_piece
 from .ranks import Ranks
-from .source import MODEL, OPTIMIZER, Entry
+from .source import OPTIMIZER, Entry
 from .storage import Stored
 from .tree import to_json
-from .write import bytes_of, metadata_of
+from .write import bytes_of, file_of, write_pieces
 
 GROUPS = "optimizer.param_groups"
 SCALARS = "optimizer.scalars"
@@ -70,12 +69,10 @@ class Ending:
 
     Attributes:
         manifest: without files.
-        paths: see `path_of`; of all names.
         keep_last, keep_every: see `Folder.prune`.
     """
 
     manifest: Manifest
-    paths: dict[str, tuple[Any, ...]]
     keep_last: int | None
     keep_every: int | None
 
@@ -86,12 +83,10 @@ class Plan:
 
     Attributes:
         pieces: all that it writes.
-        values: what is not a tensor, for PyTorch's readers; on the first rank.
         ending: on the first rank.
     """
 
     pieces: list[Piece]
-    values: dict[str, Any] = field(default_factory=dict)
     ending: Ending | None = None
 
 
@@ -100,7 +95,7 @@ class Written:
     """What one rank wrote.
 
     Attributes:
-        stored: where each piece and value lies.
+        stored: where each piece lies.
         facts: of the files.
     """
 
@@ -226,7 +221,7 @@ def _refuse_different(outline: _Outline, ranks: Ranks) -> None:
                     expected=f"as on rank 0: {_short(first)}",
                     got=_short(own),
                     remedy="let all ranks call save() after the same step, with the same optimizers",
-                    code="D012",
+                    topic="ranks-differ",
                 )
 
 
@@ -255,7 +250,7 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
                     rank=rank,
                     expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
                     got=f"shape {entry.shape}, {entry.dtype}",
-                    code="D013",
+                    topic="models-differ",
                 )
     return {name: entry for name, (entry, _) in found.items()}
 
@@ -329,7 +324,6 @@ def _share_out(names: Container[str], pieces: Sequence[Piece], entries: Mapping[
                 expected=f"{entries[name].numel} elements",
                 got=f"{sum(map(math.prod, rectangles.values()))} in all",
                 remedy="save over all ranks of the model's mesh (process_group=), the same model on each",
-                code="K134",
             )
     several = {key: found for key, found in holders.items() if len(found) > 1}
     hashes = ranks.together(
@@ -361,7 +355,7 @@ def compare_values(several: Mapping[Key, Sequence[int]], hashes: Sequence[Mappin
                     got="others",
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
-                    code="D011",
+                    topic="weights-differ",
                 )
 
 
@@ -393,15 +387,8 @@ def _add_first(
             tensors[f"{OPTIMIZER}{parameter}.{key}"] = value
         else:
             plain.setdefault(parameter, {})[key] = value
-            plan.values[f"{OPTIMIZER}{parameter}.{key}"] = value
     groups = to_json(contents.groups, GROUPS, tensors)
     scalars = to_json(plain, SCALARS, tensors)
-    plan.values |= {
-        f"{GROUPS}.{i}.{key}": value
-        for i, group in enumerate(contents.groups)
-        for key, value in group.items()
-        if not isinstance(value, torch.Tensor)
-    }
     plan.pieces += [whole_piece(name, tensor, True) for name, tensor in tensors.items()]
     entries |= {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     manifest = Manifest(
@@ -418,9 +405,7 @@ def _add_first(
         },
         writer=versions(),
     )
-    parameters = {row.name for row in contents.table.parameters}
-    paths = {name: path_of(name, parameters) for name in (*entries, *plan.values, *contents.ties)}
-    plan.ending = Ending(manifest, paths, request.keep_last, request.keep_every)
+    plan.ending = Ending(manifest, request.keep_last, request.keep_every)
 
 
 def _scalars(scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]]) -> list[tuple[str, str, Any]]:
@@ -435,57 +420,41 @@ def _scalars(scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]]) -> 
     return [(parameter, key, _received(scalar.value)) for (parameter, key), scalar in first.items()]
 
 
-def path_of(name: str, parameters: Container[str]) -> tuple[Any, ...]:
-    """The keys that lead to a name in the nested state dict that PyTorch's programs expect."""
-    if name.startswith(MODEL):
-        return "model", name.removeprefix(MODEL)
-    if name.startswith(OPTIMIZER):
-        rest = name.removeprefix(OPTIMIZER)
-        parameter = rest
-        while parameter := parameter.rpartition(".")[0]:
-            if parameter in parameters:
-                return "optimizer", "state", parameter, rest.removeprefix(f"{parameter}.")
-    if name.startswith(f"{GROUPS}."):
-        number, _, key = name.removeprefix(f"{GROUPS}.").partition(".")
-        return "optimizer", "param_groups", int(number), key
-    return (name,)
-
-
 # Executing it: in the rank's own process, or in one beside it (`background.py`).
 
 
 def write(
-    folder: Folder,
-    name: str,
-    rank: int,
-    pieces: Iterable[Piece],
-    values: Mapping[str, Any],
-    progress: Callable[[int], None] | None = None,
+    folder: Folder, name: str, rank: int, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None
 ) -> Written:
-    """Write a rank's file, and wait until it is on the disk.
+    """Write a rank's file, and wait until it is on the disk. No file if there are no pieces.
 
     Args:
         folder: where checkpoints are kept.
         name: of the one being written, as `Folder.begin` gave it.
-        progress: see `PieceWriter`.
+        progress: called with a number of bytes whenever some were written.
     """
-    writer = folder.writer(name)
-    writer.progress = progress
-    return Written(writer.write_pieces(rank, pieces, values), writer.facts)
+    if not pieces:
+        return Written([], {})
+    file = file_of(rank)
+    with folder.create(name, file) as below:
+        stream = Hashed(below, progress)
+        stored = write_pieces(stream, file, pieces)
+    return Written(stored, {file: stream.facts()})
 
 
 @without_collection()
 def end(folder: Folder, name: str, ending: Ending | None, written: Sequence[Written]) -> str:
-    """Write metadata and manifest, and let the checkpoint take its place; its name. On the first rank."""
+    """Write the manifest, and let the checkpoint take its place; its name. On the first rank."""
     assert ending is not None
-    writer, manifest = folder.writer(name), ending.manifest
-    writer.facts = {}
-    stored = [one for each in written for one in each.stored]
-    writer.write_metadata(metadata_of(manifest.tensors, stored, ending.paths, manifest.ties))
-    files: dict[str, FileFacts] = dict(writer.facts)
+    manifest = ending.manifest
+    files: dict[str, FileFacts] = {}
+    stored: dict[str, list[Stored]] = {name: [] for name in manifest.tensors}
     for each in written:
         files |= each.facts
-    manifest = dataclasses.replace(manifest, time=folder.time_of_next(manifest.time), files=files)
+        for part in each.stored:
+            stored[part.name].append(part)
+    time_of_it = folder.time_of_next(manifest.time)
+    manifest = dataclasses.replace(manifest, time=time_of_it, files=files, stored=stored)
     final = folder.publish(name, {MANIFEST: manifest.text()})
     folder.prune(ending.keep_last, ending.keep_every)
     return final

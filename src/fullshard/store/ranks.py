@@ -131,7 +131,7 @@ class _Failure:
     def of(cls, error: Exception, what: str, rank: int) -> _Failure:
         if not isinstance(error, FullshardError):
             error = _failed(what, rank, error)
-        facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "code")}
+        facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "topic")}
         facts |= {name: str(facts[name]) for name in ("expected", "got") if facts[name] is not None}
         return cls(type(error), facts | {"rank": rank if error.rank is None else error.rank})
 
@@ -162,5 +162,4 @@ def _failed(what: str, rank: int, error: Exception) -> CheckpointError:
         rank=rank,
         got=f"{type(error).__name__}: {error}",
         remedy=remedy or "correct what got: says, and call again on all ranks",
-        code="K136",
     )

@@ -1,6 +1,7 @@
-"""Pieces out of DCP's files: only the bytes that this rank needs, checked before anything is changed, nothing executed.
+"""Pieces out of a checkpoint's files: only the bytes that this rank needs, checked first, nothing executed.
 
-Elements are read straight into the memory that they are for. `record.py` tells where they lie.
+Elements are read straight into the memory that they are for. Where they lie the manifest says; in a folder that another
+program saved by DCP, `.metadata` (`metadata.py`) and the record of each (`record.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
-from .record import Record, RecordFinder, load_record
-from .source import Entry
+from .record import TensorRecord, value_in
+from .source import OPTIMIZER, Entry, state_path
 from .storage import Storage, Stored
 
 GROUPS = ("optimizer", "param_groups")
 """The keys that lead to an optimizer's groups in the nested state dicts of DCP's programs."""
 MOST_WHOLE = 2**28
-"""Bytes of a manifest, which is read as a whole; and of metadata, unless the files that it describes are larger."""
+"""Bytes of a manifest or metadata, which is read as a whole, unless the files that it describes are larger."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
             parameter=piece.name,
             expected=f"{piece.tensor.numel()} elements at {piece.offsets} of {piece.sizes}",
             got=f"{piece.tensor.numel() - missing}",
-            code="K137",
         )
     return found
 
@@ -107,7 +107,7 @@ class Files:
     Attributes:
         manifest: Fullshard's; None in a folder that another program wrote.
         index: what is stored where.
-        digest: of what tells what is stored: manifest (with hashes of all other files) and metadata.
+        digest: of what tells what is stored: the manifest, with hashes of all other files, or the metadata.
 
     Raises:
         DamagedCheckpointError: a file is missing, truncated or not what was written.
@@ -117,65 +117,48 @@ class Files:
         self.storage, self._hashes = storage, hashes
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray(CHUNK))
-        self._finder = RecordFinder(storage)
-        self._records: dict[tuple[Stored, torch.dtype], Record] = {}
+        self._records: dict[tuple[Stored, torch.dtype], TensorRecord] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes
         try:
-            told = b""
-            if manifests.NAME in sizes:
-                told = self._small(manifests.NAME)
-                self.manifest = manifests.parse(told, storage.called(manifests.NAME))
-            self._check_sizes()
-            metadata = self._small(METADATA)
-            self.digest = hashlib.sha256(told + metadata).hexdigest()
-            self.index: Index = read_index(metadata, sizes, storage.called(METADATA))
-            self._check_same()
+            name = manifests.NAME if manifests.NAME in sizes else METADATA
+            if name not in sizes:
+                raise DamagedCheckpointError(
+                    f"A folder is no whole checkpoint: it has neither {manifests.NAME} nor {METADATA}, written last.",
+                    got=storage.called(""),
+                    remedy="name another one",
+                )
+            text = self._small(name)
+            self.digest = hashlib.sha256(text).hexdigest()
+            self.index: Index
+            if name == METADATA:
+                self.index = read_index(text, sizes, storage.called(METADATA))
+            else:
+                self.manifest = manifests.parse(text, storage.called(manifests.NAME))
+                self._check_sizes(self.manifest)
+                self.index = _index_of(self.manifest)
         except BaseException:
             self.close()
             raise
 
     def _small(self, name: str) -> bytes:
         """A file that is read as a whole."""
-        nbytes, most = self.storage.sizes[name], MOST_WHOLE
-        if name == METADATA:
-            most = max(most, most_metadata(self.storage))
+        nbytes, most = self.storage.sizes[name], max(MOST_WHOLE, most_listed(self.storage, name))
         if nbytes > most:
             raise DamagedCheckpointError(
                 "A file of a checkpoint that tells what is in the others is too large to be one.",
                 expected=f"at most {most} bytes",
                 got=f"{self.storage.called(name)} of {nbytes} bytes",
-                code="K138",
             )
-        self.verify(name, 0, nbytes)
         return self.storage.read(name, 0, nbytes)
 
-    def _check_same(self) -> None:
-        """Manifest and metadata must tell of the same tensors."""
-        if self.manifest is None:
-            return
-        told = self.manifest.tensors | {n: self.manifest.tensors[first] for n, first in self.manifest.ties.items()}
-        for name in sorted(told.keys() | self.index.entries.keys()):
-            expected, got = told.get(name), self.index.entries.get(name)
-            if expected != got:
-                raise DamagedCheckpointError(
-                    "A checkpoint's manifest and metadata tell of different tensors.",
-                    parameter=name,
-                    expected="none" if expected is None else f"{expected.dtype} of shape {expected.shape}",
-                    got="none" if got is None else f"{got.dtype} of shape {got.shape}",
-                    code="K139",
-                )
-
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, manifest: Manifest) -> None:
         """All files must be what the manifest says."""
         found = self.storage.sizes
-        for name, facts in ({} if self.manifest is None else self.manifest.files).items():
+        for name, facts in manifest.files.items():
             if name not in found:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is missing.",
-                    expected=self.storage.called(name),
-                    got="no such file",
-                    code="K140",
+                    "A file of a checkpoint is missing.", expected=self.storage.called(name), got="no such file"
                 )
             if found[name] != facts.nbytes:
                 what = "truncated" if found[name] < facts.nbytes else "longer than it was written"
@@ -183,15 +166,7 @@ class Files:
                     f"A file of a checkpoint is {what}.",
                     expected=f"{self.storage.called(name)} of {facts.nbytes} bytes",
                     got=f"{found[name]} bytes",
-                    code="K141",
                 )
-        if METADATA not in found:
-            raise DamagedCheckpointError(
-                "A folder is no whole checkpoint: it has no .metadata, which is written last.",
-                got=self.storage.called(""),
-                remedy="name another one",
-                code="K142",
-            )
 
     def verify(self, name: str, begin: int, nbytes: int) -> None:
         """Compare the hashes of the blocks that these bytes are in; without a manifest nothing is known of them.
@@ -201,11 +176,7 @@ class Files:
         """
         if self.manifest is None or not nbytes or not self._hashes:
             return
-        facts = self.manifest.files.get(name)
-        if facts is None:
-            raise DamagedCheckpointError(
-                "A checkpoint's manifest does not tell of a file that is read.", got=name, code="K143"
-            )
+        facts = self.manifest.files[name]
         for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1):
             if (name, block) in self._verified:
                 continue
@@ -222,20 +193,19 @@ class Files:
                     expected=f"{facts.kind} {facts.hashes[block][:16]}...",
                     got=f"another, of bytes {at} to {end} of {self.storage.called(name)}",
                     remedy="load another checkpoint (load(..., fall_back=True) takes the newest whole one)",
-                    code="K144",
                 )
             self._verified.add((name, block))
 
     def check(self, copies: Iterable[Copy]) -> None:
-        """Look at every record that is going to be read.
+        """Look at everything that is going to be read.
 
         Raises:
-            DamagedCheckpointError: one is not what the metadata says, or has another hash than the manifest says.
+            DamagedCheckpointError: it has another hash than the manifest says; a record is not what the metadata says.
         """
         for copy in copies:
             self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
-            if self._record(copy.stored, copy.entry).elements is None:
-                load_record(self._bytes(copy.stored), copy.stored, copy.entry)  # raises here, not when it is read
+            if self.manifest is None:
+                self._record(copy)  # raises here, not when it is read
 
     def fill(self, copies: Iterable[Copy]) -> None:
         """Read what `check` looked at into its targets.
@@ -247,18 +217,15 @@ class Files:
             self._fill(copy)
 
     def _fill(self, copy: Copy) -> None:
-        record, target, sizes = self._record(copy.stored, copy.entry), copy.target, tuple(copy.target.shape)
-        if record.elements is None:
-            found = load_record(self._bytes(copy.stored), copy.stored, copy.entry)
-            for dim, (begin, extent) in enumerate(zip(copy.begin, sizes, strict=True)):
-                found = found.narrow(dim, begin, extent)
-            target.copy_(found)
+        target, sizes = copy.target, tuple(copy.target.shape)
+        if self.manifest is None:
+            target.copy_(self._record(copy).read(copy.begin, sizes))
             return
         strides = dense_strides(copy.stored.sizes, tuple(range(len(sizes))))
         first = sum(a * b for a, b in zip(copy.begin, strides, strict=True))
         last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         item = copy.entry.dtype.itemsize
-        file, begin, nbytes = copy.stored.file, record.elements + first * item, (last - first + 1) * item
+        file, begin, nbytes = copy.stored.file, copy.stored.begin + first * item, (last - first + 1) * item
         dense = last - first + 1 == target.numel() and target.is_contiguous()
         same = target.dtype == copy.entry.dtype and not target.is_conj() and not target.is_neg()
         if dense and same and target.device.type == "cpu":
@@ -269,10 +236,8 @@ class Files:
         target.copy_(scratch.as_strided(sizes, strides))
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, as DCP's programs keep it. `weights_only`: nothing is executed."""
-        stored = self.index.values[name]
-        self.verify(stored.file, stored.begin, stored.nbytes)
-        return load_record(self._bytes(stored), stored, None)
+        """A value that is no tensor, as DCP's programs keep it."""
+        return value_in(self.storage, self.index.values[name])
 
     def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
         """Settings of optimizers as DCP's programs keep them: by group, or flattened, by parameter.
@@ -297,13 +262,11 @@ class Files:
         groups = [*(by_number[number] for number in sorted(by_number)), *by_parameter.values()]
         return checked_groups(groups)
 
-    def _bytes(self, stored: Stored) -> bytes:
-        return self.storage.read(stored.file, stored.begin, stored.nbytes)
-
-    def _record(self, stored: Stored, entry: Entry) -> Record:
-        key = stored, entry.dtype
+    def _record(self, copy: Copy) -> TensorRecord:
+        """What DCP wrote of a rectangle."""
+        key = copy.stored, copy.entry.dtype
         if key not in self._records:
-            self._records[key] = self._finder.find(stored, entry)
+            self._records[key] = TensorRecord(self.storage, copy.stored, copy.entry)
         return self._records[key]
 
     def close(self) -> None:
@@ -317,13 +280,30 @@ class Files:
         self.close()
 
 
-def most_metadata(storage: Storage) -> int:
-    """How long metadata can be, in bytes: what it says of a piece is shorter than the piece's record.
+def most_listed(storage: Storage, listing: str) -> int:
+    """How long a manifest or metadata can be, in bytes, that lists what is in these files.
 
-    Holes in files count as nothing: they would let a short file take all memory.
+    What it says of a piece is shorter than the piece's record, or than what the header of its file says of it; a
+    manifest has names of parameters again among settings, layouts and ties. Holes in files count as nothing: they would
+    let a short file take all memory.
     """
-    others = sum(nbytes for name, nbytes in storage.allocated.items() if name != METADATA)
-    return min(others, 4 * storage.allocated[METADATA])  # the disk may compress
+    others = sum(nbytes for name, nbytes in storage.allocated.items() if name != listing)
+    return min(4 * others, 4 * storage.allocated[listing])  # the disk may compress
+
+
+def _index_of(manifest: Manifest) -> Index:
+    """What is stored where, by the manifest: tied tensors under all their names."""
+    entries, stored = dict(manifest.tensors), dict(manifest.stored)
+    for name, first in manifest.ties.items():
+        entries[name], stored[name] = entries[first], stored[first]
+    groups = manifest.values.get("optimizer", {}).get("param_groups", [])
+    parameters = {name for group in (groups if _are_groups(groups) else ()) for name in group["params"]}
+    paths: dict[str, tuple[Any, ...]] = {
+        name: ("optimizer", "state", *path)
+        for name in entries
+        if name.startswith(OPTIMIZER) and (path := state_path(name, parameters)) is not None
+    }
+    return Index(entries, stored, {}, paths)
 
 
 def checked_groups(groups: Any) -> list[dict[str, Any]]:
@@ -332,11 +312,14 @@ def checked_groups(groups: Any) -> list[dict[str, Any]]:
     Raises:
         DamagedCheckpointError: they are none.
     """
-    if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        raise DamagedCheckpointError(
-            "A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80], code="K151"
-        )
-    return groups
+    if not _are_groups(groups):
+        raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80])
+    checked: list[dict[str, Any]] = groups
+    return checked
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(map(_is_group, groups))
 
 
 def _is_group(value: Any) -> bool:

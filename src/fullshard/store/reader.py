@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
 from ..checkpoint.names import Named
-from ..checkpoint.optimizer import check_complete
-from ..checkpoint.settings import is_like, settings_to_load
-from ..checkpoint.values import is_array, same
+from ..checkpoint.optimizer import add_scalar, blank_states, check_complete, described_state, has_settings_of
+from ..checkpoint.settings import put, settings_to_load
 from ..errors import CheckpointError, DamagedCheckpointError
-from .contents import Contents, StateOf
-from .fit import check_fit, check_tied
+from .contents import Contents, StateOf, add_states
 from .piece import Piece
 from .read import GROUPS, Copy, Files, checked_groups, copies_for
 from .source import MODEL, OPTIMIZER
@@ -26,7 +25,7 @@ class Reader:
 
     Args:
         files: the checkpoint.
-        cast: whether floating-point values may be rounded; see `check_fit`.
+        cast: whether floating-point values may be rounded; see `check_cast`.
 
     Attributes:
         copies: what is to be read into memory that is in use.
@@ -46,15 +45,14 @@ class Reader:
         self._ties = _tied_names({} if files.manifest is None else files.manifest.ties)
         self._plain = self._plain_scalars()
         self._saved = self._saved_states()
+        self._groups = self._read_groups()
 
     def _plain_scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
         if self.files.manifest is not None:
             found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
             if not _is_nested(found):
-                raise DamagedCheckpointError(
-                    "A checkpoint's optimizer state cannot be read.", got=str(found)[:80], code="K145"
-                )
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
             known: dict[str, dict[str, Any]] = found
             return known
         made: dict[str, dict[str, Any]] = {}
@@ -80,20 +78,24 @@ class Reader:
         """Read a piece, which is kept under its own name or one of `names`; whether the checkpoint has it.
 
         Raises:
-            CheckpointError: see `check_fit` and `check_tied`.
+            CheckpointError: see `check_shape`, `check_cast` and `check_tied`.
             DamagedCheckpointError: the checkpoint lacks elements of it.
         """
         index = self.files.index
         present = [name for name in map(self._kept_as, (piece.name, *names)) if name in index.entries]
         for name in present:
-            check_fit(piece.name, piece.shape, piece.dtype, index.entries[name], self._cast)
+            entry = index.entries[name]
+            check_shape(piece.name, piece.shape, entry.shape)
+            check_cast(piece.name, piece.dtype, entry.dtype, self._cast)
         if not present:
             return False
         first, *others = present
         self._asked.add(first)
         for other in others:
             if piece.tensor.numel() and _places(index.stored[other]) != _places(index.stored[first]):
-                parts = [(name, self._part(name, piece.offsets, piece.sizes)) for name in (first, other)]
+                parts = [
+                    (name.removeprefix(MODEL), self._part(name, piece.offsets, piece.sizes)) for name in (first, other)
+                ]
                 check_tied(piece.name, *parts)
         self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
@@ -118,9 +120,7 @@ class Reader:
         """
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise DamagedCheckpointError(
-                "A tensor that a checkpoint's manifest names is missing.", parameter=name, code="K147"
-            )
+            raise DamagedCheckpointError("A tensor that a checkpoint's manifest names is missing.", parameter=name)
         self._asked.add(name)
         return self._part(name, (0,) * len(entry.shape), entry.shape)
 
@@ -142,6 +142,47 @@ class Reader:
             self.asks(MODEL + name for name in row.names)
         self.asks(MODEL + name for name in contents.table.buffers)
 
+    def add_new_states(
+        self,
+        contents: Contents,
+        optimizers: Iterable[torch.optim.Optimizer],
+        lacking: Container[tuple[int, int]],
+        first: bool,
+    ) -> None:
+        """Give state to tensors that have none, zeroed, to be loaded into: what the checkpoint describes.
+
+        Where its description is not enough it is what a first step of the optimizer makes.
+
+        Args:
+            lacking: the tensors, by optimizer and number in it; see `lacking_state`.
+            first: as of `contents_of`.
+        """
+        known = {name for row in contents.table.parameters for name in self._all_names(row)}
+        for number, optimizer in enumerate(optimizers):
+            new = [one for one in contents.states if one.optimizer is optimizer and (number, one.held.index) in lacking]
+            names = {name for one in new for row in one.held.rows for name in self._all_names(row)}
+            groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
+            states: list[dict[str, Any] | None] = [None] * len(new)
+            if self._saved.keys() <= known and has_settings_of(optimizer, groups):
+                states = [described_state(one.held, [self._described(row) for row in one.held.rows]) for one in new]
+            if None in states:
+                blank = blank_states(optimizer, [one.held.tensor for one in new], frozen=True)  # it may have been since
+                states = [blank[id(one.held.tensor)] for one in new]
+            for one, state in zip(new, states, strict=True):
+                one.state = state or {}
+            add_states(contents, new, first)
+
+    def _described(self, row: Named) -> dict[str, Any]:
+        """What the checkpoint says of a parameter's state; see `described_state`."""
+        name = next((name for name in self._all_names(row) if name in self._saved), None)
+        entries = self.files.index.entries
+        described = dict(self._plain.get(name or "", {}))
+        for key in self._saved[name] - described.keys() if name is not None else ():
+            entry, parameter = entries[f"{OPTIMIZER}{name}.{key}"], entries.get(f"{MODEL}{name}")
+            own = parameter is not None and parameter.dtype == entry.dtype
+            described[key] = (entry.shape, None if own else entry.dtype)
+        return described
+
     def optimizers(self, contents: Contents, strict: bool) -> None:
         """Plan to read state and settings.
 
@@ -150,20 +191,19 @@ class Reader:
             MissingStateError: a tensor over several parameters, of which only some have state in the checkpoint.
             CheckpointError: parameters of one tensor have different scalars; see `settings_to_load` for others.
         """
-        groups = self._groups()
-        if contents.states and strict and not groups and not self._saved:
+        if contents.states and strict and not self._groups and not self._saved:
             raise CheckpointError(
                 "A checkpoint was saved without an optimizer; nothing was loaded.",
                 expected="state of the optimizers that are to be filled",
                 got="none",
                 remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
-                code="K148",
+                topic="checkpoint-does-not-fit",
             )
         for one in contents.states:
             self._state(one)
         for optimizer in dict.fromkeys(one.optimizer for one in contents.states):
             held = [one.held for one in contents.states if one.optimizer is optimizer]
-            settings = settings_to_load(held, optimizer.param_groups, groups)
+            settings = settings_to_load(held, optimizer.param_groups, self._groups)
             self.settings += zip(optimizer.param_groups, settings, strict=True)
 
     def _state(self, one: StateOf) -> None:
@@ -181,6 +221,8 @@ class Reader:
         scalars: dict[str, Any] = {}
         for row in rows:
             plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}
+            if row.shape:  # of a parameter without dims a value does not say whether it is for all elements
+                plain |= {key: None for name in names[row.name] for key in self._single_values(name)}
             for piece in one.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
                 if key not in plain and not self.want(
@@ -191,6 +233,13 @@ class Reader:
                 self._scalar(one, row, key, scalars)
             self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in one.state)
         self.states.append((one, scalars))
+
+    def _single_values(self, name: str) -> Iterator[str]:
+        """Keys of a parameter's state that are tensors without dims."""
+        for key in self._saved.get(name, ()):
+            entry = self.files.index.entries.get(f"{OPTIMIZER}{name}.{key}")
+            if entry is not None and entry.shape == ():
+                yield key
 
     def _all_names(self, row: Named) -> list[str]:
         """A parameter's names, and those of parameters that were tied to it when they were saved."""
@@ -206,26 +255,7 @@ class Reader:
                 value = self._one_value(f"{OPTIMIZER}{name}.{key}", like)
             else:
                 continue
-            if not is_like(like, value) or (is_array(like) and value is not None):
-                raise CheckpointError(
-                    f"State {key!r} was saved as a value of a different type; nothing was loaded.",
-                    parameter=row.name,
-                    expected=f"a {type(like).__name__}",
-                    got=f"{str(value)[:80]!r}, a {type(value).__name__}",
-                    code="K404",
-                )
-            known = scalars.setdefault(key, value)
-            if not same(known, value):
-                raise CheckpointError(
-                    f"State {key!r} differs between parameters of one FlatParameter or optimizer view; "
-                    "nothing was loaded.",
-                    parameter=row.name,
-                    expected=f"{known}, as {one.held.rows[0].name}",
-                    got=value,
-                    remedy="load it where each parameter has state of its own: use_orig_params=True, or "
-                    "optimizer_view(model, params=...)",
-                    code="K149",
-                )
+            add_scalar(scalars, one.held, row, key, value, like, self._cast)
             return
         if like is not None:
             self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
@@ -234,16 +264,10 @@ class Reader:
         """What is one number here must be one in the checkpoint."""
         entry, numel = self.files.index.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
         if entry.numel != numel:
-            raise CheckpointError(
-                "A checkpoint does not fit the model: a tensor has another shape; nothing was loaded.",
-                parameter=name,
-                expected=tuple(getattr(like, "shape", ())),
-                got=entry.shape,
-                code="K150",
-            )
+            check_shape(name, getattr(like, "shape", ()), entry.shape)
         return self.tensor(name)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _read_groups(self) -> list[dict[str, Any]]:
         """The settings of all groups, as they were saved; of tied parameters under all their names."""
         manifest = self.files.manifest
         if manifest is None:
@@ -259,11 +283,13 @@ class Reader:
             if scalars is None:
                 one.optimizer.state.pop(one.held.tensor, None)
                 continue
-            _set_all(one.state, scalars)
+            put(one.state, scalars)
             if one.state:
                 one.optimizer.state[one.held.tensor] = one.state
         for group, settings in self.settings:
-            _set_all(group, settings)
+            put(group, settings)
+        for optimizer in dict.fromkeys(one.optimizer for one, _ in self.states):  # as its own `load_state_dict` ends
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _ours(self) -> list[str]:
         return [name for name in self.files.index.entries if name.startswith((MODEL, OPTIMIZER))]
@@ -279,15 +305,9 @@ class Reader:
         ours = self.files.index.entries if self._bare else self._ours()
         left = [name for name in ours if not any(part in asked for part in _prefixes(name))]
         unknown = [name for name in left if contents.states or not name.startswith(OPTIMIZER)]
-        if strict and (self._missing or unknown):
-            raise CheckpointError(
-                "A checkpoint does not fit the model: names differ; nothing was loaded.",
-                parameter=next(iter([*self._missing, *unknown])),
-                expected=_listed(list(self._missing), "that the checkpoint lacks") if self._missing else None,
-                got=_listed(unknown, "that the model and its optimizers lack") if unknown else None,
-                remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
-                code="K152",
-            )
+        if strict:
+            remedy = "load it into the model it was saved from"
+            check_names("A checkpoint does", list(self._missing), unknown, remedy)
         return left
 
 
@@ -312,28 +332,7 @@ def _places(stored: Iterable[Stored]) -> set[tuple[str, int]]:
     return {(one.file, one.begin) for one in stored}
 
 
-def _listed(names: list[str], what: str) -> str:
-    return f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-
-
 def _prefixes(name: str) -> Iterable[str]:
     """A name, and all that it begins with up to a dot: tensors inside a subclass are named from it."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-
-
-def _set_all(target: Any, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        _set(target, key, value)
-
-
-def _set(target: Any, key: str, value: Any) -> None:
-    """Put a value where one may be already: a tensor stays that tensor, where others may hold it."""
-    current = target.get(key)
-    if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-        with torch.no_grad():
-            current.copy_(value) if isinstance(value, torch.Tensor) else current.fill_(value)
-    elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
-        target[key] = type(current)(value.item())
-    else:
-        target[key] = value

@@ -1,4 +1,4 @@
-"""Checkpoints behind an address that fsspec knows, such as `s3://bucket/run`: written by DCP's own fsspec writer.
+"""Checkpoints behind an address that fsspec knows, such as `s3://bucket/run`.
 
     ROOT/step-000000100/    a checkpoint: whole if manifest.json is in it, which is written last
                 saving      while it is written: when that began
@@ -15,14 +15,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from ..errors import ConfigError
-from ..torch_private.dcp_files import fsspec_writer
 from . import manifest
 from .folder import LATEST, START, Folder, step_and_turn
 from .storage import RemoteStorage, Storage, file_system, is_remote, without_scheme
-from .write import PieceWriter
 
 _SAVING = "saving"
 _OLD = 24 * 3600.0  # seconds after which a save is taken for broken off
@@ -82,11 +80,9 @@ class RemoteFolder(Folder):
     def storage(self, name: str) -> Storage:
         return RemoteStorage(self.at(name))
 
-    def writer(self, name: str) -> Any:
-        kind: Any = type("RemoteWriter", (PieceWriter, fsspec_writer()), {})
-        made = kind(self.at(name))
-        made.reset(self.at(name))
-        return made
+    def create(self, name: str, file: str) -> IO[bytes]:
+        fs, path = self._here(f"{name}/{file}")
+        return fs.open(path, "wb")
 
     def sees(self, name: str) -> bool:
         fs, path = self._here(name)
@@ -166,6 +162,5 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
             expected="a path or an address",
             got=repr(path) if isinstance(path, str) else f"an object of class {type(path).__name__}",
             remedy='pass the folder first: save("runs/mine", model, ...)',
-            code="C195",
         )
     return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(without_scheme(path))

@@ -41,8 +41,8 @@ def save(
 
     Every rank writes the pieces that it owns into one file, from its shard's memory; replicas share the writing.
     Nothing is gathered; besides the model it takes the memory of one tensor's piece at most, and that only of those
-    that are not contiguous or not in host memory. The files are those of `torch.distributed.checkpoint`, which its
-    tools read.
+    that are not contiguous or not in host memory. The files are safetensors; `fullshard convert --to dcp` makes of them
+    what `torch.distributed.checkpoint` reads.
     The folder takes its place, and `latest` names it, only when all ranks have written and their files are synced:
     a save that is broken off, whenever and however, leaves what was there before.
 
@@ -85,7 +85,6 @@ def save(
                 expected="a path",
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
-                code="C196",
             )
         return where, request
 
@@ -94,7 +93,6 @@ def save(
         raise CheckpointError(
             "A save is still going on in the background.",
             remedy="save less often, wait() for it, or pass if_saving='wait'",
-            code="K154",
         )
     settle_background(ranks)
     with ExitStack() as held:
@@ -106,9 +104,7 @@ def save(
                 order = Order.of(where, name, plan, ranks.rank, ranks.size)
                 part = ranks.together("copying what is to be saved", lambda: WRITER.start(order, plan.pieces, lock))
                 return Saving(where, ranks, step, part)
-            written = ranks.together(
-                "writing", lambda: write(where, name, ranks.rank, plan.pieces, plan.values), files=True
-            )
+            written = ranks.together("writing", lambda: write(where, name, ranks.rank, plan.pieces), files=True)
             everyone: list[Written] = ranks.gather(written)
             final = ranks.first("finishing", lambda: end(where, name, plan.ending, everyone), files=True)
             return Saving(where, ranks, step, final)
@@ -148,7 +144,7 @@ def _begin(where: Folder, step: int, ranks: Ranks) -> str:
                 rank=ranks.rank,
                 expected=f"{name} in {where}",
                 remedy="save into a folder that all ranks share, on every machine under the same path",
-                code="K135",
+                topic="folders-differ",
             )
 
     try:
@@ -177,17 +173,14 @@ def _request(
                 expected=f"an int of at least {least}",
                 got=repr(value),
                 remedy=f"pass an int, as in {what}={max(least, 1)}",
-                code="C197",
             )
     if if_saving not in ("wait", "refuse"):
-        raise ConfigError(
-            "save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
-        )
+        raise ConfigError("save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving))
     given = check_given("save", model, optimizers, state)
     kept = dict(state or {})
     for name in kept:
         if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
-            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name), code="C200")
+            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
     if rng:
         kept[RNG] = Generators()
     return Request(model, given, step, kept, keep_last, keep_every)

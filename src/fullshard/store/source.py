@@ -13,7 +13,7 @@ Everything here runs in one process, without process groups, and holds one tenso
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,17 @@ MODEL = "model."
 """What the names of parameters and buffers begin with."""
 OPTIMIZER = "optimizer.state."
 """What the names of optimizer state begin with: then the parameter's name, a dot, and the key."""
+
+
+def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """The parameter and the key in the name of optimizer state, by the longest parameter's name that fits, or None."""
+    rest = name.removeprefix(OPTIMIZER)
+    parameter = rest
+    while parameter := parameter.rpartition(".")[0]:
+        if parameter in parameters:
+            return parameter, rest.removeprefix(f"{parameter}.")
+    return None
+
 
 MOST_NAME = 2000
 """Characters of a tensor's name: names are taken apart at their dots, which takes long if there are a million."""

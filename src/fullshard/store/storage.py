@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import IO, Any, Protocol
 
 from ..errors import ConfigError, DamagedCheckpointError
 from .hashed import CHUNK
+from .source import Entry
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint whole; see manifest.py."""
@@ -25,7 +27,7 @@ class Stored:
     Attributes:
         name: of the tensor.
         offsets, sizes: the rectangle; both empty for a value.
-        file, begin, nbytes: where its record lies.
+        file, begin, nbytes: where its elements lie, row by row; in a folder of DCP's, its record.
     """
 
     name: str
@@ -34,6 +36,48 @@ class Stored:
     file: str
     begin: int
     nbytes: int
+
+
+def checked_part(
+    name: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, begin: int, nbytes: int
+) -> Stored:
+    """One rectangle, which must lie within the tensor and have as many bytes as its elements need.
+
+    Raises:
+        ValueError: it does not, or has not.
+    """
+    fits = len(offsets) == len(sizes) == len(entry.shape) and all(
+        at >= 0 and extent >= 0 and at + extent <= whole
+        for at, extent, whole in zip(offsets, sizes, entry.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name!r} of shape {entry.shape} has a part at {offsets} of {sizes}")
+    if math.prod(sizes) * entry.dtype.itemsize > nbytes:
+        raise ValueError(f"a part of {name!r} of {sizes} is kept in {nbytes} bytes")
+    return Stored(name, offsets, sizes, file, begin, nbytes)
+
+
+def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | None) -> None:
+    """Let a tensor's rectangles have as many elements as it, in no more bytes than there are: memory may be taken then.
+
+    Args:
+        total: bytes of all files; None if they are not known.
+
+    Raises:
+        DamagedCheckpointError: they have more elements, or fewer.
+        ValueError: they have more bytes.
+    """
+    held = sum(math.prod(part.sizes) for part in parts)
+    if held != math.prod(entry.shape):
+        raise DamagedCheckpointError(
+            "A checkpoint does not hold all elements of a tensor, or holds some twice.",
+            parameter=name,
+            expected=f"{math.prod(entry.shape)} elements, of shape {entry.shape}",
+            got=f"{held}",
+        )
+    nbytes = sum(part.nbytes for part in parts)
+    if total is not None and nbytes > total:
+        raise ValueError(f"{name!r} is kept in {nbytes} bytes, more than all files have")
 
 
 class Storage(Protocol):
@@ -83,14 +127,12 @@ class LocalStorage:
         self._path = path
         self._open: dict[str, int] = {}
         if not path.is_dir():
-            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), code="K155")
+            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), topic="checkpoint-missing")
         if os.path.lexists(path / MANIFEST) and not (
             (path / MANIFEST).is_file() and not (path / MANIFEST).is_symlink()
         ):
             raise DamagedCheckpointError(
-                "A checkpoint's manifest is a link, or something else that is not a file.",
-                got=str(path / MANIFEST),
-                code="K156",
+                "A checkpoint's manifest is a link, or something else that is not a file.", got=str(path / MANIFEST)
             )
         stats = {p.name: p.stat() for p in path.iterdir() if p.is_file() and not p.is_symlink()}
         self.sizes = {name: stat.st_size for name, stat in stats.items()}
@@ -136,7 +178,7 @@ class RemoteStorage:
         self._kept: IO[bytes] | None = None
         self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_kept`, in bytes
         if not self._fs.isdir(self._path):
-            raise DamagedCheckpointError("There is no such checkpoint.", got=url, code="K157")
+            raise DamagedCheckpointError("There is no such checkpoint.", got=url, topic="checkpoint-missing")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
         self.allocated = self.sizes
@@ -216,10 +258,7 @@ def file_system(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            "An address cannot be used.",
-            got=f"{url}: {error}",
-            remedy="pip install fsspec and what it names",
-            code="C201",
+            "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
         ) from error
     return fs, str(path).rstrip("/")
 
@@ -241,7 +280,6 @@ def open_file(path: Path, follow_links: bool = False) -> int:
         expected="a regular file",
         got=f"{path}, a folder, a pipe or a device",
         remedy="copy the checkpoint again from where it was whole",
-        code="K441",
     )
 
 
@@ -261,9 +299,7 @@ def _told(called: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DamagedCheckpointError(
-            "A file of a checkpoint cannot be read.", got=f"{called}: {error}", code="K158"
-        ) from error
+        raise DamagedCheckpointError("A file of a checkpoint cannot be read.", got=f"{called}: {error}") from error
 
 
 def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
@@ -278,9 +314,6 @@ def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: st
         got = read(target[done:], done)
         if not got:
             raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.",
-                expected=f"{len(target) - done} bytes more",
-                got=called,
-                code="K159",
+                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
             )
         done += got

@@ -26,7 +26,7 @@ def table_of(model: nn.Module) -> Table:
                 "Whole values of a model were asked for in the middle of a step, or inside summon_full_params.",
                 parameter=unit.name or "(root)",
                 remedy="ask between steps: after optimizer.step(), or before the next forward",
-                code="P061",
+                topic="called-in-a-step",
             )
         unit.refresh()
     tensors = {row.name: row.parameter if row.bucket is None else row.bucket.shard for row in table.parameters}
@@ -36,6 +36,6 @@ def table_of(model: nn.Module) -> Table:
                 "A tensor of the model has no values: it is on the meta device, or not initialised.",
                 parameter=name,
                 remedy="model.to_empty(device=...) and a load first; lazy modules need a forward",
-                code="K160",
+                topic="weights-on-meta",
             )
     return table

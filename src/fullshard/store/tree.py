@@ -46,7 +46,6 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
             "A value cannot be kept in a checkpoint: it is nested too deeply, or within itself.",
             parameter=f"{path[:100]}...",
             expected=f"at most {_MOST_DEEP - _OUTSIDE} containers within each other",
-            code="K161",
         )
     simple = _simple(value)
     if simple is not _OTHER:
@@ -120,7 +119,7 @@ def _refused(value: Any, path: str, expected: str) -> CheckpointError:
         parameter=path,
         expected=expected,
         remedy="let state_dict() return plain values, and make the object of them in load_state_dict()",
-        code="K162",
+        topic="not-plain-values",
     )
 
 
@@ -134,9 +133,7 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "",
         CheckpointError: something that `to_json` does not write.
     """
     if depth > _MOST_DEEP:
-        raise CheckpointError(
-            "A checkpoint's values are nested too deeply.", parameter=path, expected=_MOST_DEEP, code="K163"
-        )
+        raise CheckpointError("A checkpoint's values are nested too deeply.", parameter=path, expected=_MOST_DEEP)
     if isinstance(value, list):
         return [from_json(item, tensor, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -189,7 +186,6 @@ def _unknown(path: str, value: Any) -> CheckpointError:
         parameter=path,
         got=str(value)[:80],
         remedy="load it with the version of Fullshard that wrote it",
-        code="K164",
     )
 
 

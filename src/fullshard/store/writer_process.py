@@ -21,6 +21,7 @@ from .hashed import FileFacts
 from .piece import Piece
 from .plan import Written, end, write
 from .storage import Stored
+from .write import file_of
 
 _POLL = 0.02  # seconds between two looks into the folder
 _ORPHAN_PATIENCE = 60.0  # seconds that the writers of other ranks get when this one's rank is gone
@@ -67,12 +68,12 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
 
     try:
         pieces = _pieces(order, memory, begin)
-        written = write(order.folder, order.name, order.rank, pieces, order.values, progress)
+        written = write(order.folder, order.name, order.rank, pieces, progress)
         note_written(path, order.rank, _told(written))
         if order.ending is None:
             return {}
         everyone = [wait_for(path, rank, order, channel) for rank in range(order.world)]
-        for marker in path.glob("rank-*.*"):
+        for marker in path.glob("rank-*.written*"):
             marker.unlink()
         return {"name": end(order.folder, order.name, order.ending, everyone)}
     except Exception as error:
@@ -89,8 +90,7 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
 def _note_failure(path: Path, order: Order, text: str) -> str:
     """Let the first rank's writer know; what went wrong with that, for the rank's error."""
     try:
-        for written in path.glob(f"__{order.rank}_*"):
-            written.unlink()  # the disk may be full of it
+        (path / file_of(order.rank)).unlink(missing_ok=True)  # the disk may be full of it
         note_written(path, order.rank, text, failed=True)
     except FileNotFoundError:  # the first rank's writer has failed, and discarded the folder
         return ""
@@ -138,18 +138,24 @@ def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wri
             return _read((path / f"rank-{rank}.written").read_text())
         if (path / f"rank-{rank}.failed").exists():
             raise CheckpointError(
-                "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text(), code="K165"
+                "Another rank's part failed.",
+                rank=rank,
+                got=(path / f"rank-{rank}.failed").read_text(),
+                topic="save-failed",
             )
         if not path.is_dir():
             raise CheckpointError(
-                "The folder being written was removed: not all ranks could start.", got=str(path), code="K166"
+                "The folder being written was removed: not all ranks could start.", got=str(path), topic="save-failed"
             )
         if time.monotonic() > deadline:
             raise CheckpointError(
-                "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s", code="K167"
+                "Another rank's part did not come.",
+                rank=rank,
+                expected=f"within {order.patience:g} s",
+                topic="save-failed",
             )
         if not orphaned and select.select([channel], [], [], 0)[0]:
             if channel.recv(len(GIVE_UP)):
-                raise CheckpointError("Another rank's part failed, as that rank says.", code="K424")
+                raise CheckpointError("Another rank's part failed, as that rank says.", topic="save-failed")
             orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE  # the rank is gone: its last checkpoint
         time.sleep(_POLL)

@@ -1,7 +1,7 @@
-"""Whether a `load_state_dict` that runs now was given `assign=True`.
+"""Whether the running `load_state_dict` was called with `assign=True`.
 
-Private torch API: the key `assign_to_params_buffers` of the metadata that load pre-hooks are given. There is no public
-alternative: hooks are not told. `tests/test_private_api.py` says when it goes.
+Private torch API: the key `assign_to_params_buffers` of the metadata that load pre-hooks receive. There is no public
+alternative: nothing else informs hooks. `tests/test_private_api.py` fails when it is gone.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from typing import Any
 
 
 def is_assigning(local_metadata: Mapping[str, Any]) -> bool:
-    """Whether the load whose pre-hook was given `local_metadata` puts tensors in the place of parameters."""
+    """Whether the load whose pre-hook received `local_metadata` replaces parameters by the loaded tensors."""
     return bool(local_metadata.get("assign_to_params_buffers", False))

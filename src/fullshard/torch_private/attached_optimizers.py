@@ -1,8 +1,8 @@
-"""Optimizers that programs attach to parameters, to be stepped in backward as soon as a gradient is complete.
+"""Optimizers that programs attach to parameters, to step in backward as soon as a gradient is complete.
 
 Private torch API: the attribute `_in_backward_optimizers` that `torch.distributed.optim._apply_optimizer_in_backward`
-sets. It has no public alternative; the hooks that it registers besides are on autograd's own nodes of a parameter,
-which never run for a sharded one. `tests/corners/test_optimizer_in_backward.py` says when it goes.
+sets. It has no public alternative; the hooks that it also registers are on a parameter's autograd nodes, which never
+run for a sharded parameter. `tests/corners/test_optimizer_in_backward.py` fails when it is gone.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ KEY = "_in_backward_optimizers"
 
 def attached_to(parameter: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
     """The optimizers that are attached to `parameter`."""
-    found: Sequence[torch.optim.Optimizer] = parameter.__dict__.get(KEY, ())
-    return found
+    optimizers: Sequence[torch.optim.Optimizer] = parameter.__dict__.get(KEY, ())
+    return optimizers

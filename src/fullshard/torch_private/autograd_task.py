@@ -1,8 +1,8 @@
-"""The backward that is running now: which it is, and a call at its end.
+"""The current backward: whether one runs, and a callback at its end.
 
 Private torch API: `torch.autograd.Variable._execution_engine.queue_callback` and `torch._C._current_graph_task_id`.
-Neither has a public equivalent; a user's own call after `loss.backward()` would be one, and is what this saves them.
-`tests/test_private_api.py` says when they go.
+Neither has a public equivalent, except that users would have to call the engine themselves after `loss.backward()`.
+`tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def inside_backward() -> bool:
-    """Whether this thread is running part of a backward (true wherever torch cannot tell)."""
+    """Whether this thread is running part of a backward; True if torch cannot tell."""
     return _task_id() != -1
 
 
 class BackwardEnd:
-    """Calls `done` once, when the backward that is running at construction ends without an exception.
+    """Calls `done` once, when the backward that runs at construction ends without an exception.
 
     Autograd holds the only strong reference to the callback, and drops it with the backward: on the caller's thread or
-    on the device's, some time after the caller got the exception.
+    the device's, some time after the caller received the exception.
 
     Args:
-        done: is called by autograd, on any thread.
-        caller: the thread that called `backward()`; hooks may run on another one.
+        done: called by autograd, on any thread.
+        caller: the thread that called `backward()`; hooks may run on a different thread.
 
     Attributes:
-        alive: None once that backward is over. For hooks, which are part of some backward.
+        alive: a call that returns None once that backward is over. For hooks, which always run in some backward.
     """
 
     __slots__ = ("_caller", "alive")
@@ -49,11 +49,11 @@ class BackwardEnd:
         return self.alive() is not None and inside_backward()
 
     def ended_here(self) -> bool:
-        """Whether that backward was called from this thread, and runs no more."""
+        """Whether that backward was called from this thread and is no longer running."""
         return get_ident() == self._caller and not inside_backward()
 
     def is_over(self) -> bool:
-        """Whether that backward runs no more; another thread than the caller's may not know it yet."""
+        """Whether that backward is no longer running; threads other than the caller's may not know it yet."""
         return self.alive() is None or self.ended_here()
 
 

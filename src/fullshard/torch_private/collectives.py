@@ -1,16 +1,16 @@
 """Gathers, reductions and exchanges called on the process group itself, asynchronously.
 
-Private torch API, all methods of `ProcessGroup`: `allreduce` and `broadcast`, which serve groups that
-`torch.distributed` does not know of; `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`; and for several at
-once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. The first two are called on the group's
-backend (`ProcessGroup._get_backend`) where no dispatch mode listens: the group would pass through torch's dispatcher, 3
-us more; and within `torch._C._AutoDispatchBelowADInplaceOrView`: gloo and the fake group cut their buffers into a slice
-for each rank, and autograd would keep books of every slice, 8 us more at 64 ranks. The public alternatives are
-`torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single` (`all_gather_into_tensor`
-and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument
-checks to each call, three times per unit and step. They are what is used where a method is missing, and for groups
-that are implemented in Python and do not override it: torch's own method would look for a backend that they do not
-have. `tests/test_private_api.py` says when one goes.
+Private torch API, all methods of `ProcessGroup`: `allreduce` and `broadcast`, which work for groups unknown to
+`torch.distributed`; `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`; and for several at once
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. `_allgather_base` and `_reduce_scatter_base`
+are called on the group's backend (`ProcessGroup._get_backend`) if no dispatch mode is active: the group's methods would
+go through torch's dispatcher, 3 us more; and within `torch._C._AutoDispatchBelowADInplaceOrView`: gloo and the fake
+group cut their buffers into a slice per rank, and autograd would track every slice, 8 us more at 64 ranks. The public
+alternatives are `torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single`
+(`all_gather_into_tensor` and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of
+logging and argument checks to each call, three times per unit and step. They are used if a method is missing, and for
+groups implemented in Python that do not override it: torch's own method would look for a backend that these do not
+have. `tests/test_private_api.py` fails when one is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..dtypes import KNOWN, as_moved, as_summed
 from .dispatch_modes import modes_active
 from .transforms import current_transform
 
-# torch 2.13 renames these two and warns about the old names; 2.11 knows only the old ones.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
 _public_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _public_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -36,11 +36,11 @@ _GATHER, _REDUCE, _EXCHANGE = "_allgather_base", "_reduce_scatter_base", "alltoa
 _GATHERS, _REDUCES = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
 _OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE, _GATHERS, _REDUCES)}
 HAS_DIRECT = all(_OF_TORCH.values())
-"""Whether the private methods are there."""
+"""Whether the private methods exist."""
 HAS_BACKEND = hasattr(dist.ProcessGroup, "_get_backend")
 HAS_WITHOUT_VIEWS = hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView")
 _without_views: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)
-"""Within it autograd does not notice views and changes in place; the engine's own buffers need no such notice."""
+"""A context in which autograd tracks no views or in-place changes; the engine's own buffers need no tracking."""
 
 
 def _async(options: Any, op: Any = None) -> Any:
@@ -59,28 +59,28 @@ _PLAIN_EXCHANGE = _async(AllToAllOptions())
 
 
 def _has(group: dist.ProcessGroup, name: str) -> bool:
-    """Whether `group` serves the method `name` itself: torch's own groups do, and classes that override it."""
+    """Whether `group` implements the method `name`: torch's own groups do, and classes that override it."""
     kind = type(group)
     if kind is dist.ProcessGroup:
         return HAS_DIRECT
-    found = getattr(kind, name, None)
-    return found is not None and found is not _OF_TORCH[name]
+    method = getattr(kind, name, None)
+    return method is not None and method is not _OF_TORCH[name]
 
 
 Call = Callable[[], Any]
-"""A collective on certain tensors: each call starts one and returns its work."""
+"""A collective on fixed tensors: each call starts it and returns its work."""
 
 
-def _called(group: dist.ProcessGroup, name: str, *given: Any) -> Call:
-    """A call of a group's method, past torch's dispatcher unless modes or a transform listen there."""
-    dispatched = partial(getattr(group, name), *given)
-    plain = type(group) is dist.ProcessGroup and type(given[0]) is torch.Tensor and current_transform() is None
+def _called(group: dist.ProcessGroup, name: str, *args: Any) -> Call:
+    """A call of a group's method that bypasses torch's dispatcher, unless dispatch modes or a transform are active."""
+    dispatched = partial(getattr(group, name), *args)
+    plain = type(group) is dist.ProcessGroup and type(args[0]) is torch.Tensor and current_transform() is None
     if not plain or not HAS_BACKEND:
         return dispatched
-    method = getattr(group._get_backend(given[0].device), name, None)
+    method = getattr(group._get_backend(args[0].device), name, None)
     if method is None:
         return dispatched
-    direct = partial(method, *given)
+    direct = partial(method, *args)
 
     def started() -> Any:
         if modes_active():
@@ -143,7 +143,7 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> An
 
 
 def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Call]:
-    """Several all-gathers, in one call where the group has one."""
+    """Several all-gathers, in one call if the group supports that."""
     if len(outs) > 1 and _has(group, _GATHERS):
         pairs = [as_moved(out) for out in outs], [as_moved(shard) for shard in shards]
         return [partial(group.allgather_into_tensor_coalesced, *pairs, _PLAIN_GATHER)]
@@ -153,7 +153,7 @@ def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group:
 def reduce_scatter_many(
     outs: list[torch.Tensor], buffers: list[torch.Tensor], group: dist.ProcessGroup, mean: bool
 ) -> list[Call]:
-    """Several reduce-scatters, in one call where the group has one."""
+    """Several reduce-scatters, in one call if the group supports that."""
     if len(outs) > 1 and _has(group, _REDUCES):
         pairs = [as_summed(out) for out in outs], [as_summed(buffer) for buffer in buffers]
         return [partial(group.reduce_scatter_tensor_coalesced, *pairs, _AVG if mean else _SUM)]

@@ -1,9 +1,8 @@
-"""The files of `torch.distributed.checkpoint`: where a piece lies, and what metadata is made of.
+"""The files of `torch.distributed.checkpoint`: the locations of pieces, and the classes in metadata.
 
-Private torch API: `filesystem._StorageInfo` (which file, where, how long), `filesystem._StoragePrefix` (what a rank's
-files are called), `_fsspec_filesystem.FsspecWriter`, and the classes whose names are in `.metadata`,
-which is a pickle. The public alternative is `FileSystemReader.read_metadata`, which executes what that pickle says.
-`tests/test_private_api.py` says when one goes.
+Private torch API: `filesystem._StorageInfo` (which file, where, how long), and the classes whose names are in
+`.metadata`, which is a pickle. The public alternative is `FileSystemReader.read_metadata`, which executes what that
+pickle says. `tests/test_private_api.py` says when one goes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 StorageInfo: Any = filesystem._StorageInfo
-StoragePrefix: Any = filesystem._StoragePrefix
 CURRENT_DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
 NAMED_IN_METADATA: dict[tuple[str, str], Any] = {
@@ -32,10 +30,3 @@ NAMED_IN_METADATA: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
 }
 """What the pickle may name: classes without side effects, by module and name."""
-
-
-def fsspec_writer() -> Any:
-    """The class of DCP's writer to fsspec addresses, such as `s3://bucket/folder`."""
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    return FsspecWriter

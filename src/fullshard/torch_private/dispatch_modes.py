@@ -1,8 +1,9 @@
-"""Operations of the engine's own on users' tensors, which users' dispatch modes are not to see.
+"""The engine's own operations on users' tensors, hidden from users' dispatch modes.
 
 Private torch API: `torch._C._len_torch_dispatch_stack` and `torch.utils._python_dispatch._disable_current_modes`. There
-is no public alternative. Selective activation checkpointing counts operations in the forward and in its repetition: a
-view that the engine makes in one of them only would be an error there. `tests/test_private_api.py` says when they go.
+is no public alternative. Selective activation checkpointing counts operations in the forward and in its recomputation:
+a view that the engine makes in only one of them would be an error. `tests/test_private_api.py` fails when they are
+gone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-"""How many dispatch modes this thread is in."""
+"""The number of dispatch modes active on this thread."""
 
 
 def view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.view_as(tensor)`, unseen."""
+    """`tensor.view_as(tensor)`, hidden from dispatch modes."""
     if not modes_active():
         return tensor.view_as(tensor)
     with _disable_current_modes():

@@ -1,8 +1,8 @@
-"""Whether Dynamo is at work: what it must not see is called through its guard then, and directly where it is not.
+"""Whether Dynamo is active: if so, code that it must not trace is called through its guard, else directly.
 
-Private torch API: `torch._C._dynamo.eval_frame.get_eval_frame_callback`, which tells whether Dynamo looks at the frames
-of this thread now. The public alternative is to call everything through `torch.compiler.disable` always, 8 us for each
-call, twice per unit and forward; it is what is done where the function is missing.
+Private torch API: `torch._C._dynamo.eval_frame.get_eval_frame_callback`, which reports whether Dynamo compiles frames
+of this thread now. The public alternative, used if the function is missing, is to call everything through
+`torch.compiler.disable` always, 8 us per call, twice per unit and forward.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ def _always() -> bool:
 
 
 dynamo_is_active: Callable[[], object] = _callback if HAS_CALLBACK else _always
-"""Truthy if Dynamo compiles frames of this thread now, or if that cannot be told."""
+"""Truthy if Dynamo compiles frames of this thread now, or if torch cannot tell."""

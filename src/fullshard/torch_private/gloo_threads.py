@@ -1,12 +1,13 @@
-"""The threads of gloo's process groups, and their rest before the interpreter ends.
+"""Waits for gloo's threads to become idle before the interpreter exits.
 
-A thread of gloo's lets go of a collective's tensors a moment after whoever waited for it goes on, and takes the
-interpreter's lock for it. Where the interpreter is being taken down by then, it ends the thread in the middle of C++,
-and that the process: "terminate called without an active exception", exit code -6, after all was done. Seen with plain
-torch 2.13 in 1 of 10 programs of two ranks on a loaded machine, whatever they train with.
+A gloo thread releases a collective's tensors a moment after the waiting thread continues, and takes the interpreter's
+lock for that. If the interpreter is shutting down by then, it ends the thread in the middle of C++, which ends the
+process: "terminate called without an active exception", exit code -6, after all work was done. Seen with plain torch
+2.13 in 1 of 10 programs of two ranks on a loaded machine, whatever they train with.
 
-Private torch API: the threads' name, and only as Linux tells it. The public alternative is `destroy_process_group`,
-which waits for them if nothing else holds the group, as units do. `tests/test_private_api.py` tells a changed name.
+Private torch API: the threads' name, and only as Linux reports it. The public alternative is `destroy_process_group`,
+which waits for the threads if nothing else refers to the group, but units do. `tests/test_private_api.py` fails when
+the name changes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import time
 GLOO_THREAD = "pt_gloo_runloop"
 _TASKS = "/proc/self/task"
 _POLL = 0.001  # seconds
-_POLLS = 3  # in a row that find nothing running: a thread may wait for another one for an instant
+_POLLS = 3  # consecutive polls without a running thread: one may wait for another for an instant
 
 
 def rest_at_exit() -> None:
-    """Let the process end only once gloo's threads have let go of what they hold; for every call to come."""
+    """At exit, wait until gloo's threads have released their tensors."""
     atexit.unregister(wait_for_rest)
     atexit.register(wait_for_rest)
 
 
 def wait_for_rest(limit: float = 2.0) -> bool:
-    """Wait until no thread of gloo's runs; those that wait for other ranks do not.
+    """Wait until no gloo thread runs; threads that wait for other ranks do not count as running.
 
     Args:
-        limit: seconds after which to go on all the same.
+        limit: seconds after which to stop waiting.
 
     Returns:
-        Whether they rest. True at once where there are none, or they cannot be seen.
+        Whether all are idle. True at once if there are none, or if they cannot be seen.
     """
     deadline, quiet = time.monotonic() + limit, 0
     while quiet < _POLLS:
@@ -44,13 +45,13 @@ def wait_for_rest(limit: float = 2.0) -> bool:
         quiet = 0 if "R" in states else quiet + 1
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL)  # without the interpreter's lock, which is what they may wait for
+        time.sleep(_POLL)  # releases the interpreter's lock, for which they may wait
     return True
 
 
 def gloo_states() -> list[str]:
-    """What each thread of gloo's does, as Linux tells it: "R" runs or is about to, "S" waits."""
-    found = []
+    """The state of each gloo thread as Linux reports it: "R" runs or is about to, "S" waits."""
+    states = []
     for task in os.listdir(_TASKS) if os.path.isdir(_TASKS) else ():
         try:
             with open(f"{_TASKS}/{task}/stat") as file:
@@ -58,5 +59,5 @@ def gloo_states() -> list[str]:
         except OSError:  # it has ended
             continue
         if name == GLOO_THREAD:
-            found.append(rest.split()[0])
-    return found
+            states.append(rest.split()[0])
+    return states

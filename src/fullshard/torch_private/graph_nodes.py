@@ -1,8 +1,8 @@
-"""Which nodes of autograd's graph were made since some moment.
+"""Which nodes of autograd's graph were made since a given moment.
 
-Private torch API: `torch.autograd._get_sequence_nr` and `Node._sequence_nr`. The public alternative is to make a node
-and keep it, to ask which nodes come before it in the graph, which walks all of it. `tests/test_private_api.py` says
-when they go. Numbers are counted by thread.
+Private torch API: `torch.autograd._get_sequence_nr` and `Node._sequence_nr`. The public alternative is to make and keep
+a node, and walk the whole graph to see which nodes precede it. `tests/test_private_api.py` fails when they are gone.
+Numbers are counted per thread.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-"""The number that autograd's next node on this thread will have (0 where torch cannot tell)."""
+"""The number of autograd's next node on this thread; 0 if torch cannot tell."""
 
 
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""The number of a node: `number_of(tensor.grad_fn)`. Called for every output, so that it is no Python function."""
+"""The number of a node: `number_of(tensor.grad_fn)`. Not a Python function, as it is called for every output."""

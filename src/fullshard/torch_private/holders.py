@@ -1,8 +1,8 @@
-"""Whether anybody but the engine holds on to a gradient, so that its memory may be used again.
+"""Whether anything but the engine refers to a gradient; if not, its memory may be reused.
 
 Private torch API: `torch._C._storage_Use_Count`. The public alternative is to allocate gradients anew every step,
-which costs a `DTensor` per parameter and step; where the call is missing this module answers "held", and the engine
-does just that. `tests/test_private_api.py` says when it goes.
+which costs a `DTensor` per parameter and step; if the call is missing this module always reports other references, and
+the engine does that. `tests/test_private_api.py` fails when it is gone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _references = sys.getrefcount
 
 
 def holders_of_many(cdatas: Iterable[int], tensors: Iterable[object]) -> tuple[int, int]:
-    """The sums of what `holders` says of many: as when only the engine held them, if nobody holds any now."""
+    """The sums of `holders` over many tensors, which change once anything but the engine refers to one of them."""
     return sum(map(_use_count, cdatas)), sum(map(_references, tensors))
 
 
 def holders(cdata: int, tensors: Sequence[object]) -> tuple[int, int]:
-    """How many tensors share a storage, of this `_cdata`, and how many Python references `tensors` have in all.
+    """The number of tensors that share the storage with this `_cdata`, and of Python references to `tensors` in all.
 
-    Compare with what the same call said when only the engine held them; -1 where it cannot be known.
+    Compare with the same call's result while only the engine referred to them; -1 if torch cannot tell.
     """
     return _use_count(cdata), sum(map(_references, tensors))

@@ -1,7 +1,7 @@
-"""What torch's own `fully_shard` does differently from release to release, for programs that adopt Fullshard.
+"""Differences of torch's own `fully_shard` between releases, for programs that adopt Fullshard.
 
-There is nothing private in this but the knowledge; the public alternative is to read `torch.__version__` where it
-matters. `tests/test_private_api.py` compares with what the installed torch does.
+Only the knowledge is private here; the public alternative is to read `torch.__version__` where it matters.
+`tests/test_private_api.py` compares with the behaviour of the installed torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Meshes that share a root: the one that holds the dims of two of them.
+"""The mesh that combines the dims of two meshes with a common root.
 
 Private torch API: `DeviceMesh._get_root_mesh` and `DeviceMesh._concatenate`. There is no public alternative: a sliced
-mesh does not say what it was sliced from, nor can two be put together. Where the first is missing, tensor-parallel
-parameters are refused; where the second is, those of meshes that were unflattened apart from one root, as torchtitan's.
-`tests/test_private_api.py` says when they go.
+mesh does not expose its root, and two meshes cannot be joined. Without the first, tensor-parallel parameters are
+refused; without the second, those on meshes that were unflattened separately from one root, as in torchtitan.
+`tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
     """
     names = [*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ())]
     if not HAS_ROOT:
-        problem = "this version of torch does not tell what a mesh was sliced from"
+        problem = "this version of torch does not expose the mesh that a mesh was sliced from"
     elif not first.mesh_dim_names or not second.mesh_dim_names:
         problem = "a mesh without dim names"
     elif len(set(names)) < len(names):
-        problem = f"a dim in both: {first.mesh_dim_names} and {second.mesh_dim_names}"
+        problem = f"a dim that occurs in both: {first.mesh_dim_names} and {second.mesh_dim_names}"
     elif _holds(first._get_root_mesh(), first) and _holds(first._get_root_mesh(), second):
-        found: DeviceMesh = first._get_root_mesh()[tuple(names)]
-        return found
+        mesh: DeviceMesh = first._get_root_mesh()[tuple(names)]
+        return mesh
     elif HAS_CONCATENATE and first._get_root_mesh() == second._get_root_mesh():
         try:
             return _concatenated(first, second)
         except (RuntimeError, ValueError) as error:  # a rank in both
             problem = str(error)
     else:
-        problem = "two meshes that were not sliced from one"
+        problem = "two meshes that were not sliced from the same mesh"
     raise ConfigError(
-        "A parameter is a DTensor already (tensor parallelism), and its mesh does not go with fully_shard's.",
+        "A parameter is already a DTensor (tensor parallelism), and its mesh cannot be combined with fully_shard's.",
         parameter=name,
-        expected="both meshes sliced from one, with other dims",
+        expected="both meshes sliced from the same mesh, with different dims",
         got=problem,
-        remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); give '
+        remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); pass '
         'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
-        code="C202",
+        topic="mesh-dims",
     )
 
 
 def _concatenated(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dims of both, which have one root."""
-    found: DeviceMesh = DeviceMesh._concatenate([first, second])
-    return found
+    """The mesh of the dims of both, which have the same root."""
+    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return mesh
 
 
 def _holds(root: DeviceMesh, part: DeviceMesh) -> bool:
-    """Whether `part` equals what `root` has under its dims' names.
+    """Whether `part` equals the slice of `root` with the same dim names.
 
-    Not whether it was sliced from this very object: DTensor's caches hand out any mesh that is equal.
+    Compares by equality, not by identity, because DTensor's caches return any equal mesh.
     """
     names = tuple(part.mesh_dim_names or ())
     if not set(names) <= set(root.mesh_dim_names or ()):

@@ -1,7 +1,7 @@
-"""`ShardedTensor`: what sharded state dicts of FSDP1 hold when no device mesh was given, and existing checkpoints do.
+"""`ShardedTensor`: the tensors of FSDP1's sharded state dicts without a device mesh, and of existing checkpoints.
 
 Private torch API: `torch.distributed._shard.sharded_tensor`. The public alternative is `DTensor`, which the wrapper
-gives when it was made with `device_mesh=`; checkpoints of either load into both.
+uses if made with `device_mesh=`; checkpoints of either load into both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def chunk_sharded_tensor(whole: torch.Tensor, group: Any, ranks: Sequence[int], rank: int) -> Any:
-    """`whole`, split on dim 0 as `torch.chunk` does over `ranks` (global ones, of `group`). No communication.
+    """`whole`, split on dim 0 as by `torch.chunk` over `ranks` (global ranks of `group`). No communication.
 
     Args:
         rank: this process's index in `ranks`.
@@ -62,19 +62,19 @@ def _sharded_tensor(
     device = local.device if local is not None else torch.device("cpu")
     shards = []
     for index, (offset, extent) in enumerate(boxes):
-        at = "cpu" if device.type == "cpu" else f"{device.type}:{index % torch.accelerator.device_count()}"
-        shards.append(ShardMetadata(offset, extent, f"rank:{ranks[index]}/{at}"))  # the global rank
-    held = []
+        device_name = "cpu" if device.type == "cpu" else f"{device.type}:{index % torch.accelerator.device_count()}"
+        shards.append(ShardMetadata(offset, extent, f"rank:{ranks[index]}/{device_name}"))  # the global rank
+    local_shards = []
     if local is not None and rank < len(shards):
-        held = [Shard(local, shards[rank])]
+        local_shards = [Shard(local, shards[rank])]
     dtype = local.dtype if local is not None else torch.get_default_dtype()
     pinned = local is not None and local.is_pinned()
     metadata = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype, pin_memory=pinned))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(held, metadata, process_group=group)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local_shards, metadata, process_group=group)
 
 
 def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
-    """The whole of a `ShardedTensor`, on every rank. Collective over its process group.
+    """Gather a whole `ShardedTensor` on every rank. Collective over its process group.
 
     Args:
         value: the `ShardedTensor`.
@@ -82,29 +82,29 @@ def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
     """
     metadata = value.metadata()
     group = value._process_group or dist.group.WORLD
-    ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    ranks, own_index = dist.get_world_size(group), dist.get_rank(group)
     place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
     numels = [0] * ranks
     for shard in metadata.shards_metadata:
         numels[place[shard.placement.rank()]] += torch.Size(shard.shard_sizes).numel()
     dtype = metadata.tensor_properties.dtype
-    own = torch.zeros(max(numels), dtype=dtype, device=device)
-    at = 0
+    sent = torch.zeros(max(numels), dtype=dtype, device=device)
+    start = 0
     by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in value.local_shards()}
     for shard in metadata.shards_metadata:
-        if place[shard.placement.rank()] == mine:
+        if place[shard.placement.rank()] == own_index:
             tensor = by_offset[tuple(shard.shard_offsets)]
-            own[at : at + tensor.numel()] = tensor.detach().reshape(-1).to(device)
-            at += tensor.numel()
-    parts = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather([as_moved(part) for part in parts], as_moved(own), group=group)
+            sent[start : start + tensor.numel()] = tensor.detach().reshape(-1).to(device)
+            start += tensor.numel()
+    parts = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather([as_moved(part) for part in parts], as_moved(sent), group=group)
     whole = torch.empty(metadata.size, dtype=dtype, device=device)
-    taken = [0] * ranks
+    consumed = [0] * ranks
     for shard in metadata.shards_metadata:
         rank, numel = place[shard.placement.rank()], torch.Size(shard.shard_sizes).numel()
         box = whole
         for dim, (offset, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
             box = box.narrow(dim, offset, size)
-        box.copy_(parts[rank][taken[rank] : taken[rank] + numel].view(*shard.shard_sizes))
-        taken[rank] += numel
+        box.copy_(parts[rank][consumed[rank] : consumed[rank] + numel].view(*shard.shard_sizes))
+        consumed[rank] += numel
     return whole

@@ -1,8 +1,8 @@
-"""The key-value store by which the default process group was made, and a connection to it of the watcher's own.
+"""The key-value store of the default process group, and a separate connection to it for the watcher.
 
-Private torch API: `torch.distributed.distributed_c10d._get_default_store`. The public alternative is to have the user
-pass the store, which programs do not keep. Without it hangs are not explained. `tests/test_private_api.py` says when it
-goes. All else here is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.underlying_store`, `TCPStore.host`.
+Private torch API: `torch.distributed.distributed_c10d._get_default_store`. The public alternative is that users pass
+the store, which programs do not keep. Without it hangs are not explained. `tests/test_private_api.py` fails when it is
+gone. All else is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.underlying_store`, `TCPStore.host`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 _default_store: Any = getattr(distributed_c10d, "_get_default_store", None)
 _PATIENCE = timedelta(seconds=30)
 _REACHED = 2.0
-"""Seconds within which a store that is there takes a connection; torch would try for the group's timeout."""
+"""Seconds within which an available store accepts a connection; torch would try for the group's timeout."""
 
 
 def default_store() -> Any:
@@ -29,13 +29,13 @@ def default_store() -> Any:
 
 
 class StoreLine:
-    """A connection of its own to the default process group's store: that others wait on theirs does not matter.
+    """A separate connection to the default process group's store, independent of waits on other connections.
 
     Args:
         prefix: of all keys.
 
     Raises:
-        RuntimeError, OSError: there is no store, or it takes no other connection (now).
+        RuntimeError, OSError: there is no store, or it does not accept another connection (now).
     """
 
     def __init__(self, prefix: str) -> None:
@@ -46,10 +46,10 @@ class StoreLine:
         if port:
             socket.create_connection((host, port), timeout=_REACHED).close()
         before = set(_sockets_to(port))
-        own = store.clone()
-        own.set_timeout(_PATIENCE)
-        self._store = dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
-        fd = next((each for each in _sockets_to(port) if each not in before), None)
+        connection = store.clone()
+        connection.set_timeout(_PATIENCE)
+        self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
+        fd = next((descriptor for descriptor in _sockets_to(port) if descriptor not in before), None)
         self._poll = None
         if fd is not None and hasattr(select, "POLLRDHUP"):
             self._poll = select.poll()
@@ -57,7 +57,7 @@ class StoreLine:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the store's process has closed the connection: asked first, as torch prints a trace if it has."""
+        """Whether the store's process closed the connection: check before each use, as torch then prints a trace."""
         return self._poll is not None and bool(self._poll.poll(0))
 
     def add(self, key: str, amount: int) -> int:
@@ -77,7 +77,7 @@ class StoreLine:
         return [value.decode() for value in self._store.multi_get(keys)] if keys else []
 
     def replace(self, key: str, before: str, after: str) -> bool:
-        """Set a key that has this value (none: an empty one) to another; whether it had it."""
+        """Set a key from `before` ("" if it does not exist) to `after`; returns whether it had that value."""
         return bool(self._store.compare_set(key, before, after).decode() == after)
 
 
@@ -89,16 +89,16 @@ def _address_of(store: Any) -> tuple[str, int]:
 
 
 def _sockets_to(port: int) -> list[int]:
-    """Descriptors of this process that are connected to this port."""
-    found = []
+    """The descriptors of this process's sockets that are connected to this port."""
+    descriptors = []
     for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             blocks = os.get_blocking(int(name))
             with socket.socket(fileno=os.dup(int(name))) as connection:
-                os.set_blocking(int(name), blocks)  # `socket.setdefaulttimeout` is not for sockets of others
+                os.set_blocking(int(name), blocks)  # `socket.setdefaulttimeout` must not affect others' sockets
                 inet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if inet and connection.getpeername()[1] == port:
-                    found.append(int(name))
-    return found
+                    descriptors.append(int(name))
+    return descriptors

@@ -1,8 +1,8 @@
-"""A placement for a dim that data parallelism splits within what tensor parallelism split.
+"""A placement for a dim that tensor parallelism splits first, and data parallelism within each part.
 
 Private torch API: `torch.distributed.tensor.placement_types._StridedShard`. There is no public alternative: the
-data-parallel split is the inner one, though its mesh dim is the outer one.
-`tests/test_private_api.py` says when it goes.
+data-parallel split is the inner one, although its mesh dim is the outer one.
+`tests/test_private_api.py` fails when it is gone.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def inner_shard(dim: int, splits: int) -> Placement:
-    """`Shard(dim)` of each of the `splits` parts into which other mesh dims split the dim."""
+    """`Shard(dim)` within each of the `splits` parts into which other mesh dims split the dim."""
     return Shard(dim) if splits == 1 else _StridedShard(dim, split_factor=splits)

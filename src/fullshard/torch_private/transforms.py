@@ -1,8 +1,8 @@
-"""Whether a transform of `torch.func` (vmap, grad, jvp, ...) runs the code that asks.
+"""Whether the calling code runs inside a transform of `torch.func` (vmap, grad, jvp, ...).
 
-Private torch API: `torch._C._functorch.peek_interpreter_stack`. There is no public alternative: that a tensor is
-wrapped by a transform shows in its type only, and not in all tensors that the code meets. `tests/test_private_api.py`
-says when it goes.
+Private torch API: `torch._C._functorch.peek_interpreter_stack`. There is no public alternative: only the types of
+tensors show that a transform wraps them, and it does not wrap all tensors. `tests/test_private_api.py` fails when it is
+gone.
 """
 
 from __future__ import annotations
@@ -13,4 +13,4 @@ from typing import Any
 import torch
 
 current_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-"""The innermost transform that runs; None if there is none, or where torch cannot tell."""
+"""The innermost active transform; None if there is none, or if torch cannot tell."""

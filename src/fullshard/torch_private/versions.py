@@ -1,8 +1,8 @@
-"""Version counters of tensors whose memory comes and goes: while it is gone autograd must not use what it saved.
+"""Version counters of tensors whose memory comes and goes: while it is freed autograd must not use saved tensors.
 
 Private torch API: `torch._C._autograd._unsafe_set_version_counter`, and `torch._C._increment_version`, which the public
 `torch.autograd.graph.increment_version` calls. That counts up, and nothing public counts back; without it a backward
-that reaches freed memory crashes the process in place of raising. `tests/test_private_api.py` says when they go.
+that reaches freed memory crashes the process instead of raising. `tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _increment: Callable[..., None] = getattr(torch._C, "_increment_version", torch.
 
 
 def set_version(tensor: torch.Tensor, number: int) -> None:
-    """Let a tensor count `number` changes, where torch can count back."""
+    """Set a tensor's version counter to `number`, if torch can count back."""
     if HAS_VERSIONS:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
@@ -29,12 +29,12 @@ class Versions:
     """Tensors that autograd may use only between `restore` and `spoil`.
 
     Args:
-        tensors: as they are now, usable.
+        tensors: valid now.
 
     Attributes:
-        spoil: from now on autograd takes what it saved of these tensors for changed, and raises.
-        restore: they hold again what they held.
-        numbers: their versions while what they hold is right.
+        spoil: makes autograd treat these tensors as changed since it saved them, and raise.
+        restore: makes them valid again, with the same values as before.
+        numbers: their versions while they are valid.
     """
 
     __slots__ = ("numbers", "restore", "spoil", "tensors")
@@ -49,14 +49,14 @@ class Versions:
             self.restore = partial(torch._C._autograd._unsafe_set_version_counter, self.tensors, self.numbers)
 
     def note(self) -> None:
-        """What they hold now is right."""
+        """Record the current versions as valid."""
         self.numbers = tuple(map(read_version, self.tensors))
 
     def are_right(self) -> bool:
-        """Whether none of the tensors was changed in place since they were right."""
+        """Whether no tensor was changed in place since the valid versions were recorded."""
         return tuple(map(read_version, self.tensors)) == self.numbers
 
     def moved(self) -> list[int]:
-        """Indices of tensors that were changed in place since they were right."""
+        """Indices of tensors that were changed in place since the valid versions were recorded."""
         moved = map(ne, map(read_version, self.tensors), self.numbers)
-        return [i for i, each in enumerate(moved) if each]
+        return [i for i, changed in enumerate(moved) if changed]

@@ -1,7 +1,7 @@
-"""The watcher: a thread of each rank that says what ranks wait for, who is gone, and why.
+"""The watcher: a thread of each rank that reports what ranks wait for, which rank is gone, and why.
 
-To be read in this order: `log.py` is what a rank issued, `rank.py` what it tells its watcher and how it waits,
-`roll_call.py` the thread, `judge.py` what is concluded, `messages.py` what is said; `process.py` what a process does.
+Read in this order: `log.py`, what a rank issued; `rank.py`, what it reports to its watcher and how it waits;
+`roll_call.py`, the thread; `judge.py`, the verdict; `messages.py`, the wording; `process.py`, what a process is doing.
 """
 
 from .log import (

@@ -1,6 +1,6 @@
-"""What is known of all ranks, judged: whether they are stuck, and who is to blame. Pure; only the standard library.
+"""Judges the statuses of all ranks: whether they are stuck, and which rank is to blame. Pure; only standard library.
 
-A status is a dict, as a watcher sends it (`Watcher.status` in `roll_call.py` says with what). Wording: `messages.py`.
+A status is a dict, as a watcher sends it (`Watcher.status` in `roll_call.py` lists the keys). Wording: `messages.py`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from .process import OF_STEPS
 Status = dict[str, Any]
 
 UNKNOWN = ("unreachable", "absent")
-"""States of a rank whose watcher did not answer, or was not there."""
+"""States of a rank whose watcher did not answer, or never started."""
 BY_ITSELF = "by itself"
-"""In how a rank ended, if its program came to its end."""
-_FIRST = 4  # times the limit is what a rank may take for its first step, whatever it does
-_WAKES = 2.0  # times in a second: more often than a loop wakes that asks once a second whether something has come
+"""Part of the text on how a rank ended, if its program ran to its end."""
+_FIRST = 4  # limits: the time that a rank may take for its first step, whatever it does
+_WAKES = 2.0  # per second: more than a loop that polls once a second
 
 
 def unheard(rank: int, last: Status | None, seconds: float = 0.0) -> Status:
-    """What is known of a rank that does not answer: not where it is, which it alone can tell.
+    """The status of a rank that does not answer, without its position, which only the rank itself can report.
 
     Args:
-        last: what it said last; None: it has said nothing yet, as it has made no unit.
-        seconds: for which it has not answered.
+        last: its last status; None: it has never sent one, as it has made no unit.
+        seconds: how long it has not answered.
     """
-    known: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last", "call", "own", "silent"))
-    known |= {"rank": rank, "host": "", "state": "absent" if last is None else "unreachable", "idle": False, "pid": 0}
-    known |= {"count": 0, "steps": 0, "ticks": 0, "cpu": 0.0, "children": 0.0, "io": 0, "records": [], "stack": ""}
-    known |= {"samples": [], "runs": False, "wakes": 0, "broken": False, "time": time.time(), "unheard": seconds}
-    kept = ("host", "pid", "machine", "start")
-    return known | {name: last[name] for name in kept if last is not None and name in last}
+    status: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last", "call", "own", "silent"))
+    status |= {"rank": rank, "host": "", "state": "absent" if last is None else "unreachable", "idle": False, "pid": 0}
+    status |= {"count": 0, "steps": 0, "ticks": 0, "cpu": 0.0, "children": 0.0, "io": 0, "records": [], "stack": ""}
+    status |= {"samples": [], "runs": False, "wakes": 0, "broken": False, "time": time.time(), "unheard": seconds}
+    constant = ("host", "pid", "machine", "start")
+    return status | {name: last[name] for name in constant if last is not None and name in last}
 
 
 def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: float) -> bool:
-    """Whether nothing is to be hoped for, at least one rank having waited for `limit` seconds or one being gone.
+    """Whether the ranks are stuck for good. Requires that one has waited for `limit` seconds, or is gone.
 
-    No answer proves nothing: it counts only once it has lasted for the limit, as the wait has; or when a connection
-    broke, and the job is over anyway.
+    Silence proves nothing: it counts only once it has lasted for the limit, as the wait has; or if a connection broke,
+    in which case the job is over anyway.
 
     Args:
-        now, before: the ranks' statuses, and those of a look before; empty if there was none.
-        limit, hard: seconds. A wait of the host longer than `hard` is never waited out.
+        now, before: the ranks' statuses, and those of the previous look; empty if there was none.
+        limit, hard: seconds. A wait of the host for more than `hard` always counts as stuck.
     """
     longest = max([status["waited"] for status in now if status["waited"] is not None], default=0.0)
     own = max([status["own"] for status in now if status.get("own") is not None], default=0.0)
@@ -57,19 +57,19 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
         return False
     earlier = {status["rank"]: status for status in before}
     busy = [status for status in now if not _waits(status)]
-    if not busy:  # all wait: for one thing, which may be slow, or for several, which never comes
+    if not busy:  # all wait: a single event may just be slow; different events never happen
         return len({_point(status) for status in now}) > 1 and list(map(_point, now)) == list(map(_point, before))
     if not earlier or any([_moved(status, earlier.get(status["rank"]), limit) for status in busy]):
         return False
     if all([_waits(status) or status.get("own") is not None for status in now]):
         return len({_place(status) for status in now}) > 1
     beginning = any([status["steps"] == 0 for status in busy])
-    # Where others wait for a rank that is elsewhere in collectives of the program's own only, it is not our business.
+    # Waits in the program's own collectives alone, for a rank that is elsewhere, are the program's concern.
     return longest >= (_FIRST * limit if beginning else limit)
 
 
 def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> bool:
-    """Whether the ranks need not be compared any further: one is gone, stopped or raises, or a wait was too long."""
+    """Whether no further comparison is needed: a rank is gone, stopped or has raised, or a wait was too long."""
     if longest:
         by_host = max([status["waited"] for status in now if _waits(status)], default=0.0)
         raised = any(map(has_raised, now))
@@ -81,27 +81,27 @@ def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> 
 
 
 def sure(statuses: Sequence[Status]) -> bool:
-    """Whether one look is enough: somebody is gone or has raised, or ranks wait for what cannot come."""
+    """Whether one look is enough: a rank is gone or has raised, or ranks wait for events that cannot happen."""
     raised = any(map(has_raised, statuses))
     never = any([s.get("broken") for s in statuses]) and any([s["state"] == "absent" for s in statuses])
     return raised or never or any([_lost(status) for status in statuses]) or _apart(statuses)
 
 
 def _waits(status: Status) -> bool:
-    """Whether the rank's host waits for a collective of ours."""
+    """Whether the rank's host waits for a collective of Fullshard's."""
     return status["waited"] is not None and not status["idle"]
 
 
 def _apart(statuses: Sequence[Status]) -> bool:
-    """Whether a rank compares its next step with others of which one waits for what that rank will not issue before."""
+    """Whether a rank waits in a comparison while another waits for an event that the former issues only afterwards."""
     waiting = [s for s in statuses if _waits(s) and s["waits_for"] is not None]
-    compares = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
-    others = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
-    return bool(compares and others) and max(others) >= min(compares)
+    comparing = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
+    running = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
+    return bool(comparing and running) and max(running) >= min(comparing)
 
 
 def _point(status: Status) -> tuple[Any, ...]:
-    """What a rank has come to."""
+    """The last event of a rank."""
     last = status["last"] or {}
     return last.get("turn"), last.get("verb"), last.get("unit")
 
@@ -111,7 +111,7 @@ def _compares(status: Status) -> bool:
 
 
 def _place(status: Status) -> tuple[Any, ...]:
-    """Where in the program a rank is."""
+    """A rank's position in the program."""
     call = status.get("call")
     return (call["did"], call["at"]) if call else _point(status)
 
@@ -121,17 +121,17 @@ def _lost(status: Status) -> bool:
 
 
 def _failed(status: Status) -> bool:
-    """Whether the rank ended in another way than programs that are done."""
+    """Whether the rank ended in any way but by running to its end."""
     return status["gone"] is not None and (status["raised"] is not None or BY_ITSELF not in status["gone"])
 
 
 def _moved(now: Status, before: Status | None, limit: float) -> bool:
-    """Whether a rank that does not wait for a collective of ours has got anywhere since.
+    """Whether a rank that does not wait for a collective of Fullshard's has made progress since.
 
-    One that says that it reads or writes files is believed. In its first step whatever a rank does counts (it may
-    compile, or read). Later it has to leave the line it was at, compute there (unless the host may spin there for a
-    device), wake up often (as one does that sends or receives), read or write a quarter of a megabyte, or its children
-    have to compute. In a collective computing is none: its threads do a little for ever.
+    A rank that declares that it reads or writes files is believed. In its first step any activity counts (it may
+    compile, or read). Later it has to leave the line it was at, compute there (unless the host may be spinning for a
+    device), wake up often (as it does when it sends or receives), read or write a quarter of a megabyte, or have
+    children that compute. Computing inside a collective does not count: its threads never stop using a little CPU.
     """
     if before is None or now["state"] == "absent":
         return True
@@ -155,14 +155,14 @@ def _moved(now: Status, before: Status | None, limit: float) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What went wrong, on which a report and `fullshard doctor` agree.
+    """The cause of a hang, shared by reports and `fullshard doctor`.
 
     Attributes:
         kind: "raised", "gone", "stopped", "unreachable", "data", "absent", "calls", "departed", "elsewhere", "apart" or
             "transport".
-        named: ranks that did what went wrong, in their order; empty if nobody did, or nobody can be told.
-        others: the other ranks.
-        is_clear: whether those named are to blame, rather than others.
+        named: the statuses of the ranks at fault, in rank order; empty if there are none, or none can be identified.
+        others: the statuses of the other ranks.
+        is_clear: whether the named ranks are certainly to blame.
     """
 
     kind: str
@@ -172,15 +172,15 @@ class Verdict:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those to blame."""
+        """The ranks to blame."""
         return tuple(status["rank"] for status in self.named if self.is_clear)
 
 
 def verdict(statuses: Sequence[Status]) -> Verdict:
-    """The first cause that holds: what follows from a failure must not be taken for it."""
+    """The first cause that applies, in an order that puts causes before their consequences."""
     raised = first_hand(statuses)
     done = _ended(statuses, by_itself=True)
-    found: dict[str, Sequence[Status]] = {
+    causes: dict[str, Sequence[Status]] = {
         "raised": [status for status in raised if line_of_error(status) == line_of_error(raised[0])],
         "gone": _ended(statuses, by_itself=False),
         "stopped": [status for status in statuses if status["state"] == "T"],
@@ -189,14 +189,14 @@ def verdict(statuses: Sequence[Status]) -> Verdict:
         "data": done,
         "absent": [status for status in statuses if status["state"] == "absent"],
     }
-    for kind, named in found.items():
+    for kind, named in causes.items():
         if named:
             return _verdict(kind, named, statuses)
     if all([status.get("call") and stands(status) for status in statuses]) and len(set(map(_place, statuses))) > 1:
         return _different_calls(statuses)
     compare = [status for status in statuses if _compares(status)]
     elsewhere = [status for status in statuses if status["waited"] is None]
-    # Those that compare have left the order that all share, if the others wait, too, as far as is known.
+    # Ranks that compare have left the shared order, provided that the others, as far as is known, wait too.
     if compare and len(compare) < len(statuses) and all([status["idle"] for status in elsewhere]):
         return _verdict("departed", compare, statuses)
     if elsewhere:
@@ -215,22 +215,22 @@ def _verdict(kind: str, named: Sequence[Status], statuses: Sequence[Status], is_
 
 
 def stands(status: Status) -> bool:
-    """Whether the rank waits for others, in a collective of ours or of the program's own."""
+    """Whether the rank waits for others, in a collective of Fullshard's or of the program's own."""
     return status["waited"] is not None or status.get("own") is not None
 
 
 def has_raised(status: Status) -> bool:
-    """Whether an error has ended what the rank did."""
+    """Whether an error has ended the rank's program, or its last pass."""
     return bool(status["raised"]) and (status["gone"] is not None or status["waited"] is None)
 
 
 def first_hand(statuses: Sequence[Status]) -> list[Status]:
-    """Ranks that raised an error of their own; a DivergenceError says that another rank failed."""
+    """Ranks that raised an error of their own; a DivergenceError only reports the failure of another rank."""
     return [s for s in statuses if has_raised(s) and "DivergenceError" not in line_of_error(s)]
 
 
 def line_of_error(status: Status) -> str:
-    """The line of what it raised that has its type; empty if it raised nothing. Of several errors, the last one's.
+    """The line of a rank's traceback with the type of the error, of the last one if chained; empty without an error.
 
     >>> line_of_error({"raised": "Traceback (most recent call last):\\n  File a\\nConfigError: no.\\n  remedy: do"})
     'ConfigError: no.'
@@ -240,10 +240,11 @@ def line_of_error(status: Status) -> str:
 
 
 def _ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
-    """Ranks that ended alike, of those that ended so; not those that ended because another one had failed.
+    """Ranks that ended first-hand and in the same way; without those that ended because another rank had failed.
 
     Args:
-        by_itself: whether the program came to its end.
+        statuses: of all ranks.
+        by_itself: True: ranks whose program ran to its end; False: all others that ended.
     """
     ended = [s for s in statuses if s["gone"] is not None and (BY_ITSELF in s["gone"]) == by_itself]
     ended = [status for status in ended if "DivergenceError" not in line_of_error(status)] or ended
@@ -252,14 +253,14 @@ def _ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
 
 
 def _called_after(statuses: Sequence[Status], done: Sequence[Status]) -> list[Status]:
-    """Ranks that made a call which is not of every step, after most others had come to their program's end."""
-    others = [status for status in statuses if status not in done]
-    alone = [s for s in others if s.get("call") and stands(s) and s["call"]["did"] not in OF_STEPS]
-    return alone if alone == others and len(alone) <= len(done) else []
+    """Ranks that made a call outside the training step after at least as many others had finished their program."""
+    remaining = [status for status in statuses if status not in done]
+    calling = [s for s in remaining if s.get("call") and stands(s) and s["call"]["did"] not in OF_STEPS]
+    return calling if calling == remaining and len(calling) <= len(done) else []
 
 
 def _different_calls(statuses: Sequence[Status]) -> Verdict:
-    """Ranks made different calls, each of which waits for the others: those that fewer made come first."""
+    """The verdict on ranks that made different calls, each of which waits for the others; blames the smallest group."""
     sides: dict[tuple[Any, ...], list[Status]] = {}
     for status in statuses:
         sides.setdefault(_place(status), []).append(status)
@@ -273,13 +274,13 @@ def _different_calls(statuses: Sequence[Status]) -> Verdict:
 
 
 def first_issued(statuses: Sequence[Status]) -> tuple[int, dict[int, str]]:
-    """Where ranks that have records differ first, as far as all of these go back; 0 and nothing if they do not differ.
+    """The first event at which ranks with records differ, as far back as all their records go.
 
     Returns:
-        The number of what they issued there, and that of each: "nothing" of one that has not come so far.
+        The event's turn, and rank -> event: "nothing" for a rank that has not come so far. (0, {}) if none differ.
     """
     records = {status["rank"]: of_last_root(status) for status in statuses}
-    by_rank = {rank: {r["turn"]: f"{r['verb']} of {r['unit']}" for r in own} for rank, own in records.items() if own}
+    by_rank = {rank: {r["turn"]: f"{r['verb']} of {r['unit']}" for r in log} for rank, log in records.items() if log}
     begun = max(map(min, by_rank.values()), default=0)
     for turn in sorted({turn for turns in by_rank.values() for turn in turns if turn >= begun}):
         issued = {rank: turns.get(turn, "nothing") for rank, turns in by_rank.items()}
@@ -289,13 +290,13 @@ def first_issued(statuses: Sequence[Status]) -> tuple[int, dict[int, str]]:
 
 
 def of_last_root(status: Status) -> list[dict[str, Any]]:
-    """The records of the root that the rank ran last: its turns are numbered alike on all ranks."""
+    """The records of the root that the rank ran last: its turns have the same numbers on all ranks."""
     records = [record for record in status["records"] if record["turn"]]
     return [record for record in records if record["root"] == records[-1]["root"]]
 
 
 def grouped(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
-    """Ranks that say the same, together."""
+    """Group ranks with equal texts: (ranks in words, text)."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         by_text.setdefault(text, []).append(rank)

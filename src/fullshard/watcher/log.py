@@ -1,8 +1,8 @@
-"""What a rank has issued, a number for each thing, in a bounded deque: recording one is one append.
+"""The log of what a rank issued: one integer per event, in a bounded deque, so that recording costs one append.
 
-A number holds, from its lowest bits, the verb, the unit (its index plus `ROOT` times the number of its root) and the
-turn. Every one differs from the one before it, as turns count, so that the last number tells whether a rank got on.
-Which step it is stands before each pass, as a number of its own, with the steps in the place of the turn.
+An integer holds, from its lowest bits, the verb, the unit (its index plus `ROOT` times the number of its root) and the
+turn. As turns count up, each integer differs from the one before, and the last one shows whether a rank makes progress.
+The step is recorded before each pass, as a separate integer with the number of finished steps in place of the turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VERBS = (
     *("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare", "agreement"),
     *("check of what stayed gathered", "beginning of keep_gathered", "step"),
 )
-"""What a record may tell; written as an index."""
+"""The kinds of events; an integer holds the index."""
 FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP, STEP = range(len(VERBS))
 _MOVES = (GATHER, REGATHER, REDUCE)
 LENGTH = 2048
@@ -23,20 +23,21 @@ VERB_BITS = 4
 _UNIT_BITS = 28
 ROOT = 1 << 16
 TURN = 1 << VERB_BITS + _UNIT_BITS
-"""What one turn adds to a number."""
+"""What one turn adds to an integer."""
 MOST_ROOTS = (1 << _UNIT_BITS) // ROOT
 _MOST_STEPS = 1 << 32
 
 
 class Record(NamedTuple):
-    """One thing that the engine issued.
+    """One event that the engine issued.
 
     Attributes:
-        word: the number that it was recorded by.
-        turn: which of its root's this is, from 1 (anew after 2^31): alike on ranks that run alike.
-        step: finished steps of the root then (modulo 2^32); those of the last one that stepped if that is too long ago.
-        unit: index in its root, plus `ROOT` times the number of the root; 0 is of no root.
-        verb: see `VERBS`.
+        word: the integer in the log.
+        turn: its position among the events of its root, from 1 (restarts after 2^31): equal on ranks that run alike.
+        step: the root's finished steps at that time (modulo 2^32), if the log goes back that far; otherwise those of
+            the root that stepped last.
+        unit: index in its root, plus `ROOT` times the number of the root; root 0 means no root.
+        verb: an index into `VERBS`.
     """
 
     word: int
@@ -46,10 +47,10 @@ class Record(NamedTuple):
     verb: int
 
     def named(self, names: dict[int, list[str]], nbytes: dict[int, list[int]]) -> dict[str, Any]:
-        """It with names in place of numbers, and the bytes that its unit gathers or reduces (0 where it does not).
+        """The record as a dict, with names for indices, and the bytes that its unit gathers or reduces (else 0).
 
         Args:
-            names, nbytes: of the units of a root, by its number.
+            names, nbytes: number of a root -> the names and bytes of its units.
         """
         root, index = divmod(self.unit, ROOT)
         units, sizes = names.get(root, []), nbytes.get(root, [])
@@ -65,20 +66,20 @@ class Record(NamedTuple):
 
 
 def word(verb: int, unit: int) -> int:
-    """A number without its turn, to which `TURN` times the turn is added."""
+    """The integer of an event without its turn; add `TURN` times the turn."""
     return verb | unit << VERB_BITS
 
 
 def step_word(unit: int, step: int) -> int:
-    """Says how many steps of the root that has this unit are finished, of the numbers to come."""
+    """The integer that records the finished steps of a unit's root, for the integers that follow it in the log."""
     return word(STEP, unit) + step % _MOST_STEPS * TURN
 
 
 def records_of(log: deque[int], steps: int) -> list[Record]:
-    """What the log tells, oldest first.
+    """Decode the log, oldest record first.
 
     Args:
-        log: other threads may append meanwhile.
+        log: may grow while it is read: other threads append.
         steps: finished steps of the root that stepped last.
     """
     while True:
@@ -89,11 +90,11 @@ def records_of(log: deque[int], steps: int) -> list[Record]:
             continue
     records: list[Record] = []
     step_of: dict[int, int] = {}  # by root
-    for each in words:
-        rest, verb = divmod(each, 1 << VERB_BITS)
+    for entry in words:
+        rest, verb = divmod(entry, 1 << VERB_BITS)
         turn, unit = divmod(rest, 1 << _UNIT_BITS)
         if verb == STEP:
             step_of[unit // ROOT] = turn
         else:
-            records.append(Record(each, turn, step_of.get(unit // ROOT, steps), unit, verb))
+            records.append(Record(entry, turn, step_of.get(unit // ROOT, steps), unit, verb))
     return records

@@ -1,4 +1,4 @@
-"""What watchers say to users: the report on ranks that are stuck, and the wording of errors and warnings."""
+"""The watchers' messages to users: the report on stuck ranks, and the wording of errors and warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "computes": "compute
 
 
 def report(statuses: Sequence[Status]) -> str:
-    """All that is known of ranks that are stuck: the verdict, a line for ranks that say the same, errors and stacks."""
+    """The report on stuck ranks: the verdict, one line for all ranks in the same state, errors and stacks."""
     statuses = sorted(statuses, key=lambda status: status["rank"])
     waits = [status[wait] for status in statuses for wait in ("waited", "own") if status.get(wait) is not None]
     lines = [f"Ranks are stuck: {sentence(verdict(statuses))}", *(f"  {line}" for line in lines_of(statuses))]
@@ -40,7 +40,7 @@ def report(statuses: Sequence[Status]) -> str:
 
 
 def quotes(raising: Sequence[Status], standing: Sequence[Status]) -> dict[str, list[str]]:
-    """By heading: what the first of these ranks that raised an error raised, and the Python stacks of others."""
+    """Heading -> lines: the error of the first of `raising` that raised one, and the stacks of `standing` ranks."""
     raised = [status for status in raising if has_raised(status)][:1]
     stacks = grouped([(status["rank"], status["stack"]) for status in standing if status["stack"]])[:_MOST_STACKS]
     return {
@@ -50,52 +50,50 @@ def quotes(raising: Sequence[Status], standing: Sequence[Status]) -> dict[str, l
 
 
 def cut_short(text: str) -> list[str]:
-    """Of a long text the beginning and the end: innermost frames come first in stacks, and last in tracebacks."""
+    """The beginning and end of a long text: innermost frames come first in stacks, and last in tracebacks."""
     lines = [line.rstrip() for line in text.strip().splitlines() if set(line.strip()) - set("^~")]
     half = _MOST_LINES // 2
     more = len(lines) - 2 * half
     return [*lines[:half], f"... {more} more lines", *lines[-half:]] if more > 0 else lines
 
 
-def sentence(found: Verdict) -> str:
-    """A verdict in words: the first sentence of a report, and of `fullshard doctor`'s."""
-    if found.kind == "transport":
-        return (
-            "all ranks wait at the same point, and nothing arrives: the network, or what transports over it, is stuck."
-        )
-    who, waiting = ranks_of([status["rank"] for status in found.named]), _while(found.others)
-    if found.kind == "apart":
-        odd = f"{who} issued something different from the others; " if found.named else ""
+def sentence(cause: Verdict) -> str:
+    """A verdict in words: the first sentence of a report, and of the one by `fullshard doctor`."""
+    if cause.kind == "transport":
+        return "all ranks wait at the same point, and nothing arrives: the network or its transport is stuck."
+    who, waiting = ranks_of([status["rank"] for status in cause.named]), _while(cause.others)
+    if cause.kind == "apart":
+        odd = f"{who} issued something different from the others; " if cause.named else ""
         return f"{odd}ranks wait for each other at different points."
-    first = found.named[0]
-    if found.kind == "unreachable":
-        hosts = ", ".join(sorted({status["host"] for status in found.named if status["host"]})) or "its machine"
-        whose = f"{who}'s watcher" if len(found.named) == 1 else f"the watchers of {who}"
+    first = cause.named[0]
+    if cause.kind == "unreachable":
+        hosts = ", ".join(sorted({status["host"] for status in cause.named if status["host"]})) or "its machine"
+        whose = f"{who}'s watcher" if len(cause.named) == 1 else f"the watchers of {who}"
         return (
-            f"no answer from {whose} ({hosts}): its process is stopped, has ended or holds the interpreter, its "
+            f"no answer from {whose} ({hosts}): its process is stopped, has ended or holds the interpreter lock, its "
             f"machine is down or overloaded, or the network is cut{waiting}."
         )
-    if found.kind == "calls" and all(status["gone"] for status in found.others):
-        gone = ranks_of([status["rank"] for status in found.others])
-        return f"{who} {_called(first)} after the end of {gone} ({after(found.others[0])})."
-    what = _DID[found.kind](first)
-    if found.kind == "absent" and any(status.get("broken") for status in found.others):
-        what = "has made no unit, and ended or raised before"
-    return f"{_agreeing(who, what)}{waiting}."
+    if cause.kind == "calls" and all(status["gone"] for status in cause.others):
+        gone = ranks_of([status["rank"] for status in cause.others])
+        return f"{who} {_called(first)} after the end of {gone} ({after(cause.others[0])})."
+    action = _DID[cause.kind](first)
+    if cause.kind == "absent" and any(status.get("broken") for status in cause.others):
+        action = "has made no unit, and ended or raised before"
+    return f"{_agreeing(who, action)}{waiting}."
 
 
 def first_difference(statuses: Sequence[Status]) -> str:
-    """Where ranks issued different things first; empty if they did not, as far as their records go back."""
+    """The first event at which ranks differ; empty if they do not, as far back as their records go."""
     turn, issued = first_issued(statuses)
     behind_first = sorted(issued.items(), key=lambda item: item[1] != "nothing")
-    groups = [f"{who}: {what}{' yet' * (what == 'nothing')}" for who, what in grouped(behind_first)]
+    groups = [f"{who}: {event}{' yet' * (event == 'nothing')}" for who, event in grouped(behind_first)]
     return f"event {turn}: {'; '.join(groups)}" if issued else ""
 
 
-def _while(others: Sequence[Status]) -> str:
-    """The calls in which these ranks wait, as a sentence goes on; empty if none is known."""
-    waiting = [(status["rank"], _called(status)) for status in others if status.get("call") and stands(status)]
-    calls = [f"{who} {what}" for who, what in grouped(waiting)[:3]]
+def _while(statuses: Sequence[Status]) -> str:
+    """The calls in which these ranks wait, as a "while" clause; empty if none is known."""
+    waiting = [(status["rank"], _called(status)) for status in statuses if status.get("call") and stands(status)]
+    calls = [f"{who} {call}" for who, call in grouped(waiting)[:3]]
     return f" while {', and '.join(calls)}" if calls else ""
 
 
@@ -117,23 +115,23 @@ def _elsewhere(status: Status) -> str:
 
 
 def after(status: Status) -> str:
-    """Where a rank was, by what it issued last."""
+    """A rank's position, by the last event it issued."""
     if status["last"] is None:
-        return "before its first forward" if status.get("unheard") is None else "where it was is not known"
+        return "before its first forward" if status.get("unheard") is None else "its position is unknown"
     return f"after {at(status)}"
 
 
 def at(status: Status, which: str = "last") -> str:
-    """What a rank issued last, or waits for, and in which step, if it belongs to one."""
+    """The event that a rank issued last or waits for (`which`), with its step unless it belongs to none."""
     record = status[which]
     if record is None:
-        return "nothing yet" if status.get("unheard") is None else "not known"
+        return "nothing yet" if status.get("unheard") is None else "unknown"
     return f"{record['verb']} of {record['unit']}" + (f" (step {record['step']})" if record["root"] else "")
 
 
-def _agreeing(who: str, what: str) -> str:
-    """`who` does `what`, which begins with a verb in the singular."""
-    verb, space, rest = what.partition(" ")
+def _agreeing(who: str, predicate: str) -> str:
+    """Join `who` and `predicate`, whose first word is a singular verb, in grammatical agreement."""
+    verb, space, rest = predicate.partition(" ")
     return f"{who} {_OF_SEVERAL.get(verb, verb) if who.startswith('ranks ') else verb}{space}{rest}"
 
 
@@ -142,29 +140,29 @@ _DID: dict[str, Callable[[Status], str]] = {
     "gone": lambda s: f"is gone: {s['gone']} ({after(s)})",
     "stopped": lambda s: f"is stopped by a signal (SIGSTOP; {after(s)})",
     "data": lambda s: f"is gone without an error: out of data? ({after(s)})",
-    "absent": lambda s: "did not come to a first forward: it has not built its model yet",
+    "absent": lambda s: "did not reach a first forward: it has not built its model yet",
     "calls": _called,
     "departed": lambda s: (
         f"left the order that all ranks share (at {s['last']['unit']}, step {s['last']['step']}{_calling(s)})"
     ),
-    "elsewhere": lambda s: f"did not come, and {_elsewhere(s)} ({after(s)}{_calling(s, '; it ')})",
+    "elsewhere": lambda s: f"did not arrive, and {_elsewhere(s)} ({after(s)}{_calling(s, '; it ')})",
 }
-"""By a verdict's kind: what a rank did that is named in it; begins with a verb in the singular."""
+"""Kind of a verdict -> what a rank named in it did; begins with a singular verb."""
 
 
-def lines_of(statuses: Sequence[Status], beyond: str = "gives no answer: its watcher cannot be reached") -> list[str]:
-    """What each rank does, in a line for all that do the same.
+def lines_of(statuses: Sequence[Status], beyond: str = "does not answer: its watcher cannot be reached") -> list[str]:
+    """What ranks are doing, with one line for all ranks in the same state.
 
     Args:
-        beyond: said of ranks that cannot be reached.
+        beyond: the line for ranks that cannot be reached.
     """
     groups = grouped([(status["rank"], line_of(status, beyond)) for status in statuses])
     width = max(len(who) for who, _ in groups)
-    return [_agreeing(f"{who:<{width}} ", what) for who, what in groups]
+    return [_agreeing(f"{who:<{width}} ", line) for who, line in groups]
 
 
-def line_of(status: Status, beyond: str = "gives no answer: its watcher cannot be reached") -> str:
-    """What one rank does, in a line."""
+def line_of(status: Status, beyond: str = "does not answer: its watcher cannot be reached") -> str:
+    """What one rank is doing, in one line."""
     last, call = f"; last: {at(status)}", _calling(status)
     raised = f"raised {line_of_error(status)}" if status["raised"] else ""
     if status["gone"] is not None:
@@ -186,7 +184,7 @@ def store_is_silent(waited: float, keeper: str) -> DivergenceError:
 
     Args:
         waited: seconds.
-        keeper: what the rank does that may keep the store; empty if that is not known.
+        keeper: what the rank that may keep the store is doing; empty if unknown.
     """
     return _unexplained(
         f"this rank has waited for {waited:.0f} s, and the store of the process group (at rank 0, or at the "
@@ -196,16 +194,16 @@ def store_is_silent(waited: float, keeper: str) -> DivergenceError:
 
 
 def connection_broke(error: BaseException) -> DivergenceError:
-    """The error for a collective that failed, and of which the watchers said nothing."""
+    """The error for a failed collective that no watcher explained."""
     return _unexplained(f"a connection to another rank broke ({error}).", "")
 
 
-def _unexplained(what: str, why: str) -> DivergenceError:
+def _unexplained(symptom: str, cause: str) -> DivergenceError:
     return DivergenceError(
-        what,
-        got=why or "no watcher reported a cause",
-        remedy="look at what the other ranks printed",
-        code="D015",
+        symptom,
+        got=cause or "no watcher reported a cause",
+        remedy="read the output of the other ranks",
+        topic="rank-gone",
     )
 
 
@@ -214,51 +212,48 @@ def stuck_ranks(report: str) -> DivergenceError:
     return DivergenceError(
         report,
         remedy="let every rank make the same calls in the same order; with unequal numbers of batches, train in "
-        "fullshard.join(model, loader); end all ranks when one fails; the time allowed is set by "
-        "fullshard.watch(limit=...)",
-        code="D016",
+        "fullshard.join(model, loader); end all ranks when one fails; fullshard.watch(limit=...) sets the time allowed",
+        topic="rank-gone",
     )
 
 
 def not_a_time(name: str, value: object) -> ConfigError:
-    """The error for `limit` or `grace` that is not a time."""
-    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value), code="C203")
+    """The error for a `limit` or `grace` that is not a positive time."""
+    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
 
 
 def not_a_bool(enabled: object) -> ConfigError:
     """The error for `enabled` that is not a bool."""
-    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled), code="C204")
+    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled))
 
 
 def not_a_path(folder: object) -> ConfigError:
     """The error for `folder` that is not a path."""
-    return ConfigError("watch() takes the path of a folder, which is made when needed.", got=repr(folder), code="C205")
+    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=repr(folder))
 
 
 def is_a_file(path: str) -> ConfigError:
     """The error for `folder` that is a file."""
-    return ConfigError(
-        "watch() takes the path of a folder, which is made when needed.", got=f"the file {path}", code="C206"
-    )
+    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=f"the file {path}")
 
 
 def found_before(report: str) -> str:
-    """Printed below a backend's own error that ends a rank after the watchers' report."""
-    return f"fullshard had found before: {report}"
+    """The note on a backend's own error that ends a rank after the watchers' report."""
+    return f"fullshard reported earlier: {report}"
 
 
 # roll_call.py
 
 
 def not_written(folder: object, error: OSError) -> str:
-    """Printed where a report cannot be written."""
+    """Printed if a report cannot be written."""
     return f"fullshard: the report could not be written to {folder}: {error}\n"
 
 
 def store_unreachable(rank: int, error: object, pause: float) -> str:
-    """Printed by a watcher that cannot reach the store, once."""
+    """Printed once by a watcher that cannot reach the store."""
     return (
-        f"fullshard: rank {rank}'s watcher could not reach the process group's store ({error}); it tries again every "
+        f"fullshard: rank {rank}'s watcher could not reach the process group's store ({error}); it retries every "
         f"{pause:.0f} s\n"
     )
 
@@ -267,10 +262,10 @@ def ended_by_watcher(rank: int, grace: float, report: str) -> str:
     """Printed by a watcher that ends a rank."""
     return (
         f"fullshard: rank {rank} has not raised this within {grace:.0f} s (it is in code that is not the engine's), "
-        f"and is ended:\n{report}\n"
+        f"and is terminated:\n{report}\n"
     )
 
 
 def no_watcher(error: BaseException) -> str:
     """The warning for a watcher that cannot be started."""
-    return message(f"no watcher could be started ({error}): hangs will not be explained", code="W015")
+    return message(f"no watcher could be started ({error}): hangs will not be explained")

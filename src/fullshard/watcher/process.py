@@ -1,8 +1,8 @@
-"""What a process does, as its Python stacks and the operating system tell: what it called, whether it gets on, its end.
+"""What a process is doing, from its Python stacks and the operating system: its call, its progress, how it ended.
 
-A stack says which function of ours or PyTorch's was called, and from which line of the program. Linux's `/proc` says
-whether a process runs and what it has used; a neighbour that does not answer is asked for its stack by a signal. Where
-there is no `/proc` (macOS) nothing here fails: what is not known is empty or 0.
+A stack shows which function of Fullshard's or PyTorch's was called, and from which line of the program. Linux's `/proc`
+shows whether a process runs and which resources it has used; a neighbour that does not answer is asked for its stack by
+a signal. Without `/proc` (macOS) nothing here fails: unknown values are empty or 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""By which neighbours ask for Python stacks; one that programs do not use."""
+"""The signal by which neighbours ask for Python stacks; one that programs do not use."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -31,16 +31,16 @@ _STANDARD = f"{os.path.dirname(os.__file__)}/"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 _DISPATCH = re.compile(r"/torch/(_ops|_compile|_library/\w+)\.py$")  # between a function and its operator
-_METHODS = (f"{_OURS}forms/", f"{_OURS}api/")  # where functions of ours that are called by a bare name are, mostly
+_METHODS = (f"{_OURS}forms/", f"{_OURS}api/")  # define most of our functions that are called as methods
 _DECORATORS = ("wrapper", "_fn", "inner", "inner_func", "decorate_context", "decorate_fwd")
 _PREFIXES = {
     _COLLECTIVES[0]: "torch.distributed.",
     **{f"distributed/checkpoint/state_dict_{part}.py": "torch.distributed.checkpoint." for part in ("saver", "loader")},
 }
-"""Where functions of PyTorch's are that programs call by more than their name."""
+"""Path of a file of PyTorch's -> the prefix under which programs call its functions."""
 FORWARD, BACKWARD = "ran the model's forward", "ran a backward"
 OF_STEPS = (FORWARD, BACKWARD, "called no_sync")
-"""What all ranks do in every step: a rank that does something else is more likely the one that is wrong."""
+"""Calls of every training step: a rank in a different call is more likely to be at fault."""
 
 
 class Frame(NamedTuple):
@@ -60,7 +60,7 @@ class Frame(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs to the program, or to a library that is neither ours, PyTorch's nor Python's own."""
+        """Whether it belongs to the program, or to a library other than Fullshard, PyTorch and Python's own."""
         standard = self.path.startswith(("<", _STANDARD)) and "-packages/" not in self.path
         return not (self.is_ours or self.is_torchs or standard)
 
@@ -75,12 +75,12 @@ class Frame(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the program has called.
+    """The call that the program is in.
 
     Attributes:
-        did: as a sentence goes on after a rank's name: "called fullshard.save", "ran the model's forward".
+        did: a predicate that follows a rank's name: "called fullshard.save", "ran the model's forward".
         at: file and line of the program: "train.py:79".
-        waits: whether its innermost frame is one of PyTorch's collectives: the host waits for other ranks there.
+        waits: whether the innermost frame is in one of PyTorch's collectives, where the host waits for other ranks.
         in_pass: whether a sharded model's forward, or a backward, is running.
     """
 
@@ -94,7 +94,7 @@ class Call(NamedTuple):
 
 
 def frames_of(dump: str) -> list[Frame]:
-    """The main thread's frames, innermost first, of what `faulthandler` wrote: that thread gets the signal."""
+    """The main thread's frames, innermost first, in `faulthandler`'s output: that thread receives the signal."""
     frames: list[Frame] = []
     for line in dump.splitlines():
         if line.startswith("Current thread"):
@@ -108,7 +108,7 @@ def frames_of(dump: str) -> list[Frame]:
 
 
 def frames_at(thread: int) -> list[Frame]:
-    """A thread's frames now, innermost first; the main thread's if it has ended."""
+    """A thread's current frames, innermost first; the main thread's if the thread has ended."""
     stacks = sys._current_frames()
     frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
     frames: list[Frame] = []
@@ -125,34 +125,35 @@ def frames_of_trace(trace: TracebackType | None) -> list[Frame]:
 
 
 def readable(frames: Sequence[Frame]) -> str:
-    """The program's frames, a line each, below the innermost one: what called ours and PyTorch's tells the place."""
-    return "\n".join([str(each) for index, each in enumerate(frames) if not index or each.is_users])
+    """The innermost frame and the program's frames, one per line: the callers of library frames show the place."""
+    return "\n".join([str(frame) for index, frame in enumerate(frames) if not index or frame.is_users])
 
 
 def call_of(frames: Sequence[Frame]) -> Call | None:
-    """What the program has called; None if no frame is the program's.
+    """The call that the program is in; None if no frame is the program's.
 
-    The line is the innermost of the program's. Where it is part of the model (a forward that calls a block), it is the
+    Its line is the program's innermost one. If that line is part of the model (a forward that calls a block), it is the
     line that called the whole model.
     """
     at = _users(frames, 0)
     if at is None:
         return None
-    inner = next((each for each in frames if not (each.is_torchs and _DISPATCH.search(each.path))), None)
+    inner = next((frame for frame in frames if not (frame.is_torchs and _DISPATCH.search(frame.path))), None)
     waits = inner is not None and inner.is_torchs and inner.path.endswith(_COLLECTIVES)
-    modules = [index for index, each in enumerate(frames) if each.is_ours and each.calls_a_module]
-    in_pass = bool(modules) or any([_is_backward(each) for each in frames])
+    modules = [index for index, frame in enumerate(frames) if frame.is_ours and frame.calls_a_module]
+    in_pass = bool(modules) or any([_is_backward(frame) for frame in frames])
     if at and modules and frames[at - 1].calls_a_module:
         at = _users(frames, modules[-1])
         if at is None:
             return None
     user = frames[at]
-    called = [each for each in frames[:at] if each.is_ours or each.is_torchs]
+    called = [frame for frame in frames[:at] if frame.is_ours or frame.is_torchs]
     return Call(_did(called[::-1], user), f"{os.path.basename(user.path)}:{user.line}", waits, in_pass)
 
 
 def _users(frames: Sequence[Frame], start: int) -> int | None:
-    return next((index for index, each in enumerate(frames) if index >= start and each.is_users), None)
+    """The index of the innermost frame of the program from `start` on."""
+    return next((index for index, frame in enumerate(frames) if index >= start and frame.is_users), None)
 
 
 def _is_backward(frame: Frame) -> bool:
@@ -160,11 +161,11 @@ def _is_backward(frame: Frame) -> bool:
 
 
 def _did(called: Sequence[Frame], user: Frame) -> str:
-    """In words.
+    """The predicate for a call.
 
     Args:
-        called: frames of ours and PyTorch's, outermost first.
-        user: which called them.
+        called: frames of Fullshard and PyTorch, outermost first.
+        user: the program's frame that called them.
     """
     if not called:
         return f"was in {user.function}"
@@ -172,41 +173,41 @@ def _did(called: Sequence[Frame], user: Frame) -> str:
         return FORWARD
     if _is_backward(called[0]):
         return BACKWARD
-    public = [each for each in called if each.function not in _DECORATORS and not each.function.startswith("_")]
+    public = [frame for frame in called if frame.function not in _DECORATORS and not frame.function.startswith("_")]
     if called[0].function.startswith("__torch_") or not public:
         return "used a sharded tensor" if called[0].is_torchs else f"was in {user.function}"
     first = public[0]
-    of = next((prefix for path, prefix in _PREFIXES.items() if first.path.endswith(path)), "")
-    of = "fullshard." if first.is_ours else of
-    return f"called {'' if first.path.startswith(_METHODS) else of}{first.function}"
+    prefix = next((prefix for path, prefix in _PREFIXES.items() if first.path.endswith(path)), "")
+    prefix = "fullshard." if first.is_ours else prefix
+    return f"called {'' if first.path.startswith(_METHODS) else prefix}{first.function}"
 
 
-# What the operating system tells (proc(5)).
+# Facts from the operating system (proc(5)).
 
 
 def state(pid: int) -> str:
-    """Of a process or thread, a letter of proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?" unknown."""
+    """The state of a process or thread, by proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?": unknown."""
     return (_stat(pid) or "?")[0]
 
 
 def started(pid: int) -> int:
-    """When the process was started, in ticks since the machine was: no other has its number and this."""
+    """The start time of a process, in ticks since the machine's; with the pid it identifies a process."""
     return int("".join(_stat(pid)[19:20]) or 0)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds of CPU that the process and the children it waited for have used."""
+    """CPU seconds that the process and the children it has waited for have used."""
     return sum(map(int, _stat(pid)[11:15])) / _TICKS
 
 
 def moved_bytes_of_others() -> int:
-    """Bytes that this process has read and written, but for the thread that asks."""
-    mine = _read(f"/proc/self/task/{threading.get_native_id()}/io")
-    return _moved(_read("/proc/self/io")) - _moved(mine) - len(mine)  # what reading `mine` read
+    """Bytes that this process has read and written, except for the calling thread."""
+    own_thread = _read(f"/proc/self/task/{threading.get_native_id()}/io")
+    return _moved(_read("/proc/self/io")) - _moved(own_thread) - len(own_thread)  # reading `own_thread` counts too
 
 
 def machine() -> str:
-    """What processes have in common that see each other: a machine's boot, and a name space of process numbers."""
+    """An identifier shared by processes that see each other: the machine's boot id and the namespace of pids."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -215,103 +216,103 @@ def machine() -> str:
 
 
 def activity(task: int, states: Sequence[str], samples: Sequence[Sequence[Frame]]) -> dict[str, Any]:
-    """What shows whether a process gets on, as a part of its status.
+    """The part of a status that shows whether a process makes progress.
 
     Args:
-        task: its thread that was looked at.
-        states: of that thread, a letter of `state` for each look.
-        samples: its stack, at each look.
+        task: the thread that was sampled.
+        states: its `state` at each sample.
+        samples: its stack at each sample.
     """
     frames = samples[-1] if samples else ()
     call = call_of(frames)
     return {
         "state": state(task),
-        "wakes": int(_field(task, "voluntary_ctxt_switches:") or 0),  # to wait for a lock, a peer, a disk, a time
+        "wakes": int(_field(task, "voluntary_ctxt_switches:") or 0),  # waits for locks, peers, disks or timers
         "runs": set(states) == {"R"},
         "stack": readable(frames),
-        "samples": ["\n".join(map(str, each)) for each in samples],
+        "samples": ["\n".join(map(str, sample)) for sample in samples],
         "call": call._asdict() if call is not None else None,
     }
 
 
 def children_seconds(pid: int) -> float:
-    """Seconds of CPU that its children use now (compilers, loaders)."""
+    """CPU seconds that the live children of a process have used (compilers, loaders)."""
     children = " ".join(map(_read, glob.glob(f"/proc/{pid}/task/*/children")))
     return sum(cpu_seconds(int(child)) for child in children.split())
 
 
-# What a neighbour sees of a rank that does not answer.
+# A neighbour's view of a rank that does not answer.
 
 
 def lives(last: dict[str, Any]) -> bool:
-    """Whether the process that said this last is alive."""
+    """Whether the process that sent this status is alive."""
     return _ending(last["pid"]) is None and started(last["pid"]) == last["start"]
 
 
 def look_at(last: dict[str, Any]) -> dict[str, Any]:
-    """What the system tells of a process of this machine.
+    """The status of a process on this machine, as the operating system sees it.
 
     Args:
-        last: what it said last.
+        last: the last status that it sent.
     """
-    pid, known = last["pid"], {"time": time.time(), "gone": None}
+    pid, status = last["pid"], {"time": time.time(), "gone": None}
     if not lives(last):
-        how = _ending(pid) or "killed, or ended by os._exit"
-        return {**known, "state": "gone", "gone": "os._exit(0)" if how == "exit code 0" else how}
+        ending = _ending(pid) or "killed, or ended by os._exit"
+        return {**status, "state": "gone", "gone": "os._exit(0)" if ending == "exit code 0" else ending}
     states, samples = [], []
     for _ in range(2):
         states.append(state(pid))
         samples.append(_stack_of(last))
     used = {"cpu": cpu_seconds(pid), "children": children_seconds(pid), "io": _moved(_read(f"/proc/{pid}/io"))}
-    return {**known, **used, **activity(pid, states, samples)}
+    return {**status, **used, **activity(pid, states, samples)}
 
 
 def _stack_of(last: dict[str, Any]) -> list[Frame]:
-    """A neighbour's Python stack: `faulthandler` writes it when a signal arrives, whoever holds the interpreter."""
+    """A neighbour's Python stack: `faulthandler` writes it on a signal, even if a thread holds the interpreter lock."""
     pid, path = last["pid"], f"/proc/{last['pid']}/fd/{last['stacks']}"
     if state(pid) == "T" or not int(_field(pid, "SigCgt:") or "0", 16) >> (SIGNAL - 1) & 1:
-        return []  # it would end a process that is past its own end, or runs another program now
+        return []  # the signal would kill a process that is shutting down, or runs a different program now
     try:
         with open(path, "rb") as stacks:
-            before = os.fstat(stacks.fileno()).st_size
+            start = os.fstat(stacks.fileno()).st_size
             os.kill(pid, SIGNAL)
-            size, deadline = before, time.monotonic() + 0.5
+            size, deadline = start, time.monotonic() + 0.5
             while time.monotonic() < deadline:
                 time.sleep(0.02)
-                grown = os.fstat(stacks.fileno()).st_size
-                if grown == size and grown > before:
+                new_size = os.fstat(stacks.fileno()).st_size
+                if new_size == size and new_size > start:
                     break
-                size = grown
-            return frames_of(os.pread(stacks.fileno(), 1 << 16, before).decode(errors="replace"))
+                size = new_size
+            return frames_of(os.pread(stacks.fileno(), 1 << 16, start).decode(errors="replace"))
     except OSError:
         return []
 
 
 def _ending(pid: int) -> str | None:
-    """How a process that nobody has waited for yet ended; None if it lives or cannot be asked any more."""
+    """How a process that has not been waited for yet ended; None if it is alive or its status is lost."""
     fields = _stat(pid)
     if not fields or fields[0] not in "ZX" or len(fields) < 50:
         return None
     code, number = int(fields[49]), int(fields[49]) & 0x7F
     if not number:
         return f"exit code {code >> 8}"
-    known = number in set(signal.Signals)
-    return f"killed by signal {number} ({signal.Signals(number).name if known else 'a real-time signal'})"
+    is_named = number in set(signal.Signals)
+    return f"killed by signal {number} ({signal.Signals(number).name if is_named else 'a real-time signal'})"
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `/proc/PID/stat` from the third on; empty if there is none."""
+    """The fields of `/proc/PID/stat` from the third on; empty if the file does not exist."""
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _field(pid: int, name: str) -> str:
-    """The first word that `/proc/PID/status` has under this name; empty if there is none."""
+    """The first word of a field of `/proc/PID/status`; empty if it does not exist."""
     lines = _read(f"/proc/{pid}/status").splitlines()
     return next((line.split()[1] for line in lines if line.startswith(name)), "")
 
 
 def _moved(text: str) -> int:
-    """Bytes that a process or thread has read and written, whatever by."""
+    """Bytes read and written, by any means, in the text of `/proc/.../io`."""
     return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("rchar", "wchar")))
 
 

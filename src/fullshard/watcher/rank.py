@@ -1,7 +1,7 @@
-"""What a rank tells its watcher, how it waits, and what it raises; and `watch`, which users call.
+"""The rank's side of the watcher: what it records, how it waits, and what it raises; and `watch`, for users.
 
-Everything is of the process, not of a model: a process has one log and one watcher, whatever it trains. The engine
-records what it issues (`RANK.record`), and waits for collectives by `RANK.wait`; nothing else happens in a step.
+All of it belongs to the process, not to a model: a process has one log and one watcher, whatever it trains. The engine
+records what it issues (`RANK.record`) and waits for collectives by `RANK.wait`; nothing else happens in a step.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ TALKS = (
     *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
     *("values of all ranks", "whole values", "a checkpoint", "optimizers' state", "verification"),
 )
-"""What ranks may exchange that is no unit's."""
+"""Exchanges between ranks that belong to no unit."""
 SLICE = 0.25
-"""Seconds after which a wait for a collective looks up."""
+"""Seconds after which a wait for a collective checks for a verdict."""
 _SLICE = timedelta(seconds=SLICE)
 _GONE_ROOTS = 8
 _EXPLAINED = 20.0
-"""Seconds within which watchers find out why a connection broke."""
+"""Seconds that watchers get to find out why a connection broke."""
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What users set by `watch`; replaced whole, also while the watcher runs.
+    """The settings of `watch`. Frozen; replaced as a whole, possibly while the watcher runs.
 
     Attributes:
         enabled: whether there is a watcher.
         limit: seconds that a rank waits before ranks are compared; None: a third of the group's timeout, 300 at most.
-        grace: seconds within which a rank has to raise what was found, before its process is ended.
-        folder: where reports are written; None: nowhere.
+        grace: seconds that a rank has to raise the verdict before its process is terminated.
+        folder: the directory for reports; None: none are written.
     """
 
     enabled: bool = True
@@ -57,13 +57,13 @@ class WatchSettings:
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that is under way.
+    """A wait in progress.
 
     Attributes:
-        word: what is waited for, as it was recorded.
-        since: seconds since the epoch.
-        thread: that waits.
-        broken: whether the collective has failed, and the rank only asks why.
+        word: the awaited event, as an integer of the log.
+        since: its start, seconds since the epoch.
+        thread: the waiting thread.
+        broken: whether the collective has failed, and the rank only waits for the reason.
     """
 
     word: int
@@ -76,22 +76,23 @@ class Rank:
     """This process, as its watcher sees it. See the module's docstring.
 
     Attributes:
-        log: what was issued last, as numbers (`log.py`).
-        record: notes what is issued now: `log.append`, until there is a verdict, which it then raises.
-        steps: backwards that reduced, of the root that stepped last.
-        waits: those that have lasted for a slice, oldest first.
-        names, nbytes: of the units of a root, by its number: their names, and the bytes that they gather or reduce.
-        raised: what ended the program, and the last number before it.
-        caught: what a pass raised, in a line, and the last number before it.
-        reading: something for each thread that reads or writes files.
-        idle: whether the device waits for collectives, and not the host.
-        peers: ranks with which this one shares a mesh, by their numbers in the default process group.
-        verdict: what the watchers found.
+        log: the events issued last, as integers (`log.py`).
+        record: records an event: `log.append`, or after a verdict a function that raises it.
+        steps: finished steps (backwards that reduced) of the root that stepped last.
+        waits: the waits that have lasted for a slice, oldest first.
+        names, nbytes: number of a root -> its units' names, and the bytes that they gather or reduce.
+        raised: the last integer of the log before the error that ended the program, and its traceback.
+        caught: the last integer of the log before the error of a pass, and that error in one line.
+        reading: one entry for each thread that reads or writes files.
+        idle: whether the device waits for collectives rather than the host.
+        peers: the ranks of the default process group with which this rank shares a mesh.
+        verdict: the watchers' report; None if there is none.
         leaves: whether the rank knows that it cannot go on.
-        settings: see there.
-        timeout: seconds, of the process groups.
-        watcher: a `Watcher`; None if there is none.
-        tells_its_end: whether the end of the program is noted.
+        settings: see `WatchSettings`.
+        timeout: the process groups' timeout, seconds.
+        watcher: the `Watcher`, or None.
+        break_off: aborts collectives in flight; set by `comm`.
+        records_its_end: whether hooks for the end of the program are installed.
     """
 
     def __init__(self) -> None:
@@ -111,8 +112,8 @@ class Rank:
         self.settings = WatchSettings()
         self.timeout = 1800.0
         self.watcher: Any = None
-        self.break_off: Callable[[], None] = lambda: None  # ends what is in flight; set by `comm`
-        self.tells_its_end = False
+        self.break_off: Callable[[], None] = lambda: None
+        self.records_its_end = False
         self._talks = 0
         self._last_root = 0
         self._gone_roots: list[int] = []
@@ -120,15 +121,15 @@ class Rank:
     # What the rank does.
 
     def talks(self, what: str) -> None:
-        """The ranks exchange something that is no unit's; `what` is one of `TALKS`."""
+        """Record an exchange between ranks that belongs to no unit; `what` is one of `TALKS`."""
         self._talks += TURN
         self.record(word(AGREEMENT, TALKS.index(what)) + self._talks)
 
     @contextlib.contextmanager
     def files(self) -> Iterator[None]:
-        """Within this the rank reads or writes files, which may take as long as it will: on a slow disk nothing moves.
+        """Context in which the rank reads or writes files, and counts as making progress, however slow the disk is.
 
-        Only a wait of 0.8 of the process group's timeout ends it; and what ends or stops this process.
+        Other ranks give up only after 0.8 of the process group's timeout, or when this process ends or is stopped.
         """
         self.reading.append(None)
         try:
@@ -137,64 +138,67 @@ class Rank:
             self.reading.pop()
 
     def new_root(self, root: object, names: list[str], nbytes: list[int]) -> int:
-        """A root, its units' names and the bytes they gather; returns what to add to an index in records.
+        """Register a root with the names of its units and the bytes they gather.
 
         Args:
-            root: its number is free again when this is gone.
+            root: its number becomes free again once this object is gone.
+
+        Returns:
+            The offset to add to a unit's index in records.
         """
-        count = MOST_ROOTS - 1  # 0 is of no root
-        numbers = ((self._last_root + each) % count + 1 for each in range(count))  # as late as can be again
-        number = next((each for each in numbers if each not in self.names), count)
+        count = MOST_ROOTS - 1  # number 0 means no root
+        numbers = ((self._last_root + step) % count + 1 for step in range(count))  # reuses numbers as late as possible
+        number = next((number for number in numbers if number not in self.names), count)
         self._last_root = number
         self.names[number], self.nbytes[number] = names, nbytes
         weakref.finalize(root, self._free, number).atexit = False
         return number * ROOT
 
     def _free(self, number: int) -> None:
-        """A root is gone. What it was is still told for a while."""
+        """Free a root's number, but keep its names for reports until more roots are gone."""
         self._gone_roots.append(number)
         if len(self._gone_roots) > _GONE_ROOTS:
             number = self._gone_roots.pop(0)
             del self.names[number], self.nbytes[number]
 
     def note(self, error: BaseException) -> None:
-        """The rank raises this."""
+        """Record the error that ends the program."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-12))
         self.raised = (self.log[-1], text)
 
     def catches(self, error: BaseException) -> None:
-        """A pass raised this. If the program goes on, other ranks wait for the rest of the pass, and are told why."""
+        """Record the error of a pass: if the program goes on, other ranks wait for the rest of the pass."""
         if not isinstance(error, Exception) or isinstance(error, FullshardError):
             return
         frames = frames_of_trace(error.__traceback__)
-        at = next((f" ({os.path.basename(each.path)}:{each.line})" for each in frames if each.is_users), "")
+        at = next((f" ({os.path.basename(frame.path)}:{frame.line})" for frame in frames if frame.is_users), "")
         text = str(error).strip().partition("\n")[0][:200]
         self.caught = (self.log[-1], f"{type(error).__name__}{': ' if text else ''}{text}{at}")
 
     # Waits.
 
     def wait(self, work: Any, label: int) -> None:
-        """Go on waiting for a collective that did not arrive within a slice.
+        """Continue to wait for a collective that did not complete within a slice.
 
         Args:
             work: the collective.
-            label: the number that it was recorded by.
+            label: its integer in the log.
 
         Raises:
-            DivergenceError: the watchers found that it never will.
+            DivergenceError: the watchers' verdict is that it never will.
             RuntimeError: it failed.
         """
         if not work.is_completed():
             with self._waiting(label) as wait:
                 while not work.is_completed():
                     self._look_up(wait)
-                    # That the slice is over tells nothing: the collective may have ended since.
+                    # The error at the end of a slice means nothing: the collective may have completed since.
                     with contextlib.suppress(RuntimeError):
                         work.wait(_SLICE)
-        work.wait()  # has ended: raises if it failed
+        work.wait()  # has completed: raises if it failed
 
     def explain(self, error: BaseException) -> BaseException:
-        """Why a collective failed: what the watchers say if they say something soon, else `error`."""
+        """The error for a failed collective: the watchers' verdict if one comes soon, else `error` as the cause."""
         if self.watcher is None:
             return error
         with self._waiting(self.log[-1], broken=True):
@@ -216,7 +220,7 @@ class Rank:
             self.waits.remove(wait)
 
     def _look_up(self, wait: Wait) -> None:
-        """Raise if there is a verdict, or if there can be none, as the store has been silent for too long."""
+        """Raise if there is a verdict, or if there can be none because the store has been silent for too long."""
         if self.verdict is not None:
             raise self._divergence()
         watcher, (limit, hard) = self.watcher, self.limits()
@@ -226,19 +230,19 @@ class Rank:
             raise messages.store_is_silent(waited, watcher.word_on_keeper())
 
     def leave(self) -> None:
-        """The rank cannot go on, and knows why."""
+        """Note that the rank cannot go on, and abort collectives in flight."""
         self.leaves = True
         self.break_off()
 
     # Verdicts.
 
     def begin(self, timeout: float) -> None:
-        """There are process groups with this timeout; what was found by older ones is of no account."""
+        """Start over for process groups with this timeout; a verdict on older groups no longer counts."""
         self.timeout, self.verdict, self.leaves, self.record = timeout, None, False, self.log.append
         self.peers = set()
 
     def condemn(self, report: str) -> None:
-        """The watchers found this. It is raised at the next wait, or when something is issued."""
+        """Accept a verdict. It is raised at the next wait, or when the next event is issued."""
         self.verdict = report
         self.record = self._refuse
 
@@ -252,7 +256,7 @@ class Rank:
     # Settings.
 
     def limits(self) -> tuple[float, float]:
-        """Seconds of a wait before ranks are compared, and before they are told in any case."""
+        """Seconds of a wait before ranks are compared, and before it counts as stuck in any case."""
         limit = self.settings.limit or min(300.0, self.timeout / 3)
         return limit, max(limit, 0.8 * self.timeout)
 
@@ -262,7 +266,7 @@ RANK = Rank()
 
 
 def _after_fork() -> None:
-    """What a process tells and the watcher are the parent's: a forked one begins anew."""
+    """Reset the state in a forked process: the log and the watcher belong to the parent."""
     settings, break_off, watcher = RANK.settings, RANK.break_off, RANK.watcher
     RANK.__init__()  # type: ignore[misc]
     RANK.settings, RANK.break_off = settings, break_off
@@ -270,7 +274,7 @@ def _after_fork() -> None:
 
 
 _parents: list[Any] = []
-"""Watchers of the process that this one was forked from: their connections are not to be closed here."""
+"""Watchers of parent processes: keeps their connections from being closed in this process."""
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
@@ -283,28 +287,29 @@ def watch(
     folder: str | os.PathLike[str] | None = None,
     enabled: bool = True,
 ) -> None:
-    """Say how long ranks may wait for each other, and where reports go. Call it before the first forward, on all ranks.
+    """Set how long ranks may wait for each other, and where reports go. Call it before the first forward, on all ranks.
 
-    A watcher is a thread of each rank. While ranks get on it does next to nothing. When a rank has waited for a
-    collective of Fullshard's, its watcher calls the roll in the process group's store, and all watchers answer: what
-    their ranks do, and since when. When a rank has waited for `limit` seconds, or another rank is gone, every rank that
-    waits raises a `DivergenceError` with the report: who waits for what, who is elsewhere, who is gone and how, the
-    first difference in the order of units, and the Python stacks. A rank that is slow but gets on is waited for: in its
-    first step for four times the limit, and as long as it computes, reads or writes; later as long as its Python stack
-    moves, it or its children compute, or it sends, receives, reads or writes. On CPUs no wait for a collective of
-    Fullshard's is longer than 0.8 of the process group's timeout. No answer is no proof that a rank is gone: it counts
-    only once it has lasted for the limit, and not while the rank's neighbours on its machine see that it gets on.
+    A watcher is a thread of each rank. While ranks make progress it does next to nothing. When a rank has waited for a
+    collective of Fullshard's, its watcher calls the roll in the process group's store, and all watchers answer with
+    what their ranks are doing, and since when. When a rank has waited for `limit` seconds, or another rank is gone,
+    every waiting rank raises a `DivergenceError` with the report: which ranks wait for what, which are elsewhere, which
+    are gone and how, the first difference in the order of units, and the Python stacks. A slow rank is waited for while
+    it makes progress: in its first step for four times the limit, and as long as it computes, reads or writes; later as
+    long as its Python stack moves, it or its children compute, or it sends, receives, reads or writes. On CPUs no wait
+    for a collective of Fullshard's lasts longer than 0.8 of the process group's timeout. Silence does not prove that a
+    rank is gone: it counts only once it has lasted for the limit, and not while the rank's neighbours on its machine
+    see it make progress.
 
     Args:
         limit: seconds. None: a third of the process group's timeout, 300 at most.
-        grace: seconds within which a rank has to raise the report. One that does not, because it waits in code that is
-            not Fullshard's, is ended (SIGTERM, 5 seconds later SIGKILL) after its watcher wrote the report to stderr.
-        folder: where the watcher that called the roll writes the report, with all that was known, for
-            `fullshard doctor`. None: nowhere.
+        grace: seconds that a rank has to raise the report. A rank that does not, because it waits in code that is not
+            Fullshard's, is terminated (SIGTERM, 5 seconds later SIGKILL) after its watcher wrote the report to stderr.
+        folder: the directory in which the watcher that called the roll writes the report, with all statuses, for
+            `fullshard doctor`. None: no report is written.
         enabled: False: no watcher is started.
 
     Raises:
-        ConfigError: an argument of another type, a time that is not positive, a folder that is a file.
+        ConfigError: an argument of a wrong type, a time that is not positive, a folder that is a file.
     """
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
@@ -321,13 +326,13 @@ def watch(
 
 
 def note_at_the_end(rank: Rank) -> None:
-    """Let what ends the program be known to the watcher."""
-    before = sys.excepthook
+    """Install an exception hook that records the error that ends the program."""
+    previous_hook = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         rank.note(error)
         if rank.verdict is not None and not isinstance(error, DivergenceError):
-            error.add_note(messages.found_before(rank.verdict))  # to a backend's own error, after the others left
-        before(kind, error, trace)
+            error.add_note(messages.found_before(rank.verdict))  # a backend's own error, after the others left
+        previous_hook(kind, error, trace)
 
     sys.excepthook = hook

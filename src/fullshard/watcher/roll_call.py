@@ -1,18 +1,18 @@
-"""The watcher: a thread of each rank. While its rank waits it calls the roll; it answers when another one does.
+"""The watcher: a thread of each rank. It calls the roll while its rank waits, and answers the roll calls of others.
 
-All talk is by keys in the process group's store, over a connection of the thread's own:
+Watchers communicate by keys in the process group's store, each over its own connection:
 
     came/R     how many default process groups rank R has had in this store; all other keys begin with this number
-    rank/R     what rank R said last (`Watcher.status`)
-    roll       the latest round: its number, who called it, what is asked; or the report that ends it all
-    round/N    there is a round N: what threads look for, twice a second
+    rank/R     the last status of rank R (`Watcher.status`)
+    roll       the latest round: its number, its caller, what it asks for; or the report that ends everything
+    round/N    exists if there is a round N; threads check for it twice a second
 
-The rank that called a round calls the next ones, and judges; another one that waits takes over if none comes. Who does
-not answer is looked at by the ranks of its machine, in `/proc`: whether it is gone, stopped, or lives and holds the
-interpreter (then they get its Python stack by a signal, which `faulthandler` answers all the same). Of a rank that has
-no neighbours nothing is known but its silence, which counts only once it has lasted for the limit.
+The rank that called a round calls the next ones, and judges; another waiting rank takes over if no round follows. The
+ranks on the same machine look a silent rank up in `/proc`: it is gone, stopped, or alive and holds the interpreter lock
+(they then get its Python stack by a signal, which `faulthandler` answers all the same). Of a silent rank without
+neighbours nothing is known but its silence, which counts only once it has lasted for the limit.
 
-A watcher that cannot reach the store is alone: it judges by what is certain without, and tries again now and then.
+A watcher that cannot reach the store is alone: it judges by what is certain without it, and retries now and then.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from .rank import SLICE, Rank, Wait, note_at_the_end
 
 ASK_AFTER = 1.0  # seconds of a wait before the first round
 ANSWER = 3.0  # seconds for answers
-RETRY = 5.0  # seconds between attempts to reach a store that was not reached
-_TICK = 0.5
+RETRY = 5.0  # seconds between attempts to reach the store after a failure
+_TICK = 0.5  # seconds between two looks at the store
 _SOON = 0.1  # the same while answers are awaited
-_LOOKS = 2  # more than one at which nobody got on, unless somebody is gone for good
-_SAMPLES = 4  # of a rank's stack, in a look
-_RECORDS = 256  # of a rank, in a look
-_MOST_SILENT = 16  # ranks that neighbours look at in a round
-_LINGER = 3.0  # seconds for which the rank that may keep the store waits for others to read its last word
-_KEPT = 8  # keys of rounds
+_LOOKS = 2  # looks without progress before a verdict, unless a rank is gone for good
+_SAMPLES = 4  # samples of a rank's stack per look
+_RECORDS = 256  # records of a rank per look
+_MOST_SILENT = 16  # silent ranks that neighbours look at per round
+_LINGER = 3.0  # seconds that the rank that may keep the store waits for others to read its last status
+_KEPT = 8  # keys of rounds to keep
 _KEEPER = 0  # the rank whose process keeps the store, unless the launcher does
 
 
 class StoreGone(Exception):
-    """The process group's store was not reached."""
+    """The process group's store cannot be reached."""
 
 
 class Silence(NamedTuple):
-    """A rank that issues nothing, and does not wait for a collective of ours.
+    """The position of a rank that issues nothing and does not wait for a collective of Fullshard's.
 
     Attributes:
         frames: its stack.
-        call: read from that.
-        since: when this stack was first seen, without another one or new records since; seconds since the epoch.
-        issued: what it had issued last.
+        call: the call in that stack.
+        since: when this stack was first seen, unchanged and without new records since; seconds since the epoch.
+        issued: the integer of the log that it issued last.
     """
 
     frames: list[Frame]
@@ -76,13 +76,13 @@ class Silence(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round that this rank called, and whose answers are awaited.
+    """A round that this rank called and awaits the answers of.
 
     Attributes:
-        number: of the round.
-        full: whether records and stacks are asked for.
-        silent: ranks that did not answer before, and the neighbour of each that looks at it.
-        begun: of `time.monotonic`.
+        number: the round's number.
+        full: whether it asks for records and stacks.
+        silent: rank that did not answer before -> the neighbour that looks at it.
+        begun: its start, by `time.monotonic`.
     """
 
     number: int
@@ -96,13 +96,13 @@ class Watcher:
 
     Args:
         rank: this process.
-        number, world: of the default process group.
-        connect: makes a connection of the watcher's own to the group's store (`StoreLine`).
+        number, world: its rank in the default process group, and that group's size.
+        connect: opens a separate connection to the group's store (`StoreLine`).
 
     Attributes:
-        is_alone: whether the store was not reached at the last attempt.
-        known: what is known of each rank that said anything.
-        before: all ranks' statuses at the last look.
+        is_alone: whether the last attempt to reach the store failed.
+        known: rank -> its last status, of the ranks that have sent one.
+        before: all ranks' statuses at the previous look.
     """
 
     def __init__(self, rank: Rank, number: int, world: int, connect: Callable[[], Any]) -> None:
@@ -115,20 +115,20 @@ class Watcher:
         self._home, self._task = threading.get_ident(), threading.get_native_id()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         faulthandler.register(process.SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self._heard: dict[int, float] = {}  # when a rank's answer came last
+        self._heard: dict[int, float] = {}  # rank -> time of its last answer
         self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
-        self._roll_at = self._called = self._looked = 0.0  # when: seen; called by this rank; the rank's stack
-        self._since = 0.0  # the wait for which this rank called
+        self._roll_at = self._called = self._looked = 0.0  # times: roll seen; roll called here; own stack sampled
+        self._since = 0.0  # start of the wait for which this rank called the roll
         self._round: Round | None = None
-        self._answers: dict[int, Status] = {}  # of the round
-        self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was seen first
+        self._answers: dict[int, Status] = {}  # rank -> its answer to the current round
+        self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was first seen
         self._silence: Silence | None = None
-        self._alike = 0  # looks in a row at which nothing moved
-        self._condemned: dict[int, float] = {}  # when: this rank, and silent ones of this machine that it ends
-        self._printed: set[object] = set()  # what is said once
-        self._silent: dict[int, int] = {}  # who did not answer the last round, and which neighbour looks
+        self._alike = 0  # consecutive looks without progress
+        self._condemned: dict[int, float] = {}  # rank to terminate (this one, silent neighbours) -> time of the verdict
+        self._printed: set[object] = set()  # keys of messages that are printed once
+        self._silent: dict[int, int] = {}  # rank that did not answer the last round -> the neighbour that looks at it
         self._read_at = self._answered_store = time.monotonic()
-        self._asked_store = self._tried_store = 0.0  # since when (0: it has answered); when it was not reached last
+        self._asked_store = self._tried_store = 0.0  # pending request's start (0: none); last failed attempt
         self._over, self._ends = threading.Event(), False
         self._put({"round": 0, **self.status(False)})
         self._ask("replace", f"{self._prefix}roll", "", json.dumps(self._roll))
@@ -136,17 +136,17 @@ class Watcher:
         self._thread.start()
 
     def hears_nothing_for(self, seconds: float) -> bool:
-        """Whether the store has not answered for so long."""
+        """Whether the store has not answered for this long."""
         since = self._answered_store if self.is_alone else self._asked_store
         return since > 0.0 and time.monotonic() - since > seconds
 
-    def end(self, says_so: bool = True) -> None:
-        """Stop the thread: within native code when the interpreter ends it would end the process.
+    def end(self, announce: bool = True) -> None:
+        """Stop the thread, which would crash the process if it ran native code while the interpreter ends.
 
         Args:
-            says_so: the rank ends, and others are told.
+            announce: whether the rank ends, which other ranks are then told.
         """
-        self._ends = says_so
+        self._ends = announce
         self._over.set()
         patience = _LINGER + (self.rank.settings.grace + 6.0 if len(self._condemned) > 1 else 0.0)
         self._thread.join(patience)
@@ -158,9 +158,9 @@ class Watcher:
                 self._tick()
             except StoreGone as error:
                 self.is_alone, self._round, self._tried_store = True, None, time.monotonic()
-                if _KEEPER not in self._gone:  # else it was to be expected
+                if _KEEPER not in self._gone:  # expected if its keeper is gone
                     self._print_once(StoreGone, messages.store_unreachable(self.number, error, RETRY))
-            except Exception:  # of ours, which must not be taken for silence; the rank is watched on
+            except Exception:  # a bug here must not look like a silent rank: keep watching
                 fault = traceback.format_exc()
                 self._print_once(fault, fault)
             pause = _SOON if self._round is not None else max(_TICK, self.world / 4000)
@@ -168,7 +168,7 @@ class Watcher:
             if not self.is_alone:
                 with contextlib.suppress(StoreGone):
                     self._last_word()
-            while any(rank != self.number for rank in self._condemned):  # nobody else ends them
+            while any(rank != self.number for rank in self._condemned):  # no other process terminates them
                 self._end_if_deaf()
                 time.sleep(_SOON)
 
@@ -190,11 +190,11 @@ class Watcher:
 
     # The store.
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        """An answer of the store. While it does not come, `hears_nothing_for` counts.
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store's connection. While it does not answer, `hears_nothing_for` counts.
 
         Raises:
-            StoreGone: it was not reached. The next call connects anew: an answer to this one may yet come.
+            StoreGone: the store cannot be reached. The next call reconnects, as a late answer to this one may follow.
         """
         self._asked_store = time.monotonic()
         try:
@@ -202,7 +202,7 @@ class Watcher:
                 self._line = self._connect()
             if self._line.has_ended:
                 raise StoreGone("its process has closed the connection")
-            answer = getattr(self._line, what)(*arguments)
+            answer = getattr(self._line, method)(*arguments)
         except (RuntimeError, OSError, StoreGone) as error:
             self._line = None
             raise StoreGone(str(error)) from error
@@ -212,7 +212,7 @@ class Watcher:
         return answer
 
     def _come_back(self) -> None:
-        """Reach the store again. What was not heard meanwhile says nothing of other ranks."""
+        """Reconnect to the store. Silence in the meantime says nothing about other ranks, and is forgotten."""
         self._put({"round": self._roll["round"], **self.status(False)})
         self.is_alone, self._alike, self._read_at = False, 0, -math.inf
         self.before.clear()
@@ -232,15 +232,15 @@ class Watcher:
 
     @property
     def _gone(self) -> set[int]:
-        """Ranks that said that they ended."""
+        """Ranks whose last status says that they ended."""
         return {rank for rank, status in self.known.items() if status["gone"] is not None}
 
     def _read_roll(self) -> None:
-        """See whether there is a new round, and answer it."""
+        """Answer a new round if there is one."""
         number, now = self._roll["round"], time.monotonic()
         if _KEEPER not in self.known and self._has(f"rank/{_KEEPER}"):
-            (self.known[_KEEPER],) = self._get_ranks([_KEEPER])  # while it can be had
-        late = now - self._read_at > 20 * _TICK  # rounds may have gone by, and their keys with them
+            (self.known[_KEEPER],) = self._get_ranks([_KEEPER])  # while its store still answers
+        late = now - self._read_at > 20 * _TICK  # rounds may have passed, and their keys been removed
         self._read_at = now
         if not (self._has(f"round/{number + 1}") or late):
             return
@@ -257,15 +257,14 @@ class Watcher:
             self._round = None
             self._put({"round": roll["round"], **self.status(roll["full"]), **self._seen(roll["silent"])})
 
-    def _next_roll(self, **what: Any) -> bool:
-        """Begin a new round; False if another rank was faster."""
+    def _next_roll(self, **fields: Any) -> bool:
+        """Begin a new round; returns False if another rank was faster."""
         number = self._roll["round"] + 1
-        roll = {"by": self.number, "full": False, "silent": {}, **what, "round": number}
-        if time.monotonic() - self._roll_at < ANSWER:  # the answers to the round before may be on their way
+        roll = {"by": self.number, "full": False, "silent": {}, **fields, "round": number}
+        if time.monotonic() - self._roll_at < ANSWER:  # answers to the previous round may still be on their way
             roll["full"] |= self._roll["full"]
-        before, after = json.dumps(self._roll), json.dumps(roll)
-        if not self._ask("replace", f"{self._prefix}roll", before, after):
-            self._read_at = -math.inf  # look at it: who was faster may have ended before saying so
+        if not self._ask("replace", f"{self._prefix}roll", json.dumps(self._roll), json.dumps(roll)):
+            self._read_at = -math.inf  # read it: the faster rank may have ended before it announced the round
             return False
         self._roll, self._roll_at = roll, time.monotonic()
         self._ask("put", f"{self._prefix}round/{number}", "")
@@ -273,9 +272,9 @@ class Watcher:
             self._ask("remove", f"{self._prefix}round/{number - _KEPT}")
         return True
 
-    def _say_to_all(self, **what: Any) -> None:
-        """A new round that says this besides, whoever is faster."""
-        while not self._next_roll(**{**self._roll, **what}):
+    def _say_to_all(self, **fields: Any) -> None:
+        """Add these fields to the roll in a new round, retrying whenever another rank is faster."""
+        while not self._next_roll(**{**self._roll, **fields}):
             (self._roll,) = self._get("roll")
 
     # Rounds.
@@ -286,29 +285,29 @@ class Watcher:
             return
         waited = self._waited()
         since = time.time() - (waited or 0.0)
-        if since - self._since > 1.0:  # another wait: what was seen in the last one says nothing of it
+        if since - self._since > 1.0:  # a new wait: looks during the last one say nothing about it
             self._since, self._alike = since, 0
             self.before.clear()
             self._heard.clear()
         if waited is None or waited <= ASK_AFTER:
             return
         pause, now = self._pause(waited), time.monotonic()
-        theirs = self._roll["by"] in self.rank.peers - {self.number} and now - self._roll_at < pause + 2 * ANSWER
-        if not theirs and now - self._called > pause:
+        by_peer = self._roll["by"] in self.rank.peers - {self.number} and now - self._roll_at < pause + 2 * ANSWER
+        if not by_peer and now - self._called > pause:
             self._call(waited >= self.rank.limits()[0] or bool(self._gone), self._silent)
 
     def _call(self, full: bool, silent: dict[int, int]) -> None:
-        """Call the roll."""
+        """Call the roll in a new round."""
         if self._next_roll(full=full, silent=silent):
             self._called = time.monotonic()
             self._round = Round(self._roll["round"], full, silent, self._called)
             self._answers = {self.number: {**self.status(full), **self._seen(silent)}}
 
     def _collect(self, turn: Round) -> None:
-        """See who has answered; go on when all have, or time is over."""
+        """Collect answers; conclude when all have arrived, or the time is up."""
         now = time.monotonic()
-        there = {rank for rank in self.rank.peers if rank in self.known or self._has(f"rank/{rank}")}
-        missing = sorted(there - set(self._answers))
+        present = {rank for rank in self.rank.peers if rank in self.known or self._has(f"rank/{rank}")}
+        missing = sorted(present - set(self._answers))
         for rank, status in zip(missing, self._get_ranks(missing), strict=True):
             if status["round"] != self.known.get(rank, {}).get("round"):
                 self._heard[rank] = now
@@ -316,23 +315,23 @@ class Watcher:
             self.known[rank] = status
             if status["round"] >= turn.number or status["gone"] is not None:
                 self._answers[rank] = status
-        left = there - set(self._answers)
-        patience = ANSWER if left - set(turn.silent) else 2 * _TICK if left else 0.0
+        pending = present - set(self._answers)
+        patience = ANSWER if pending - set(turn.silent) else 2 * _TICK if pending else 0.0
         if now - turn.begun >= patience:
             self._round = None
             self._conclude(turn)
 
     def _conclude(self, turn: Round) -> None:
-        """See what the answers of a round say; give the verdict, or ask further."""
+        """Judge the answers of a round: give the verdict, or call another round."""
         limit, hard = self.rank.limits()
         lookers = {rank: by for rank, by in turn.silent.items() if rank not in self._answers and by in self._answers}
-        left = sorted(self.rank.peers & set(self.known) - set(self._answers) - set(lookers))
-        if new := {rank: by for rank in left[:_MOST_SILENT] if (by := self._neighbour_of(rank)) is not None}:
+        unseen = sorted(self.rank.peers & set(self.known) - set(self._answers) - set(lookers))
+        if new := {rank: by for rank in unseen[:_MOST_SILENT] if (by := self._neighbour_of(rank)) is not None}:
             self._call(turn.full, lookers | new)
             return
         self._silent = lookers
         statuses = [self._status_of(rank) for rank in sorted(self.rank.peers)]
-        # Ranks finish steps together. One that does not answer has at least as many as the others; none in the first.
+        # Ranks finish steps together: a silent rank has finished at least as many as the others.
         least = min([status["steps"] for status in statuses if status["waited"] is not None], default=0)
         statuses = [
             s if s.get("unheard") is None or s["state"] == "absent" else {**s, "steps": least} for s in statuses
@@ -348,33 +347,33 @@ class Watcher:
             self._receive(report, keeps)
 
     def _neighbour_of(self, rank: int) -> int | None:
-        """The first rank on the machine of this one, of those that answered and live."""
+        """The lowest rank on the same machine that has answered and is alive."""
         machine = self.known[rank]["machine"]
-        there = [other for other, s in self._answers.items() if s["machine"] == machine and s["gone"] is None]
-        return min(there, default=None)
+        neighbours = [peer for peer, s in self._answers.items() if s["machine"] == machine and s["gone"] is None]
+        return min(neighbours, default=None)
 
     def _status_of(self, rank: int) -> Status:
-        """What is known of a rank now: what it says, or its neighbour, or nothing."""
+        """The best status of a rank: its own answer, a neighbour's observation, or that of a silent rank."""
         last, now = self.known.get(rank), time.monotonic()
         if rank in self._answers:
             return self._answers[rank]
         if last is not None and last["gone"] is None:
-            for other, status in self._answers.items():
+            for peer, status in self._answers.items():
                 if (seen := status["seen"].get(str(rank))) is not None:
-                    if seen["gone"] is not None and not self.is_alone:  # maybe it has left a word since
+                    if seen["gone"] is not None and not self.is_alone:  # it may have put a last status since
                         (last,) = self._get_ranks([rank])
-                    return last if last["gone"] is not None else {**unheard(rank, last), **seen, "seen_by": other}
+                    return last if last["gone"] is not None else {**unheard(rank, last), **seen, "seen_by": peer}
         if last is not None and last["gone"] is not None:
             return last
         return unheard(rank, last, now - self._heard.get(rank, now))
 
     def _judge_alone(self) -> None:
-        """The store is gone, and nobody can be asked: by what is known of its keeper, and of who has ended before."""
+        """Judge without the store, by what is known of its keeper and of ranks that ended before."""
         self._called = time.monotonic()
         statuses = [self.status(True)]
         for rank in sorted({_KEEPER, *self._gone} & self.rank.peers - {self.number}):
             statuses.append(self._status_without_store(rank))
-        # Whether one that lives waits, too, cannot be known.
+        # Whether a live rank waits too cannot be known.
         certain = statuses[0]["broken"] or any([s["gone"] is not None or s["state"] == "T" for s in statuses])
         if certain and (report := self._report_on(statuses)):
             self._receive(report, {})
@@ -388,12 +387,12 @@ class Watcher:
         return unheard(rank, last or {}, time.monotonic() - self._answered_store)
 
     def word_on_keeper(self) -> str:
-        """What the rank does that may keep the store, if it is on this machine."""
+        """What the rank that may keep the store is doing, if it is on this machine; else empty."""
         status = self._status_without_store(_KEEPER)
         return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {messages.line_of(status)}"
 
     def _report_on(self, statuses: list[Status]) -> str:
-        """The report, written down, if there is a verdict on what was found now and in the looks before; else empty."""
+        """The report, also written to the folder, if this look and the previous ones give a verdict; else empty."""
         is_stuck = stuck(statuses, self.before, *self.rank.limits())
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
         if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
@@ -404,21 +403,22 @@ class Watcher:
         return report
 
     def _write(self, folder: Path, report: str, statuses: Sequence[Status]) -> None:
-        """Write the report down, whole or not at all."""
+        """Write the report to a file, whole or not at all."""
         text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / f".{os.getpid()}.partial"
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.number}.json")
+            partial = folder / f".{os.getpid()}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.number}.json")
         except OSError as error:
             sys.stderr.write(messages.not_written(folder, error))
 
     def _receive(self, report: str, keeps: dict[Any, int]) -> None:
-        """All ranks are told this; those that do not hear it are ended by a neighbour.
+        """Accept a report that goes to all ranks; neighbours terminate the ranks that cannot receive it.
 
         Args:
-            keeps: by rank that is silent: the neighbour.
+            report: the report.
+            keeps: silent rank -> the neighbour that terminates it.
         """
         if self.rank.verdict is None:
             self._condemned |= {int(rank): time.time() for rank, keeper in keeps.items() if keeper == self.number}
@@ -428,13 +428,13 @@ class Watcher:
     # Ends.
 
     def _end_if_deaf(self) -> None:
-        """End ranks that do not raise the verdict; not one that is stopped, which somebody may be looking at."""
+        """Terminate ranks that do not raise the verdict, except stopped ones, which may be in a debugger."""
         for rank, since in list(self._condemned.items()):
-            own = rank == self.number
-            if own and self.rank.leaves:
+            is_self = rank == self.number
+            if is_self and self.rank.leaves:
                 del self._condemned[rank]
                 continue
-            if not own and (not process.lives(self.known[rank]) or process.state(self.known[rank]["pid"]) == "T"):
+            if not is_self and (not process.lives(self.known[rank]) or process.state(self.known[rank]["pid"]) == "T"):
                 del self._condemned[rank]
                 continue
             grace = self.rank.settings.grace
@@ -443,96 +443,97 @@ class Watcher:
                 continue
             self._print_once(rank, messages.ended_by_watcher(rank, grace, self.rank.verdict or ""))
             with contextlib.suppress(ProcessLookupError):
-                pid = os.getpid() if own else self.known[rank]["pid"]
+                pid = os.getpid() if is_self else self.known[rank]["pid"]
                 os.kill(pid, signal.SIGKILL if late > 5.0 else signal.SIGTERM)
 
-    def _print_once(self, what: object, text: str) -> None:
-        if what not in self._printed:
-            self._printed.add(what)
+    def _print_once(self, key: object, text: str) -> None:
+        if key not in self._printed:
+            self._printed.add(key)
             sys.stderr.write(text)
             sys.stderr.flush()
 
     def _last_word(self) -> None:
-        """The rank ends: that it did, and what it raised."""
+        """Put the rank's last status: that it ended, and the error it raised."""
         status = self.status(True)
         status["gone"] = "exit code 1" if status["raised"] is not None else "it ended by itself"
         self._put({"round": self._roll["round"], **status})
         if self.number == _KEEPER or (status["raised"] is not None and "DivergenceError" not in status["raised"]):
-            self._say_to_all(gone=self.number)  # at once; of others those who wait will read it
+            self._say_to_all(gone=self.number)  # at once; the ends of other ranks are read by those that wait
         if self.number == _KEEPER:
             self._linger(self._roll["round"])
 
     def _linger(self, number: int) -> None:
         """Wait until all others have seen this round, or have ended."""
-        until = time.monotonic() + _LINGER - 0.5
-        left = [rank for rank in range(self.world) if rank != self.number and self._has(f"rank/{rank}")]
-        while left and time.monotonic() < until:
+        deadline = time.monotonic() + _LINGER - 0.5
+        pending = [rank for rank in range(self.world) if rank != self.number and self._has(f"rank/{rank}")]
+        while pending and time.monotonic() < deadline:
             time.sleep(_SOON / 2)
-            answers = zip(left, self._get_ranks(left), strict=True)
-            left = [rank for rank, status in answers if status["round"] < number and status["gone"] is None]
+            answers = zip(pending, self._get_ranks(pending), strict=True)
+            pending = [rank for rank, status in answers if status["round"] < number and status["gone"] is None]
 
-    # What ranks do.
+    # What this rank is doing.
 
     def _standing(self) -> Silence | None:
-        """Where the rank has stood since it issued its last; None if it has not been seen there."""
+        """The rank's position since its last event; None if it has not been sampled since."""
         silence = self._silence
         return silence if silence is not None and silence.issued == self.rank.log[-1] else None
 
     def _waiting(self) -> Wait | None:
-        """The host's wait; that of a device where the host stands in a pass."""
-        stands = self._standing()
-        if self.rank.waits[:1] or stands is None or stands.call is None:
+        """The host's oldest wait; without one, the device's wait if the host stands still in a pass."""
+        silence = self._standing()
+        if self.rank.waits[:1] or silence is None or silence.call is None:
             return next(iter(self.rank.waits), None)
-        in_pass = self.rank.idle and stands.call.in_pass
-        return Wait(stands.issued, stands.since, self._home) if in_pass else None
+        in_pass = self.rank.idle and silence.call.in_pass
+        return Wait(silence.issued, silence.since, self._home) if in_pass else None
 
     def _in_own_collective(self) -> float | None:
-        """Seconds for which the rank has stood in a collective of the program's own; None if it does not."""
-        stands = self._standing()
-        return time.time() - stands.since if stands is not None and stands.call and stands.call.waits else None
+        """Seconds for which the rank has been in a collective of the program's own; None if it is not in one."""
+        silence = self._standing()
+        return time.time() - silence.since if silence is not None and silence.call and silence.call.waits else None
 
     def _waited(self) -> float | None:
-        """Seconds for which the rank has waited for anything that other ranks have to do."""
-        waiting, own = self._waiting(), self._in_own_collective()
+        """Seconds for which the rank has waited for other ranks in any way; None if it does not wait."""
+        waiting, in_own = self._waiting(), self._in_own_collective()
         if waiting is not None:
             return time.time() - waiting.since
         if self._gone and (silent := self._silent_for()) is not None:
             return silent
-        return own if own is not None and own > self.rank.limits()[0] else None  # what fails before says so itself
+        # Within the limit the program's own collectives report their failures themselves.
+        return in_own if in_own is not None and in_own > self.rank.limits()[0] else None
 
     def _silent_for(self) -> float | None:
-        """Seconds for which a rank whose device waits has stood at one place; None if it does not."""
-        stands = self._standing()
-        return time.time() - stands.since if stands is not None and self.rank.idle else None
+        """Seconds for which a rank whose device waits has been at one position; None if it is not."""
+        silence = self._standing()
+        return time.time() - silence.since if silence is not None and self.rank.idle else None
 
     def _pause(self, waited: float) -> float:
-        """Seconds between two rounds: rarely, while a wait is short of the limit."""
+        """Seconds between two rounds."""
         limit = self.rank.limits()[0]
         if any([wait.broken for wait in self.rank.waits]):
             return 0.5
         return max(0.5, limit / 5) if waited > limit else min(5.0, max(1.0, limit / 5))
 
     def _look_into_silence(self) -> None:
-        """See where a rank stands that issues nothing."""
+        """Sample the rank's position if it issues nothing."""
         now = time.time()
         if self.rank.waits:
             self._silence = None
         elif now - max(self._looked, self._moved) > self._pause(0.0):
-            before, frames, issued = self._silence, self._frames(), self.rank.log[-1]
+            previous, frames, issued = self._silence, self._frames(), self.rank.log[-1]
             self._looked = now
-            if before is None or before.issued != issued or before.frames != frames:
+            if previous is None or previous.issued != issued or previous.frames != frames:
                 self._silence = Silence(frames, process.call_of(frames), now, issued)
 
     def _frames(self) -> list[Frame]:
-        """The Python stack of the thread that waits, or else of the one that made the first unit."""
+        """The Python stack of the waiting thread, or else of the thread that made the first unit."""
         waits = self.rank.waits[:1]
         return process.frames_at(waits[0].thread if waits else self._home)
 
     def status(self, full: bool) -> Status:
-        """What the rank does.
+        """This rank's status, as a dict that JSON can hold.
 
         Args:
-            full: with records and stacks.
+            full: whether to include records and stacks.
         """
         rank, pid, states, samples = self.rank, os.getpid(), [], []
         for _ in range(_SAMPLES if full else 0):
@@ -572,7 +573,7 @@ class Watcher:
         }
 
     def _caught(self, records: Sequence[Record]) -> str | None:
-        """What a pass of this step or the last raised, and the program caught."""
+        """The error that a pass of this step or the previous one raised and the program caught; None without one."""
         at, text = self.rank.caught or (0, "")
         steps = [record.step for record in records[:-1] if record.word == at]
         return text if steps and records[-1].step - steps[0] <= 1 else None
@@ -580,10 +581,10 @@ class Watcher:
     def _named(self, record: Record) -> dict[str, Any]:
         return record.named(self.rank.names, self.rank.nbytes)
 
-    # What neighbours do.
+    # What neighbours are doing.
 
     def _seen(self, silent: dict[Any, int]) -> dict[str, Any]:
-        """What this rank sees of those that do not answer, at which it has to look."""
+        """What this rank observes of the silent ranks assigned to it, as a part of its status."""
         seen = {}
         for rank in [int(rank) for rank, looker in silent.items() if looker == self.number]:
             if rank not in self.known:
@@ -593,16 +594,16 @@ class Watcher:
 
 
 def start(rank: Rank, number: int, world: int, timeout: float, connect: Callable[[], Any]) -> None:
-    """Watch this process, by the process group that is the default one now.
+    """Start to watch this process, by the current default process group.
 
     Args:
         rank: the process.
         number, world: its rank in that group, and the group's size.
-        timeout: of the process groups, seconds.
-        connect: makes a connection of its own to the group's store (`StoreLine`).
+        timeout: the process groups' timeout, seconds.
+        connect: opens a separate connection to the group's store (`StoreLine`).
     """
     if rank.watcher is not None:
-        rank.watcher.end(says_so=False)
+        rank.watcher.end(announce=False)
         rank.watcher = None
     rank.begin(timeout)
     if not rank.settings.enabled:
@@ -612,10 +613,10 @@ def start(rank: Rank, number: int, world: int, timeout: float, connect: Callable
     except (StoreGone, OSError, RuntimeError, ValueError, MemoryError, NotImplementedError) as error:
         warnings.warn(messages.no_watcher(error.__cause__ or error), stacklevel=2)
         return
-    if not rank.tells_its_end:
-        rank.tells_its_end = True
+    if not rank.records_its_end:
+        rank.records_its_end = True
         note_at_the_end(rank)
-        # Before the interpreter ends; `atexit` says nothing at the end of the processes that `multiprocessing` makes.
+        # Runs before the interpreter ends; `atexit` hooks do not run in the processes that `multiprocessing` makes.
         multiprocessing.util.Finalize(None, _end, (rank,), exitpriority=100)
 
 

@@ -1,4 +1,4 @@
-"""`fully_shard` and the methods of a unit's module (the FSDP2 interface)."""
+"""`fully_shard` and the methods that it adds to a module (the FSDP2 interface)."""
 
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx

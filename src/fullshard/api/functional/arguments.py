@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses of its arguments, before anything has changed."""
+"""Checks of `fully_shard`'s arguments, made before anything changes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LAYOUTS = ("rows", "flat", "owner")
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a container cannot, unless its class defines `forward`."""
+    """Whether a module can be called. Containers cannot, unless their class defines `forward`."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def check_policy(mp_policy: Any) -> None:
-    """Refuse what is no `MixedPrecisionPolicy` of ours."""
+    """Raise unless `mp_policy` is Fullshard's `MixedPrecisionPolicy`."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise messages.mixed_precision_policy_type(mp_policy)
 
 
 def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
-    """Refuse what no unit can be made of, or with."""
+    """Raise if no unit can be made from these modules or with these settings."""
     if not modules:
         raise messages.no_modules()
     for index, module in enumerate(modules):
@@ -46,8 +46,8 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
         raise messages.prefetch_not_a_count(prefetch)
 
 
-def check_ignored(given: Any) -> None:
-    """Refuse `ignored_params` that are no parameters."""
-    wrong = next((one for one in given or () if not isinstance(one, Tensor)), None)
-    if wrong is not None:
-        raise messages.ignored_not_parameters(wrong)
+def check_ignored(ignored_params: Any) -> None:
+    """Raise if `ignored_params` contains anything but parameters."""
+    invalid = next((item for item in ignored_params or () if not isinstance(item, Tensor)), None)
+    if invalid is not None:
+        raise messages.ignored_not_parameters(invalid)

@@ -1,4 +1,4 @@
-"""`fully_shard`: the functional front-end. It translates arguments; units and their runners do the work."""
+"""`fully_shard`, the functional front-end: translates arguments; units and their runners do the work."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
-PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")  # a CustomPolicy may give
+PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")
+"""The arguments that a `CustomPolicy` may override for a block."""
 
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
-"""By a module class, the class it becomes, while there is a unit of it: programs make classes too."""
+"""Module class -> the subclass that its units get. Weak, because programs may create classes without end."""
 
 
 def fully_shard(
@@ -88,70 +89,70 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    One call makes one unit of all parameters in `module` that no earlier call has taken; apply it bottom-up: to each
+    Each call makes one unit of all parameters in `module` that no earlier call has taken; apply it bottom-up: to each
     block, then to the model. A unit's parameters are gathered together before its forward and freed after it. The
-    interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
+    interface is that of `torch.distributed.fsdp.fully_shard`; the arguments from `layout` on are Fullshard's own.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())  # after sharding
 
-    A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what
-    is gathered, as PyTorch documents; it is split into rows whatever the layout.
+    A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) decides itself
+    which tensors are gathered, as PyTorch documents; it is split by rows in every layout.
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: 1-D (shard) or 2-D (replicate, shard); None: one axis of all ranks of the default process group.
-        reshard_after_forward: True frees the unit after forward and gathers again in backward; False keeps it; an
-            int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
-            ranks (the axis' size is True; 1 is False, with a warning); None is True, except False for the root.
-        shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly, or a
-            `ShardPlacementResult` with a mesh of its own (an expert's). A `BlockShard` (of torch 2.16, taken by its
-            name) cuts a parameter between rows of its last dim, as `layout=Blocks(shape[-1])` would. A unit with meshes
-            of its parameters' own is freed whole after forward, also if `reshard_after_forward` is an int.
+        mesh: 1-D (shard) or 2-D (replicate, shard); None: 1-D over all ranks of the default process group.
+        reshard_after_forward: True frees the unit after forward and gathers it again in backward; False keeps it; an
+            int (a divisor of the shard axis' size) keeps 1/int of it, from which backward gathers among that many
+            consecutive ranks (the axis' size means True; 1 means False, with a warning); None: True, but False for the
+            root.
+        shard_placement_fn: may return `Shard(dim)`, to split a parameter evenly on a different dim, or a
+            `ShardPlacementResult` with a separate mesh (for experts). A `BlockShard` (of torch 2.16, recognised by
+            name) cuts a parameter between rows of its last dim, as `layout=Blocks(shape[-1])` would. A unit whose
+            parameters have separate meshes is freed whole after forward, even if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
-        offload_policy: None or `OffloadPolicy()`, nothing; or `CPUOffloadPolicy()`: sharded parameters, gradients and
-            optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced; by units around this one, too.
+        offload_policy: None or `OffloadPolicy()`: no offloading. `CPUOffloadPolicy()`: sharded parameters, gradients
+            and optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
+        ignored_params: parameters that are neither sharded, moved nor reduced, by this unit or units around it.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
-            may be DTensors on that mesh, whole on its data-parallel dims.
+            may be DTensors on that mesh, replicated on its data-parallel dims.
         layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
-            (parameters back to back, cut anywhere: no copies, next to no padding; sharded parameters are
+            (parameters back to back, cut anywhere: no copies, almost no padding; sharded parameters are
             `FlatShard`s). `Blocks(granule)` is flat, but cuts parameters only between granules (rows, quantisation
-            blocks); "owner" never cuts one: each is whole on one rank.
-        auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and says so
-            in the log; a set of module classes; or a policy of `fullshard.wrap` (PyTorch's are taken too), of which a
-            `CustomPolicy` may give a block other values of `layout`, `mp_policy`, `prefetch`,
-            `reshard_after_forward` (bool or None) and `shard_placement_fn`. Containers without a forward become no
-            units. None: no more than one unit.
-        prefetch: how many units ahead are gathered; 0 turns prefetching off. At most `prefetch + 1` units that are
+            blocks); "owner" never cuts a parameter: each is whole on one rank.
+        auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and logs
+            them; a set of module classes; or a policy of `fullshard.wrap` (PyTorch's are accepted too). A
+            `CustomPolicy` may override `layout`, `mp_policy`, `prefetch`, `reshard_after_forward` (bool or None) and
+            `shard_placement_fn` for a block. Containers without a forward do not become units. None: one unit at most.
+        prefetch: how many units are gathered ahead; 0 turns prefetching off. At most `prefetch + 1` units that are
             freed after use are gathered at any time.
-        comm: "torch"; "null" takes communication out, to time the rest (results are meaningless); or a `Comm`.
-        check: when ranks compare what they are about to run; the root's counts. "first": along the first pass of each
-            kind, and whenever a rank leaves the order that it has taken before; "step": at the beginning of every
-            pass, too; "every": before each collective.
-        unused: what becomes of a unit that only some ranks run in a pass (an expert, a branch for images); the root's
-            counts. "error": a `DivergenceError` names it. "zeros": the other ranks gather and free it in step all the
-            same, and take part in its reduction with zeros; gradients are as of one process. Units have to run in one
-            order, each as often as in the first pass; with check="every" in any, at the price of one small collective
-            at each unit's beginning and end. Writes through `.data` in a forward go unnoticed then.
-        sync_module_states: make the parameters and buffers that become units here those of the mesh's first rank, on
-            all ranks; collective. Give it to every call, or to one with `auto_wrap_policy`: units that were made before
-            have cut their weights. Without it different weights are warned of at the first forward, or refused where
-            replicas differ or some ranks loaded weights.
-        reduction: what becomes of the ranks' gradients: their "mean"; their "sum"; or "tokens", their sum divided by
-            the number of tokens that `set_token_count` was told of on all ranks, for losses that are sums over tokens.
-            The same for all units of a model; `docs/gradients.md` has the formulas.
+        comm: "torch"; "null", which skips communication to time the rest (results are meaningless); or a `Comm`.
+        check: when ranks compare what they are about to run; the root's value counts. "first": along the first pass of
+            each kind, and whenever a rank departs from an order it has taken before; "step": also at the beginning of
+            every pass; "every": before each collective.
+        unused: what happens to a unit that only some ranks run in a pass (an expert, a branch for images); the root's
+            value counts. "error": a `DivergenceError` names it. "zeros": the other ranks gather and free it in step
+            all the same and contribute zeros to its reduction; gradients equal those of a single process. Units have to
+            run in one order, each as often as in the first pass; with check="every" in any order, at the cost of a
+            small collective at each unit's beginning and end. Writes through `.data` in a forward are not noticed then.
+        sync_module_states: broadcast the parameters and buffers that become units here from the mesh's first rank;
+            collective. Pass it to every call, or to a call with `auto_wrap_policy`: units that exist already have cut
+            their weights. Without it, different weights cause a warning at the first forward, or an error where
+            replicas differ or only some ranks loaded weights.
+        reduction: how the ranks' gradients are combined: their "mean"; their "sum"; or "tokens", their sum divided by
+            the tokens that all ranks reported to `set_token_count`, for losses that are sums over tokens. The same for
+            all units of a model; `docs/gradients.md` has the formulas.
 
     Returns:
         `module` itself. Its class is now a subclass of its own class and `FSDPModule`.
 
     Raises:
-        ConfigError: no mesh and no process group, a mesh of other than 1 or 2 dims, a container without forward, a
-            module that is a unit already, or inside of one that has all of its parameters, a parameter on a foreign
-            device, an argument out of its range, a 2-D mesh whose dim names say that it would be misread. Nothing has
-            changed then.
+        ConfigError: neither a mesh nor a process group; a mesh that is not 1-D or 2-D; a container without a forward; a
+            module that is a unit already, or lies inside a unit that has all of its parameters; a parameter on a
+            foreign device; an argument out of range; a 2-D mesh whose dim names suggest that it would be misread.
+            Nothing has changed then.
         LayoutError: a parameter that the layout cannot hold.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -179,7 +180,7 @@ def fully_shard(
         reduces_as_computed=reduces_as_computed(),
     )
     keep = _check_reshard(reshard_after_forward, axes)
-    below = [runner for one in modules for runner in runners_in(one)]
+    below = [runner for unit_module in modules for runner in runners_in(unit_module)]
     check_ignored(ignored_params)
     ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
     _refuse_inside(modules, ignored)
@@ -188,11 +189,11 @@ def fully_shard(
         if len(modules) != 1:
             raise messages.policy_for_a_list()
         blocks = _blocks(modules[0], auto_wrap_policy, ignored_params or set())
-        planned = [([block], _override(own, settings, keep, ignored, prefetch)) for block, own in blocks]
+        planned = [([block], _override(overrides, settings, keep, ignored, prefetch)) for block, overrides in blocks]
     planned.append((modules, (settings, keep, ignored, prefetch)))
     _check_plans(planned)
-    for one in modules if sync_module_states else ():
-        broadcast_states(own_modules(one), axes, kind, ignored)
+    for unit_module in modules if sync_module_states else ():
+        broadcast_states(own_modules(unit_module), axes, kind, ignored)
     for units, arguments in planned:
         _make_unit(units, *arguments, check, unused, reduction)
     name_members(modules)
@@ -202,59 +203,61 @@ def fully_shard(
 
 
 def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]]) -> None:
-    """Refuse what any of several units would, before the first is made."""
+    """Raise now if making any of these units would raise later, so that none is made."""
     if len(planned) == 1:
-        return  # made at once, and it changes nothing before it is sure
+        return  # a single unit checks itself before it changes anything
     rehearsal = Rehearsal(unit_of)
     for modules, (settings, _, ignored, _) in planned:
-        found = rehearsal.add(modules, ignored)
-        check_parameters(found, settings.axes, settings.layout)
-        plan_unit(found, settings)
+        drafts = rehearsal.add(modules, ignored)
+        check_parameters(drafts, settings.axes, settings.layout)
+        plan_unit(drafts, settings)
 
 
 def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The submodules that `policy` makes units and the arguments it has for each, all checked before any is made.
+    """The submodules that `policy` makes units, with the arguments it overrides for each, all checked.
 
-    Left out: what is a unit already, and containers without a forward (their parameters go to the unit around them).
+    Skips modules that are units already, and containers without a forward (the unit around them gets their parameters).
     """
     planned = plan_wrapping(model, policy, (), ignored)
-    for name, block, own in planned:
-        wrong = sorted(set(own) - set(PER_UNIT))
-        if wrong:
-            raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, wrong)
-        policy_given = own.get("mp_policy")
-        if "mp_policy" in own and not isinstance(policy_given, MixedPrecisionPolicy):
-            raise messages.block_precision_type(name, policy_given)
+    for name, block, overrides in planned:
+        unknown = sorted(set(overrides) - set(PER_UNIT))
+        if unknown:
+            raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, unknown)
+        mp_policy = overrides.get("mp_policy")
+        if "mp_policy" in overrides and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise messages.block_precision_type(name, mp_policy)
         if not is_unit(block) and has_forward(block):
-            layout, prefetch = own.get("layout", LAYOUTS[0]), own.get("prefetch", 0)
+            layout, prefetch = overrides.get("layout", LAYOUTS[0]), overrides.get("prefetch", 0)
             check_arguments([block], OffloadPolicy(), layout, prefetch)
-            reshard = own.get("reshard_after_forward")
+            reshard = overrides.get("reshard_after_forward")
             if reshard is not None and not isinstance(reshard, bool):
                 raise messages.block_reshard_type(name, reshard)
-    return [(block, own) for _, block, own in planned if not is_unit(block) and has_forward(block)]
+    return [(block, overrides) for _, block, overrides in planned if not is_unit(block) and has_forward(block)]
 
 
 def _override(
-    own: dict[str, Any], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
+    overrides: dict[str, Any], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
 ) -> tuple[BuildSettings, Any, set[int], int]:
-    """The root's arguments with those that the policy has for one block in their place."""
-    if not own:
+    """The root's arguments, with a policy's overrides for one block."""
+    if not overrides:
         return settings, keep, ignored, prefetch
     return (
         replace(
             settings,
-            policy=own.get("mp_policy", settings.policy),
-            layout=own.get("layout", settings.layout),
-            placement=own.get("shard_placement_fn", settings.placement),
+            policy=overrides.get("mp_policy", settings.policy),
+            layout=overrides.get("layout", settings.layout),
+            placement=overrides.get("shard_placement_fn", settings.placement),
         ),
-        _check_reshard(own["reshard_after_forward"], settings.axes) if "reshard_after_forward" in own else keep,
+        _check_reshard(overrides["reshard_after_forward"], settings.axes)
+        if "reshard_after_forward" in overrides
+        else keep,
         ignored,
-        own.get("prefetch", prefetch),
+        overrides.get("prefetch", prefetch),
     )
 
 
 def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
-    """Refuse modules of which units around them have all parameters: they would be gathered with those, as before."""
+    """Raise if the units around these modules own all their parameters: a unit of its own would change nothing."""
     if not all(map(is_managed, modules)) or find_parameters(modules, unit_of, ignored):
         return
     for item in find_shared(modules, unit_of, ignored)[:1]:
@@ -262,18 +265,18 @@ def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
 
 
 def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, SpmdMesh]:
-    """The data-parallel mesh in `mesh`, and which dims of `mesh` it is made of."""
-    names = [getattr(dims, field, None) for field in ("shard", "replicate")]  # PyTorch's own class serves as well
+    """The data-parallel submesh of `mesh`, and the dims of `mesh` that form it."""
+    names = [getattr(dims, field, None) for field in ("shard", "replicate")]  # accepts PyTorch's own class too
     if mesh is None or not isinstance(mesh, DeviceMesh) or not hasattr(dims, "shard"):
         raise messages.mesh_dims_without_mesh(mesh, dims)
-    ours = DataParallelMeshDims(*names)
-    found = data_parallel_mesh(mesh, ours)
-    taken = {*ours.shard_names, *ours.replicate_names}
-    return found, SpmdMesh(mesh, tuple(i for i, name in enumerate(mesh.mesh_dim_names or ()) if name in taken))
+    mesh_dims = DataParallelMeshDims(*names)
+    submesh = data_parallel_mesh(mesh, mesh_dims)
+    used = {*mesh_dims.shard_names, *mesh_dims.replicate_names}
+    return submesh, SpmdMesh(mesh, tuple(i for i, name in enumerate(mesh.mesh_dim_names or ()) if name in used))
 
 
 def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
-    """`reshard_after_forward` as (bool or None, axis to keep a slice for or None)."""
+    """`reshard_after_forward` as a pair: bool or None, and the axis over which a slice is kept, or None."""
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if not isinstance(reshard, int):
@@ -294,17 +297,17 @@ def _make_unit(
     unused: Unused,
     reduction: str,
 ) -> None:
-    """Shard what is left in `modules`, and have a runner run them."""
-    found = find_parameters(modules, unit_of, ignored)
-    check_parameters(found, settings.axes, settings.layout)
+    """Shard the parameters in `modules` that no unit has yet, and attach a runner."""
+    drafts = find_parameters(modules, unit_of, ignored)
+    check_parameters(drafts, settings.axes, settings.layout)
     shared = find_shared(modules, unit_of, ignored)
-    unit = build_unit(found, settings)
+    unit = build_unit(drafts, settings)
     log_difference(unit, settings.policy)
     show_shared(shared)
     reshard, unit.kept_axis = keep
     if any(bucket.axes is not settings.axes or not bucket.form.plain for bucket in unit.buckets):
-        unit.kept_axis = None  # parameters with a mesh, or a gather, of their own are freed whole
-    own = UnitSettings(
+        unit.kept_axis = None  # parameters with a separate mesh, or their own gather, are freed whole
+    unit_settings = UnitSettings(
         settings.comm,
         settings.policy,
         settings.axes,
@@ -315,22 +318,22 @@ def _make_unit(
         check=check,
         unused=unused,
     )
-    runner = Runner(unit, modules, own, find_root)
+    runner = Runner(unit, modules, unit_settings, find_root)
     for module in modules:
         move_buffers(module.modules(), settings.axes.device)
         mark_managed(own_modules(module), originals=True)
         module.__dict__[RUNNER_KEY] = runner
-        object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
+        object.__setattr__(module, "__class__", _unit_class(type(module)))  # bypasses torch.compile's __setattr__
         module.register_state_dict_post_hook(after_state_dict)
         module.register_load_state_dict_pre_hook(before_load)
 
 
 def _unit_class(cls: type) -> type:
-    known = _classes.get(cls)
-    if known is None:
-        added = {"__module__": cls.__module__, PLAIN: cls, **saving_methods(cls)}
-        _classes[cls] = known = type(f"FSDP{cls.__name__}", (FSDPModule, cls), added)
-    return known
+    unit_class = _classes.get(cls)
+    if unit_class is None:
+        namespace = {"__module__": cls.__module__, PLAIN: cls, **saving_methods(cls)}
+        _classes[cls] = unit_class = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    return unit_class
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # where PyTorch has it
+fully_shard.state = state_of  # type: ignore[attr-defined]  # PyTorch's libraries look for it here

@@ -1,4 +1,4 @@
-"""What `fully_shard` and the methods of units say, in the order of the code: the wording of errors and warnings."""
+"""The wording of errors and warnings of `fully_shard` and the methods of units, in the order of the code."""
 
 from __future__ import annotations
 
@@ -10,56 +10,52 @@ from ...errors import ArgumentTypeError, AssertedError, ConfigError, PhaseError,
 
 
 def mixed_precision_policy_type(mp_policy: object) -> ConfigError:
-    """The error for `mp_policy` of another class."""
+    """The error for an `mp_policy` of a different class."""
     return ConfigError(
         "fully_shard(mp_policy=) has an invalid type.",
         expected="a fullshard.MixedPrecisionPolicy",
         got=class_and_value(mp_policy),
         remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
-        code="C004",
     )
 
 
 def no_modules() -> ConfigError:
     """The error for an empty list of modules."""
-    return ConfigError("fully_shard was given an empty list of modules", code="C009")
+    return ConfigError("fully_shard was called with an empty list of modules")
 
 
 def not_a_module(kind: str) -> ArgumentTypeError:
-    """The error for what is not a module."""
+    """The error for a value that is not a module."""
     return ArgumentTypeError(
-        f"fully_shard takes an nn.Module or a list of them, got {kind}",
-        remedy="give the module itself, not its parameters or its name",
-        code="C010",
+        f"fully_shard takes an nn.Module or a list of modules, got {kind}",
+        remedy="pass the module itself, not its parameters or its name",
     )
 
 
 def no_forward(kind: str) -> ConfigError:
     """The error for a container that cannot be called."""
     return ConfigError(
-        f"{kind} has no forward of its own, so it cannot be a unit: nothing would tell when to gather its parameters.",
+        f"{kind} defines no forward, so it cannot be a unit: nothing would trigger the gather of its parameters.",
         remedy="apply fully_shard to each module in it, or to the list of them as one unit",
-        code="C011",
     )
 
 
 def applied_twice(kind: str) -> AssertedError:
     """The error for a module that is a unit already."""
     return AssertedError(
-        f"fully_shard was applied to this {kind} already.",
+        f"fully_shard was already applied to this {kind}.",
         remedy="apply it once to each module, innermost first",
-        code="C012",
+        topic="sharded-already",
     )
 
 
 def offload_policy_type(offload_policy: object) -> ConfigError:
-    """The error for `offload_policy` of another class."""
+    """The error for an `offload_policy` of a different class."""
     return ConfigError(
         "fully_shard(offload_policy=) has an invalid type.",
         expected="a fullshard.OffloadPolicy or CPUOffloadPolicy",
         got=class_and_value(offload_policy),
         remedy="from fullshard import CPUOffloadPolicy, and pass CPUOffloadPolicy()",
-        code="C013",
     )
 
 
@@ -69,8 +65,7 @@ def unknown_layout(layouts: Sequence[str], layout: object) -> ConfigError:
         "fully_shard(layout=) has an invalid value.",
         expected=f"one of {layouts}, or Blocks(granule)",
         got=repr(layout),
-        remedy='leave layout out, or take "rows" for optimizers that look at whole tensors',
-        code="C014",
+        remedy='omit layout, or use "rows" for optimizers that need whole tensors',
     )
 
 
@@ -80,19 +75,17 @@ def prefetch_not_a_count(prefetch: object) -> ConfigError:
         "fully_shard(prefetch=) must be a count.",
         expected="an int of at least 0",
         got=repr(prefetch),
-        remedy="leave prefetch out, or pass how many units to gather ahead; 0 means none",
-        code="C015",
+        remedy="omit prefetch, or pass the number of units to gather ahead; 0 turns it off",
     )
 
 
-def ignored_not_parameters(wrong: object) -> ArgumentTypeError:
-    """The error for `ignored_params` that holds anything but parameters."""
+def ignored_not_parameters(invalid: object) -> ArgumentTypeError:
+    """The error for `ignored_params` that contains anything but parameters."""
     return ArgumentTypeError(
         "ignored_params must hold Parameters.",
-        expected="a set of objects, such as {model.head.weight}",
-        got=f"{type(wrong).__name__} {wrong!r}"[:80],
+        expected="a set of Parameter objects, such as {model.head.weight}",
+        got=f"{type(invalid).__name__} {invalid!r}"[:80],
         remedy="look up names: {p for name, p in model.named_parameters() if name in names}",
-        code="C276",
     )
 
 
@@ -101,67 +94,62 @@ def ignored_not_parameters(wrong: object) -> ArgumentTypeError:
 
 def sync_not_a_bool(sync_module_states: object) -> ConfigError:
     """The error for `sync_module_states` that is not a bool."""
-    return ConfigError("sync_module_states must be True or False.", got=repr(sync_module_states)[:80], code="C003")
+    return ConfigError("sync_module_states must be True or False.", got=repr(sync_module_states)[:80])
 
 
 def policy_for_a_list() -> ConfigError:
     """The error for `auto_wrap_policy` with several modules."""
-    return ConfigError("auto_wrap_policy needs one module, not a list", code="C005")
+    return ConfigError("auto_wrap_policy needs one module, not a list")
 
 
-def unknown_block_arguments(name: str, kind: str, known: Sequence[str], wrong: Sequence[str]) -> ConfigError:
-    """The error for arguments that a `CustomPolicy` gives a block, and no unit has."""
+def unknown_block_arguments(name: str, kind: str, allowed: Sequence[str], unknown: Sequence[str]) -> ConfigError:
+    """The error for arguments of a `CustomPolicy` for a block that units do not have."""
     return ConfigError(
-        f"auto_wrap_policy has arguments for {name!r} ({kind}) that a unit cannot have.",
-        expected=f"any of {', '.join(known)}",
-        got=", ".join(wrong),
-        code="C006",
+        f"auto_wrap_policy has arguments for {name!r} ({kind}) that cannot be set per unit.",
+        expected=f"any of {', '.join(allowed)}",
+        got=", ".join(unknown),
     )
 
 
-def block_precision_type(name: str, policy_given: object) -> ConfigError:
-    """The error for a block's `mp_policy` of another class."""
-    return ConfigError(
-        f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}", code="C007"
-    )
+def block_precision_type(name: str, mp_policy: object) -> ConfigError:
+    """The error for a block's `mp_policy` of a different class."""
+    return ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
 
 
 def block_reshard_type(name: str, reshard: object) -> ConfigError:
     """The error for a block's `reshard_after_forward` that is not a bool."""
-    return ConfigError(f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}", code="C008")
+    return ConfigError(f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}")
 
 
 def parameters_taken(kind: str, parameter: str) -> ConfigError:
-    """The error for a module inside of one that has taken its parameters."""
+    """The error for a module whose parameters the unit around it already owns."""
     return ConfigError(
-        f"fully_shard was applied to a {kind} after the module around it, which has "
-        "taken its parameters: the inner call would change nothing.",
+        f"fully_shard was applied to a {kind} after the module around it, which already owns "
+        "its parameters: the inner call would change nothing.",
         parameter=parameter,
         expected="inner modules first, the model last",
         got="the model first",
         remedy="apply fully_shard bottom-up, to blocks first and to the model last; or once, with auto_wrap_policy=",
-        code="C270",
+        topic="sharded-already",
     )
 
 
 def mesh_dims_without_mesh(mesh: object, dims: object) -> ConfigError:
-    """The error for `dp_mesh_dims` without a mesh, or of another class."""
+    """The error for `dp_mesh_dims` without a mesh, or of a different class."""
     return ConfigError(
-        "dp_mesh_dims says which dims of mesh= are data-parallel.",
+        "dp_mesh_dims names the dims of mesh= that are data-parallel.",
         expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
         got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
-        code="C016",
     )
 
 
 def reshard_type(reshard: object) -> ConfigError:
-    """The error for `reshard_after_forward` of another type."""
+    """The error for a `reshard_after_forward` of a different type."""
     return ConfigError(
         "fully_shard(reshard_after_forward=) has an invalid type.",
         expected="a bool, an int or None",
         got=repr(reshard),
-        remedy="leave it out; True frees parameters after forward, False keeps them for backward",
-        code="C017",
+        remedy="omit it; True frees parameters after forward, False keeps them for backward",
     )
 
 
@@ -169,8 +157,7 @@ def reshard_of_one() -> str:
     """The warning for `reshard_after_forward=1`."""
     return message(
         "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
-        "True (bool) frees them.",
-        code="W001",
+        "True (bool) frees them after forward."
     )
 
 
@@ -179,12 +166,12 @@ def reshard_of_one() -> str:
 
 def unit_lost(kind: str) -> PhaseError:
     """The error for a module whose unit is gone."""
-    return PhaseError(f"{kind} has lost its unit; apply fully_shard again", code="P002")
+    return PhaseError(f"{kind} has lost its unit; apply fully_shard again", topic="copied-or-pickled")
 
 
 def reset_below_root(unit: str) -> PhaseError:
     """The error for `reset_iter_state` below the root."""
-    return PhaseError(f"reset_iter_state() is for the root unit; {unit!r} is below it", code="P003")
+    return PhaseError(f"reset_iter_state() is for the root unit; {unit!r} is below it")
 
 
 def finalization_within_iteration() -> PhaseError:
@@ -192,109 +179,97 @@ def finalization_within_iteration() -> PhaseError:
     return PhaseError(
         "set_manual_backward_finalization() cannot change within an iteration whose backward has begun.",
         remedy="call it before the first forward, or after finalize_backward()",
-        code="P346",
     )
 
 
 def no_manual_finalization() -> PhaseError:
-    """The error for `finalize_backward` without its setting."""
+    """The error for `finalize_backward` without `set_manual_backward_finalization(True)`."""
     return PhaseError(
         "finalize_backward() needs manual finalization.",
         expected="set_manual_backward_finalization(True) before the forward",
-        code="P347",
     )
 
 
 def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a method that is for the root, called below it."""
-    return PhaseError(f"{method} is for the root unit; {unit!r} is below it", code="P348")
+    """The error for a root-only method that was called on a unit below the root."""
+    return PhaseError(f"{method} is for the root unit; {unit!r} is below it")
 
 
 def reshard_not_a_bool(reshard_after_forward: object) -> ConfigError:
     """The error for `set_reshard_after_forward` of anything but a bool."""
-    return ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}", code="C018")
+    return ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
 
 
 def invalid_collective(what: str, comm: object) -> ConfigError:
-    """The error for a custom collective that cannot be called, or does not allocate."""
+    """The error for a custom collective that is not callable or has no `allocate`."""
     return ConfigError(
-        f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).",
-        got=repr(comm),
-        code="C019",
+        f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).", got=repr(comm)
     )
 
 
 def collective_beside_group_memory(what: str) -> ConfigError:
     """The error for a custom collective of a unit that communicates through its group's memory."""
     return ConfigError(
-        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
-        "call the latter with False first",
-        code="C020",
+        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) are mutually exclusive: "
+        "call the latter with False first"
     )
 
 
 def group_memory_beside_collective() -> ConfigError:
-    """The error for a group's memory in a unit with custom collectives."""
+    """The error for memory from the process group in a unit with custom collectives."""
     return ConfigError(
-        "memory from the process group and custom collectives exclude each other",
-        remedy="leave one of them out: a custom collective allocates its own memory",
-        code="C021",
+        "memory from the process group and custom collectives are mutually exclusive",
+        remedy="omit one of them: a custom collective allocates its own memory",
     )
 
 
 def not_an_event(kind: str) -> ConfigError:
-    """The error for `set_post_optim_event` of what cannot be waited for."""
-    return ConfigError(f"set_post_optim_event takes a torch.Event, got {kind}", code="C023")
+    """The error for `set_post_optim_event` with an object that has no `wait`."""
+    return ConfigError(f"set_post_optim_event takes a torch.Event, got {kind}")
 
 
 def event_below_root(unit: str) -> ConfigError:
     """The error for `set_post_optim_event` below the root."""
-    return ConfigError(f"set_post_optim_event is for the root unit; {unit!r} is below it", code="C024")
+    return ConfigError(f"set_post_optim_event is for the root unit; {unit!r} is below it")
 
 
 def divide_factor_not_positive(factor: object) -> ConfigError:
     """The error for an invalid `set_gradient_divide_factor`."""
-    return ConfigError(f"the gradient divide factor must be positive, got {factor!r}", code="C025")
+    return ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
 
 
 def max_buffers_type(max_input_buffers: object) -> ArgumentTypeError:
     """The error for `max_input_buffers` that is not an int."""
-    return ArgumentTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}", code="C381")
+    return ArgumentTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
 
 
 def max_buffers_too_few(max_input_buffers: int) -> ConfigError:
     """The error for `max_input_buffers` below 1."""
-    return ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}", code="C026")
+    return ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
 
 
 def not_units(what: str, kind: str) -> ConfigError:
     """The error for modules that are not units."""
-    return ConfigError(
-        f"Only units can {what}.",
-        expected="modules that fully_shard was applied to",
-        got=kind,
-        code="C027",
-    )
+    return ConfigError(f"Only units can {what}.", expected="modules that fully_shard was applied to", got=kind)
 
 
 def not_a_root(kind: str, unit: str) -> ConfigError:
     """The error for `share_comm_ctx` of a unit below another root."""
     return ConfigError(
         "share_comm_ctx takes roots, whose forward is called from outside.",
-        got=f"{kind}, unit {unit!r} of another root",
-        remedy="pass the root modules alone: what is below them comes along",
-        code="C028",
+        got=f"{kind}, unit {unit!r} of a different root",
+        remedy="pass only the root modules: the units below them are included",
     )
 
 
 def no_such_method(name: str, method_name: str) -> ConfigError:
-    """The error for a method to register that the module does not have."""
-    return ConfigError(f"{name} has no method {method_name!r} to register as a forward", code="C029")
+    """The error for registering a method that the module does not have."""
+    return ConfigError(f"{name} has no method {method_name!r} to register as a forward")
 
 
 # state.py
 
 
 def reduced_by_root(unit: str) -> PhaseError:
-    """The error for a unit below the root that is to reduce what all units kept."""
-    return PhaseError(f"gradients are reduced by the root; {unit!r} is below it", code="P004")
+    """The error for a unit below the root that is asked to reduce the gradients that all units kept."""
+    return PhaseError(f"gradients are reduced by the root; {unit!r} is below it")

@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a module's class gains by `fully_shard`, and the methods that steer a unit."""
+"""`FSDPModule`: the class that `fully_shard` mixes into a module's class, with the methods that control a unit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from . import messages
 from .state import UnitState
 
 logger = logging.getLogger("fullshard")
-_logged_symm_mem: list[str] = []  # once a process
+_logged_symm_mem: list[str] = []  # logged once per process
 
 
 class UnshardHandle:
@@ -46,28 +46,28 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """Mixed into the class of a module that `fully_shard` was applied to.
+    """Mixed into the class of every module that `fully_shard` is applied to.
 
-    The methods of this class steer the unit. Those with `recurse` act on all units below as well.
+    Its methods control the unit. Those with `recurse` act on all units below as well.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An unsharded instance of the class that was sharded: what a slice of a container makes, or `type(self)(...)`.
+        """Create an unsharded instance of the original class, for slices of containers and `type(self)(...)`.
 
-        An instance of `cls` without a unit could not run.
+        An instance of `cls` itself could not run without a unit.
         """
         plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return plain(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
+        """Call the module, with its own hooks and compiled form, while the unit is gathered."""
         runner: Runner | None = self.__dict__.get(RUNNER_KEY)
         if runner is None:
-            runner = self._runner()  # which says what is wrong
+            runner = self._runner()  # raises, with the reason
         return run(runner, self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
 
     def _get_name(self) -> str:
-        """The name of the module's own class, by which Transformers' `Trainer` looks up a model's loss."""
+        """The name of the module's original class, by which Transformers' `Trainer` looks up a model's loss."""
         name: str = super()._get_name()  # type: ignore[misc]
         return plain_class(self).__name__ if name == type(self).__name__ else name
 
@@ -76,20 +76,20 @@ class FSDPModule:
         return f"FSDP{text}" if text.startswith(f"{plain_class(self).__name__}(") else text
 
     def _runner(self) -> Runner:
-        found = runner_of(self)  # type: ignore[arg-type]
-        if found is None:
+        runner = runner_of(self)  # type: ignore[arg-type]
+        if runner is None:
             raise messages.unit_lost(plain_class(self).__name__)
-        return found
+        return runner
 
     def _get_fsdp_state(self) -> UnitState:
-        """The unit under PyTorch's names, for libraries; see `state.py`."""
+        """The unit under the names that PyTorch's libraries use; see `state.py`."""
         return UnitState(self._runner())
 
     def _units(self, recurse: bool = True) -> Iterator[Runner]:
         yield from runners_in(self) if recurse else [self._runner()]  # type: ignore[arg-type]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters; not recursive. They stay until `reshard()` or the next forward's end.
+        """Gather this unit's parameters; not recursive. They stay until `reshard()` or the end of the next forward.
 
         Args:
             async_op: return at once, with a handle whose `wait()` makes the parameters usable; the module's
@@ -108,10 +108,10 @@ class FSDPModule:
         self._runner().reshard()
 
     def reset_iter_state(self) -> None:
-        """Bring all units back to where a step begins, after an exception in forward or backward.
+        """Reset all units to the state in which a step begins, after an exception in forward or backward.
 
         Fullshard does this by itself at the next forward of the root; the method is for code written for PyTorch,
-        and for freeing memory at once. Gradients that were not reduced yet are dropped; with manual finalization, those
+        and for freeing memory at once. Gradients that are not reduced yet are dropped; with manual finalization, those
         of all backwards since the last `finalize_backward()`.
 
         Raises:
@@ -125,7 +125,7 @@ class FSDPModule:
         reset_iteration(runner.root)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last of a step of several.
+        """Declare whether the next backward is the last one of a step with several backwards.
 
         Every backward of Fullshard waits for its reductions and leaves `.grad` complete, so nothing depends on it; it
         exists for programs written for PyTorch.
@@ -136,13 +136,13 @@ class FSDPModule:
         self._runner()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Say that `finalize_backward()` ends each iteration, after one backward or several, as pipelines need it.
+        """Make `finalize_backward()` end each iteration, after one backward or several, as pipelines need.
 
         Gradients of a backward with gradient sync are complete when it returns, as always; those of backwards without
         sync wait for `finalize_backward()`.
 
         Raises:
-            PhaseError: this is not the root; or a backward has begun that was not finalized yet.
+            PhaseError: this is not the root; or a backward has begun and is not finalized yet.
         """
         runner = self._root_runner("set_manual_backward_finalization()")
         root = runner.root
@@ -153,18 +153,18 @@ class FSDPModule:
         runner.set(manual_finalization=bool(enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients that backwards without gradient sync left, by the present settings; ends the iteration.
+        """Reduce the gradients that backwards without gradient sync left, and end the iteration.
 
-        Units are freed by their setting of `set_reshard_after_backward`. Before the first forward nothing is done.
-        Collective.
+        Applies the current settings; units are freed as `set_reshard_after_backward` says. Does nothing before
+        the first forward. Collective.
 
         Args:
             async_op: return with the reductions in flight, and a handle whose `wait()` completes `.grad`. Until then a
-                forward or another finalization raises, also of roots that share the communication context.
+                forward or another finalization raises, also for roots that share the communication context.
 
         Raises:
             PhaseError: this is not the root; `set_manual_backward_finalization(True)` was not called; the model runs;
-                the last handle was not waited for; or hybrid sharding does not reduce between replicas.
+                the previous handle was not waited for; or hybrid sharding is set not to reduce between replicas.
         """
         runner = self._root_runner("finalize_backward()")
         handle = GradientReductionHandle(None)
@@ -186,13 +186,13 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients after backward (True), or keep them unsharded without communication (False).
 
-        Kept gradients are added up in the dtype of the reduction and join the next one.
+        Kept gradients accumulate in the dtype of the reduction and are included in the next one.
         """
         for runner in self._units(recurse):
             runner.set(reduce_sync=requires_gradient_sync, reduce_all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a 2-D mesh: reduce over the replicate axis too (True), or only over the shard axis for now (False)."""
+        """On a 2-D mesh, reduce over the replicate axis too (True), or for now only over the shard axis (False)."""
         for runner in self._units(recurse):
             runner.set(reduce_all_reduce=requires_all_reduce)
 
@@ -208,7 +208,7 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free units after backward (True), or keep them for the next forward (False).
 
-        A kept unit is gathered anew when its shard has changed since: an optimizer step in between is safe.
+        A kept unit is gathered again if its shard has changed since: an optimizer step in between is safe.
         """
         for runner in self._units(recurse):
             runner.set(reshard_after_backward=reshard_after_backward)
@@ -216,18 +216,18 @@ class FSDPModule:
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of gathered parameters when they are freed (True), so that their addresses stay the same.
 
-        For graphs of kernels and generators that hold on to data pointers. The unit then takes as much memory
-        as if it were never freed; values are gathered anew all the same.
+        For CUDA graphs and generators that hold data pointers. The unit then takes as much memory as if it were
+        never freed; its values are gathered again all the same.
         """
         for runner in self._units(recurse):
             runner.unit.keep_storage(keep)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch exactly these units' parameters in this unit's forward, in place of the recorded order."""
+        """Prefetch exactly these units' parameters in this unit's forward, instead of the recorded order."""
         self._runner().set(prefetch_forward_units=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch exactly these units' parameters in this unit's backward, in place of the recorded order."""
+        """Prefetch exactly these units' parameters in this unit's backward, instead of the recorded order."""
         self._runner().set(prefetch_backward_units=_units_of(modules))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
@@ -236,8 +236,8 @@ class FSDPModule:
         Not recursive, as PyTorch's: call it on each unit.
 
         Args:
-            hook: may change the tensor in place (to reduce it further by its own communication, say).
-            stream: accepted for PyTorch's signature; the hook runs on the compute stream, in program order.
+            hook: may change the tensor in place (for instance, to reduce it further by its own communication).
+            stream: accepted for compatibility with PyTorch; the hook runs on the compute stream, in program order.
         """
         self._runner().set(reduce_hook=hook)
 
@@ -245,8 +245,8 @@ class FSDPModule:
         """Gather this unit with `comm`, in memory that `comm` allocates; not recursive.
 
         Args:
-            comm: called as `comm(output_tensor, input_tensor, group, async_op=True)`, returns a work or None; its
-                `allocate(size, *, dtype, device)` makes the output, which is then copied where the unit keeps it.
+            comm: called as `comm(output_tensor, input_tensor, group, async_op=True)`; returns a work or None. Its
+                `allocate(size, *, dtype, device)` makes the output, which is then copied into the unit's own buffer.
         """
         self._check_callable(comm, "all-gather")
         runner = self._runner()
@@ -256,8 +256,8 @@ class FSDPModule:
         """Reduce this unit's gradients over the shard axis with `comm`, from memory it allocates; not recursive.
 
         Args:
-            comm: called as `comm(output_tensor, input_tensor, group, op, async_op=True)`, returns a work or None;
-                its `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
+            comm: called as `comm(output_tensor, input_tensor, group, op, async_op=True)`; returns a work or None. Its
+                `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
         """
         self._check_callable(comm, "reduce-scatter")
         runner = self._runner()
@@ -293,19 +293,19 @@ class FSDPModule:
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accepted for programs written for PyTorch; changes nothing, and says so once in the log.
+        """Accepted for programs written for PyTorch; has no effect, which is logged once.
 
         Gathers go straight into the unit's own memory; there is no path through symmetric memory.
         """
         self._runner()
         if not _logged_symm_mem:
             _logged_symm_mem.append(backend)
-            logger.info("set_symm_mem_for_comm(%r) changes nothing: units gather without symmetric memory", backend)
+            logger.info("set_symm_mem_for_comm(%r) has no effect: units gather without symmetric memory", backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own (True), so that reductions and gathers can share the wire.
+        """Reduce over a separate process group (True), so that reductions and gathers can overlap.
 
-        One group is made for each set of ranks, collectively: call it on every rank.
+        Creates one group for each set of ranks, collectively: call it on every rank.
         """
         for runner in self._units(recurse):
             groups: dict[tuple[int, ...], Any] = {}
@@ -315,10 +315,10 @@ class FSDPModule:
             runner.set(comm=custom(runner.settings.comm, reduce_groups=groups))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make the next forward's gathers wait for `event`, recorded after the optimizer step. For the root.
+        """Make the gathers of the next forward wait for `event`, recorded after the optimizer step. For the root.
 
-        Fullshard's gathers follow the current stream already, so nothing is lost without it; a step run on another
-        stream needs it. The event serves once.
+        Fullshard's gathers follow the current stream already; only an optimizer step on a different stream needs this.
+        The event is used once.
 
         Raises:
             ConfigError: not an event; or this is not the root.
@@ -331,7 +331,7 @@ class FSDPModule:
         runner.post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by `factor` in place of the number of data-parallel ranks.
+        """Divide the sum of gradients by `factor` instead of the number of data-parallel ranks.
 
         Raises:
             ConfigError: not a positive number; or the unit's `reduction` is not "mean".
@@ -346,7 +346,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use sums in this unit's reductions and scale separately, in place of the backend's averaging.
+        """Use sums in this unit's reductions and scale separately, instead of the backend's averaging.
 
         Not recursive, as PyTorch's: call it on each unit.
 
@@ -358,16 +358,17 @@ class FSDPModule:
         self._runner().set(reduce_force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Give parameters that this rank did not use a gradient (of the other ranks', or zeros) in place of None.
+        """Give parameters that this rank did not use a gradient (the other ranks', or zeros) instead of None.
 
         Fullshard always includes them in the reduction, so ranks may use different parameters either way; without
-        this, a parameter that no rank used gets no `.grad`. Units whose forward did not run take part as well then.
+        this setting, a parameter that no rank used gets no `.grad`. With it, units whose forward did not run take part
+        as well.
         """
         for runner in self._units(recurse):
             runner.set(reduce_fill_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units' reductions may be in flight at once; 1 by default. Each holds one full gradient buffer."""
+        """Set how many units may be in reduction at once; 1 by default. Each holds one full gradient buffer."""
         if type(max_input_buffers) is not int:
             raise messages.max_buffers_type(max_input_buffers)
         if max_input_buffers < 1:
@@ -376,24 +377,27 @@ class FSDPModule:
             runner.set(reduce_max_in_flight=max_input_buffers)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's parameters are needed in its backward (an embedding's are not)."""
+        """Set whether this unit's parameters are needed in its backward (an embedding's are not)."""
         self._runner().set(unshard_in_backward=unshard_in_backward)
 
     def __copy__(self) -> Any:
-        """As `copy.copy` copies any module: the same parameters, submodules and unit. `__new__` would unshard it."""
-        if (own := getattr(super(), "__copy__", None)) is not None:
-            return own()
+        """Copy as `copy.copy` copies any module: the same parameters, submodules and unit.
+
+        Needed because `__new__` would return an unsharded module.
+        """
+        if (inherited := getattr(super(), "__copy__", None)) is not None:
+            return inherited()
         return copy_module(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise pickling_error(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with shards of its own, on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
+        """Copy with separate shards on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
         return deepcopy_module(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""
+        """Apply `to`, `to_empty`, `float`, ... to whole shards, so that they cost one new shard and no copies."""
         unit = self._runner().unit
         if not any(True for _ in unit.members):
             return super()._apply(fn, recurse)  # type: ignore[misc]
@@ -404,29 +408,29 @@ class FSDPModule:
 
 
 def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tuple[Runner, ...]:
-    found = []
+    runners = []
     for module in modules:
         runner = runner_of(module) if isinstance(module, nn.Module) else None
         if runner is None:
             raise messages.not_units(what, type(module).__name__)
-        found.append(runner)
-    return tuple(found)
+        runners.append(runner)
+    return tuple(runners)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots (the chunks of a pipeline) communicate as one.
 
-    Their reductions in flight are bounded together (`set_reduce_scatter_max_input_buffers`), so that their buffers
-    are not held side by side. Collectives run in program order on the backend's own stream either way. May be called
-    before the first forward or between steps.
+    They share one bound on reductions in flight (`set_reduce_scatter_max_input_buffers`), so that their buffers do not
+    add up. Collectives run in program order on the backend's own stream either way. May be called before the first
+    forward or between steps.
 
     Raises:
-        ConfigError: one of them is no unit, or is below another root.
+        ConfigError: a module is not a unit, or is below another root.
     """
     runners = list(_units_of(modules, "share a communication context"))
-    for one, module in zip(runners, modules, strict=True):
-        if one.root is not None and not one.is_top:
-            raise messages.not_a_root(plain_class(module).__name__, one.unit.name)
+    for runner, module in zip(runners, modules, strict=True):
+        if runner.root is not None and not runner.is_top:
+            raise messages.not_a_root(plain_class(module).__name__, runner.unit.name)
     if not runners:
         return
     first = runners[0]
@@ -435,16 +439,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         in_flight = first.root.reducer.in_flight
     elif first.settings.in_flight is not None:
         in_flight = first.settings.in_flight
-    for one in runners:
-        one.set(in_flight=in_flight)
-        if one.root is not None:
-            one.root.reducer.share(in_flight)
+    for runner in runners:
+        runner.set(in_flight=in_flight)
+        if runner.root is not None:
+            runner.root.reducer.share(in_flight)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a unit's module count as a forward: parameters are gathered before it and freed after it.
 
-    A no-op if `module` is no unit, so that code can be shared with unsharded models.
+    A no-op if `module` is not a unit, so that unsharded models can run the same code.
 
     Raises:
         ConfigError: the module has no such method.

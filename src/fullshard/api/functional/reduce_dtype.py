@@ -1,4 +1,4 @@
-"""What `MixedPrecisionPolicy(reduce_dtype=None)` means: the rule of torch 2.15, or in adopted programs torch's own."""
+"""What `MixedPrecisionPolicy(reduce_dtype=None)` means: torch 2.15's rule, or the installed torch's after `adopt`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger = logging.getLogger("fullshard")
 
 
 class _Rule:
-    """One for the process, as `adopt` is.
+    """The process-wide rule, as `adopt` is process-wide.
 
     Attributes:
-        as_computed: gradients are reduced in `param_dtype`.
-        logged: whether it was said that this changes results.
+        as_computed: whether gradients are reduced in `param_dtype`.
+        logged: whether the difference from the installed torch was logged.
     """
 
     as_computed = False
@@ -24,7 +24,7 @@ class _Rule:
 
 
 def follow_torch() -> None:
-    """From now on `reduce_dtype=None` means what it means in the installed torch's `fully_shard`."""
+    """Give `reduce_dtype=None` the meaning that it has in the installed torch's `fully_shard`."""
     _Rule.as_computed = REDUCES_AS_COMPUTED
 
 
@@ -34,7 +34,7 @@ def reduces_as_computed() -> bool:
 
 
 def log_difference(unit: Unit, policy: MixedPrecisionPolicy) -> None:
-    """Say once, on the first rank, that the installed torch would reduce a unit's gradients in another dtype."""
+    """Log once, on the first rank, that the installed torch would reduce a unit's gradients in a different dtype."""
     if _Rule.logged or not REDUCES_AS_COMPUTED or _Rule.as_computed or policy.reduce_dtype is not None:
         return
     for gradients in unit.gradients:

@@ -1,7 +1,7 @@
-"""`fully_shard.state(module)`: what PyTorch's pipeline stages and libraries ask a unit for, under PyTorch's names.
+"""`fully_shard.state(module)`: the state that PyTorch's pipeline stages and libraries read from a unit.
 
-A pipeline stage keeps gradients through the backwards of all micro-batches, and then asks the units of its module, in
-turn, to reduce theirs, and the root to wait for it (`torch.distributed.pipelining.stage`). Here the root does both.
+A pipeline stage keeps gradients through the backwards of all micro-batches, then asks each unit of its module in turn
+to reduce its own, and the root to wait for them (`torch.distributed.pipelining.stage`). Here the root does both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from . import messages
 
 
 class UnitState:
-    """A unit, as PyTorch's state of a module says it. Holds nothing of its own.
+    """A stateless view of a unit, with the attribute names of PyTorch's module state.
 
     Args:
-        runner: of the unit.
+        runner: the unit's.
     """
 
     __slots__ = ("_runner",)
@@ -35,29 +35,29 @@ class UnitState:
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether the unit's forward is called from outside; None until the first one settles it."""
+        """Whether the unit's forward is called from outside; None until the first forward decides."""
         return None if self._runner.root is None else self._runner.is_top
 
     @property
     def _state_ctx(self) -> Any:
-        """What all units below one root have in common: `all_states`."""
-        return SimpleNamespace(all_states=[UnitState(one) for one in self._root().units if isinstance(one, Runner)])
+        """The state that all units below one root share: `all_states`."""
+        return SimpleNamespace(all_states=[UnitState(unit) for unit in self._root().units if isinstance(unit, Runner)])
 
     @property
     def _comm_ctx(self) -> object:
-        """The same object for roots that `share_comm_ctx` made share one."""
+        """The communication context: the same object for roots that `share_comm_ctx` joined."""
         root, in_flight = self._runner.root, self._runner.settings.in_flight
         return root.reducer.in_flight if root is not None else self._runner if in_flight is None else in_flight
 
     def _lazy_init(self) -> None:
-        """Settle the root, as the first forward does. Collective."""
+        """Determine the root, as the first forward does. Collective."""
         self._root()
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that all units below the root kept. Collective.
 
         Raises:
-            PhaseError: the unit is not the root, or runs.
+            PhaseError: the unit is not the root, or is running.
         """
         root = self._root()
         if not self._runner.is_top:

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the wrapper front-end (FSDP1's interface) on the engine and its flat layout."""
+"""`FullyShardedDataParallel`, the wrapper front-end (FSDP1's interface) on the engine and its flat layout."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from .training import clip_gradients, register_hook
 
 
 class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
-    """Wraps a module, so that its parameters, gradients and optimizer state are sharded over ranks.
+    """A module wrapper that shards its parameters, gradients and optimizer state over ranks.
 
-    The interface of `torch.distributed.fsdp.FullyShardedDataParallel` on Fullshard's engine: a program written for it
-    runs with its import changed. Settings of PyTorch's own classes are taken as well.
+    It has the interface of `torch.distributed.fsdp.FullyShardedDataParallel`: a program written for that runs with its
+    import changed. Settings of PyTorch's own classes are accepted as well.
 
     Args:
-        module: the module. Submodules wrapped before stay instances of their own.
+        module: the module. Submodules that are wrapped already remain separate instances.
         process_group: the ranks to shard over (None: all); for hybrid strategies a pair (shard, replicate) or None,
             which shards inside a node.
         sharding_strategy: see `ShardingStrategy`; None: FULL_SHARD. On one rank it becomes NO_SHARD, with a warning.
@@ -61,29 +61,30 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             module classes.
         backward_prefetch: see `BackwardPrefetch`; None: nothing is gathered ahead in backward.
         mixed_precision: see `MixedPrecision`.
-        ignored_modules: modules that are left alone, their parameters and buffers, also by instances around this one.
+        ignored_modules: modules whose parameters and buffers this instance and those around it leave alone.
             Deprecated in favour of `ignored_states`.
         param_init_fn: called with each module that has parameters on meta, to give them values; None: its
             `reset_parameters()` is called on empty memory.
-        device_id: where to compute; None: the accelerator that the process group serves, else the CPU.
+        device_id: the compute device; None: the accelerator that the process group serves, else the CPU.
         sync_module_states: make all ranks start from rank 0's parameters and buffers.
-        forward_prefetch: accepted; one unit ahead is gathered in forward either way, once its order is known.
-        limit_all_gathers: at most two units that are freed after use are gathered at any time in forward; False: three.
-        use_orig_params: True: `named_parameters()` are the original Parameter objects, each the 1-D part of it that
-            this rank owns (maybe empty). False: one `FlatParameter` per instance.
-        ignored_states: parameters to leave alone, or modules.
-        device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
-        full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
-            with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
-        comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
-        check: Fullshard's own, for the root: when ranks compare what they are about to run, as of `fully_shard`.
-        unused: Fullshard's own, for the root: what becomes of units that only some ranks run, as of `fully_shard`.
+        forward_prefetch: accepted; one unit ahead is gathered in forward either way, once the order is known.
+        limit_all_gathers: True: at most two units that are freed after use are gathered at any time in forward; False:
+            three.
+        use_orig_params: True: `named_parameters()` yields the original Parameter objects, each showing the 1-D part
+            that this rank owns (maybe empty). False: one `FlatParameter` per instance.
+        ignored_states: parameters or modules to leave alone.
+        device_mesh: instead of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
+        full_precision_in_eval: Fullshard's own, for the root: in eval mode compute in the parameters' own dtype, with
+            buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
+        comm: Fullshard's own: "torch", "null" (skips communication, to time the rest), or a `Comm`.
+        check: Fullshard's own, for the root: when ranks compare what they are about to run; see `fully_shard`.
+        unused: Fullshard's own, for the root: what happens to units that only some ranks run; see `fully_shard`.
         reduction: Fullshard's own: "mean" over ranks, "sum", or "tokens" (see `set_token_count`); the same for all
             instances of a model.
 
     Raises:
-        ConfigError: an argument that cannot work, alone or with another one. Nothing has changed then.
-        LayoutError: parameters that share memory without being one object.
+        ConfigError: an invalid argument, or conflicting ones. Nothing has changed then.
+        LayoutError: parameters that share memory without being the same object.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         optimizer_guard.install()
         notice_torch()
 
-    # What was set.
+    # Settings.
 
     @property
     def module(self) -> nn.Module:
@@ -205,7 +206,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device on which forward and backward run."""
         return self._arguments.axes.device
 
     @property
@@ -228,7 +229,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The instance's own flat parameters: none if it has no parameters, more if it mixes dtypes."""
+        """The instance's own flat parameters: empty without parameters, several if dtypes are mixed."""
         return [flat_of(bucket) for bucket in self._runner().unit.buckets]
 
     def _runner(self) -> Runner:
@@ -237,16 +238,16 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _lazy_init(self) -> Root:
-        """The root above this instance; this one becomes a root if there is none."""
+        """The root above this instance. If there is none, this instance becomes a root."""
         runner = self._runner()
         return runner.root if runner.root is not None else runner.find_root(runner)
 
     def check_is_root(self) -> bool:
-        """Whether this instance is a root: its forward is called from outside. Settles it, if it was not yet."""
+        """Whether this instance is a root: its forward is called from outside. Runs lazy initialization if needed."""
         self._lazy_init()
         return self._runner().is_top
 
-    # Being a module.
+    # The nn.Module interface.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered around it."""
@@ -267,7 +268,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         return run(runner, self, wrapped, args, kwargs)
 
     def _guard(self) -> None:
-        """Refuse forwards of the wrapped module that pass the instance by, where they would compute with local parts.
+        """Refuse direct calls of the wrapped module where they would compute with local parts of its parameters.
 
         Other forms of parameters refuse such use themselves.
         """
@@ -289,27 +290,27 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         raise messages.wraps_nothing()
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        """A copy with shards of its own on the same ranks; see `fullshard.runtime.copy.deepcopy_module`."""
+        """Copy with separate shards on the same ranks; see `fullshard.runtime.copy.deepcopy_module`."""
         for instance in self.fsdp_modules(self):
             memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
         copied = deepcopy_module(self, memo)
         for instance in self.fsdp_modules(self):
             memo[id(instance)]._buffers_cast.follow(memo)
-            if RUNNER_KEY in memo[id(instance)].__dict__:  # else an instance around it is being copied
+            if RUNNER_KEY in memo[id(instance)].__dict__:  # missing while an instance around it is being copied
                 memo[id(instance)]._guard()
         return copied
 
     def __copy__(self) -> Any:
-        """As `copy.copy` copies any module: the same parameters, submodules and unit."""
+        """Copy as `copy.copy` copies any module: the same parameters, submodules and unit."""
         return copy_module(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise pickling_error(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective.
+        """Run `nn.Module.apply` with this instance's parameters whole, and keep what `fn` writes. Collective.
 
-        Where `summon_full_params` shows them whole already, that says what is kept, and nothing is communicated.
+        Inside `summon_full_params`, whose `writeback` then decides what is kept, nothing is communicated.
         """
         if may_run_summoned(self):
             return super().apply(fn)
@@ -330,36 +331,36 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All instances in `module`, itself included; with `root_only` those that are roots (settled now)."""
-        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        """All instances in `module`, itself included; with `root_only` only roots (runs lazy initialization)."""
+        instances = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
-            return found
-        return [child for child in found if child.check_is_root()]
+            return instances
+        return [child for child in instances if child.check_is_root()]
 
     # Training.
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this context keep gradients unsharded, without communication; the next one outside reduces all.
+        """Context in which backwards keep gradients unsharded, without communication; the next one outside reduces all.
 
         Raises:
             PhaseError: this is not the root.
         """
         self._must_be_root("no_sync()")
-        instances = [child._runner() for child in self.fsdp_modules(self)]
-        before = [runner.settings.reduce.sync for runner in instances]
-        for runner in instances:
+        runners = [child._runner() for child in self.fsdp_modules(self)]
+        previous = [runner.settings.reduce.sync for runner in runners]
+        for runner in runners:
             runner.set(reduce_sync=False)
         try:
             yield
         finally:
-            for runner, value in zip(instances, before, strict=True):
-                runner.set(reduce_sync=value)
+            for runner, sync in zip(runners, previous, strict=True):
+                runner.set(reduce_sync=sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Exact for any mix of strategies and for parameters that no instance manages (whole on every rank).
+        Exact for any mix of strategies, and for unmanaged parameters (whole on every rank).
 
         Returns:
             The total norm before clipping, in the widest dtype of this rank's gradients (float32 if it has none).
@@ -372,25 +373,25 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         return clip_gradients(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce the gradients of all instances below this root, in place of the engine's averaging.
+        """Let `hook` reduce the gradients of all instances below this root, instead of the engine's averaging.
 
         Args:
-            state: given to the hook each time.
-            hook: `hook(state, gradient)` under NO_SHARD, in place; `hook(state, gradient, slice)` else, which writes
-                this rank's slice [S] of the reduced gradient [world * S]. PyTorch's default hooks (all-reduce,
-                reduce-scatter, fp16 and bf16 compression) fit.
+            state: passed to each call of the hook.
+            hook: under NO_SHARD `hook(state, gradient)`, in place; otherwise `hook(state, gradient, slice)`, which
+                writes this rank's slice [S] of the reduced gradient [world * S]. PyTorch's default hooks (all-reduce,
+                reduce-scatter, fp16 and bf16 compression) work.
 
         Raises:
-            UsageError: not the root, a hook is registered already, or a hybrid strategy.
+            UsageError: this is not the root, a hook is registered already, or the strategy is hybrid.
             ConfigError: the hook is not callable; or `reduction` is not "mean".
         """
         if not self.check_is_root():
             raise messages.hook_below_root()
         register_hook(self, state, hook)
 
-    def _must_be_root(self, what: str) -> None:
+    def _must_be_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise messages.method_of_root(what, self._runner().unit.name)
+            raise messages.method_of_root(method, self._runner().unit.name)
 
     @staticmethod
     def summon_full_params(
@@ -401,12 +402,12 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which parameters of instances are whole; see `summon_full_params` in `summon.py`."""
+        """Context in which the parameters of instances are whole; see `summon_full_params` in `summon.py`."""
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
 
 def run_on(device: torch.device, runner: Runner, module: nn.Module, wrapped: nn.Module, args: Any, kwargs: Any) -> Any:
-    """As `run`, with inputs moved to `device`: in the caller's containers for the time of the call."""
+    """`run` with inputs moved to `device`: the caller's containers hold the moved tensors during the call."""
     borrowed, args, kwargs = _moved(device, args, kwargs)
     try:
         return run(runner, module, wrapped, args, kwargs)
@@ -435,10 +436,10 @@ def _give_back(borrowed: Borrowed) -> None:
 
 
 def refuse_bypass(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook of wrapped modules, which is there while they show sharded parameters.
+    """Forward pre-hook of wrapped modules, registered while they show sharded parameters.
 
     Raises:
-        UsageError: the module has parameters of which it shows this rank's parts.
+        UsageError: the module shows only this rank's part of a parameter.
     """
     for owner in own_modules(module):
         if (name := shown_part(owner)) is not None:
@@ -446,14 +447,14 @@ def refuse_bypass(module: nn.Module, args: Any) -> None:
 
 
 def _find_root(top: Runner) -> Root:
-    """As `fully_shard`'s, with what the wrapper's root does once."""
+    """`find_root`, followed by the wrapper's own initialization of the root and of new instances."""
     top = summoned_around(top.modules[0]) or top
     instances = FullyShardedDataParallel.fsdp_modules(top.modules[0])
-    added, first = [instance for instance in instances if instance._runner().root is None], top.root is None
+    rootless, is_new = [instance for instance in instances if instance._runner().root is None], top.root is None
     root = find_root(top)
-    for instance in added:
+    for instance in rootless:
         instance._buffers_cast.cast(instance)
-    for module in top.modules if first else ():
+    for module in top.modules if is_new else ():
         if isinstance(module, FullyShardedDataParallel):
             top.set(policy=policy_of(module._arguments, module.module, root=True))
     return root

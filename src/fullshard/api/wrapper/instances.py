@@ -1,4 +1,4 @@
-"""Instances of the wrapper: planned, checked all together before anything changes, then made one after the other."""
+"""Instances of the wrapper: planned, checked together before anything changes, then made one after the other."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _CHECKED = tuple(inspect.signature(check_arguments).parameters)[1:]
 
 @dataclass(frozen=True)
 class Plan:
-    """An instance to be.
+    """A planned instance.
 
     Attributes:
-        module: what it wraps.
-        arguments: the constructor's, checked.
-        comm: collectives.
+        module: the module that it will wrap.
+        arguments: the constructor's arguments, checked.
+        comm: the collectives.
         flat: whether it shows one `FlatParameter`.
         init: `param_init_fn`.
-        reduction: of its gradients.
-        when: ranks compare what they run.
-        unused: what becomes of units that only some ranks run.
+        reduction: how its gradients are reduced.
+        when: when ranks compare what they run (`check`).
+        unused: what happens to units that only some ranks run.
     """
 
     module: nn.Module
@@ -67,7 +67,7 @@ class Plan:
     unused: Unused = "error"
 
     def build_settings(self) -> BuildSettings:
-        """How its unit is built."""
+        """The settings with which its unit is built."""
         arguments = self.arguments
         offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
         return BuildSettings(
@@ -82,9 +82,10 @@ class Plan:
         )
 
     def unit_settings(self, policy: MixedPrecisionPolicy, prefetch: int) -> UnitSettings:
-        """How its unit runs.
+        """The settings with which its unit runs.
 
         Args:
+            policy: dtypes of gathers, reductions and outputs.
             prefetch: how many units are gathered ahead in forward.
         """
         arguments = self.arguments
@@ -103,70 +104,71 @@ class Plan:
         )
 
     def ignored(self) -> set[int]:
-        """Ids of the parameters to leave alone: those given, and those that units below were told to leave alone."""
+        """Ids of the parameters to leave alone: this instance's, and those that units below leave alone."""
         return self.arguments.ignored | left_alone(runners_in(self.module))
 
-    def check(self, found: Sequence[Found]) -> None:
-        """Refuse parameters that a unit cannot be made of. Changes nothing.
+    def check(self, drafts: Sequence[Found]) -> None:
+        """Raise if a unit cannot be made from these parameters. Changes nothing but cleans their names.
 
         Raises:
             ConfigError, LayoutError: names the parameter.
         """
         check_reduction(self.reduction, self.comm)
-        for item in found:
-            item.name = clean_name(item.name)
-        check_parameters(found, self.arguments.axes, "flat", wrapper=True)
+        for draft in drafts:
+            draft.name = clean_name(draft.name)
+        check_parameters(drafts, self.arguments.axes, "flat", wrapper=True)
         if self.flat:
-            check_uniform(found)
+            check_uniform(drafts)
 
     def build(self, settings: BuildSettings) -> Unit:
-        """Shard what no instance below has taken."""
+        """Shard the parameters that no instance below has."""
         ignored = self.ignored()
-        found = find_parameters([self.module], unit_of, ignored)
-        self.check(found)
+        drafts = find_parameters([self.module], unit_of, ignored)
+        self.check(drafts)
         shared = find_shared([self.module], unit_of, ignored)
-        changed = {id(item.owner): item.owner for item in found if item.owner is not None}
-        holders = holders_of(changed.values())
-        unit = build_unit(found, settings)
+        previous_owners = {id(draft.owner): draft.owner for draft in drafts if draft.owner is not None}
+        holders = holders_of(previous_owners.values())
+        unit = build_unit(drafts, settings)
         show_shared(shared)
         if self.flat:
             show_flat(unit, self.module)
-            for one in changed.values():
-                show_flat(one, holders.get(id(one)))
+            for owner in previous_owners.values():
+                show_flat(owner, holders.get(id(owner)))
         return unit
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Refuse whatever making these instances, one after the other, would refuse. Changes nothing.
+    """Raise now if making any of these instances, one after the other, would raise. Changes nothing.
 
     Raises:
         ConfigError, LayoutError: see `Plan.check`; a module on meta that nothing can initialise.
     """
     rehearsal = Rehearsal(unit_of)
-    made: list[nn.Module] = []
+    wrapped: list[nn.Module] = []
     for plan in plans:
-        found = rehearsal.add([plan.module], plan.ignored())
-        plan.check(found)
-        plan_unit(found, plan.build_settings())
-        check_initialisable(plan.module, plan.init, plan.arguments.ignored_modules, made)
-        made.append(plan.module)
+        drafts = rehearsal.add([plan.module], plan.ignored())
+        plan.check(drafts)
+        plan_unit(drafts, plan.build_settings())
+        check_initialisable(plan.module, plan.init, plan.arguments.ignored_modules, wrapped)
+        wrapped.append(plan.module)
 
 
-# Instances in the place of submodules.
+# Instances that replace submodules.
 
 
 def plan_blocks(
     root: Plan, policy: Any, common: dict[str, Any], constructor: Callable[..., Any]
 ) -> list[tuple[Plan, dict[str, Any]]]:
-    """The submodules of the root's module that become instances first, innermost first, and their arguments.
+    """Plan the instances of submodules of the root's module, innermost first, each with its arguments.
 
     Args:
+        root: the plan of the whole model's instance.
         policy: `auto_wrap_policy`.
-        common: the root's arguments, which a policy may replace for a block.
-        constructor: that takes them.
+        common: the root's arguments, which a policy may override for a block.
+        constructor: the callable that takes these arguments.
 
     Raises:
-        ConfigError: the module is, or contains, an instance already; arguments that cannot work.
+        ConfigError: the module is, or contains, an instance already; invalid or conflicting arguments.
     """
     module = root.module
     for name, child in module.named_modules():
@@ -174,27 +176,27 @@ def plan_blocks(
             raise messages.wrapped_already(name, plain_class(child).__name__)
     ignored = root.arguments.ignored_modules
     planned = plan_wrapping(module, policy, ignored)
-    answers = {id(child): own for _, child, own in planned}
+    overrides = {id(child): arguments for _, child, arguments in planned}
     mixed = root.arguments.mixed_precision
     casts = any(dtype is not None for dtype in (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype))
     if casts and mixed._module_classes_to_ignore:
         untouched, exempt = tuple(mixed._module_classes_to_ignore), set()
         for child in module.modules():
             if isinstance(child, untouched) and child is not module and child not in ignored:
-                answers[id(child)] = {**answers.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
+                overrides[id(child)] = {**overrides.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
                 exempt.add(type(child).__name__)
         if exempt:
             warnings.warn(messages.without_mixed_precision(exempt), stacklevel=4)
-    known = inspect.signature(constructor).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    parameters = inspect.signature(constructor).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     blocks = []
     for child in post_order(module):
-        if id(child) not in answers:
+        if id(child) not in overrides:
             continue
-        unknown = sorted(name for name in answers[id(child)] if name not in known and not takes_any)
+        unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        blocks.append(_block(child, {**common, **answers[id(child)]}))
+        blocks.append(_block(child, {**common, **overrides[id(child)]}))
     return blocks
 
 
@@ -206,7 +208,7 @@ def _block(child: nn.Module, keywords: dict[str, Any]) -> tuple[Plan, dict[str, 
 
 
 def put_in_place(root: nn.Module, child: nn.Module, instance: nn.Module) -> None:
-    """Put `instance`, which wraps `child`, wherever `child` is under `root`."""
+    """Replace `child` everywhere under `root` by `instance`, which wraps it."""
     for parent in list(root.modules()):
         for key, value in parent._modules.items():
             if value is child and parent is not instance:
@@ -217,21 +219,21 @@ def put_in_place(root: nn.Module, child: nn.Module, instance: nn.Module) -> None
 
 
 class _FullPrecision(MixedPrecision):
-    """Of modules that mixed precision must not touch: inputs cast up, outputs cast back."""
+    """The setting of modules exempt from mixed precision: inputs are cast up, outputs are cast back."""
 
     output_dtype: torch.dtype | None = None
 
 
 def mixed_precision_of(arguments: Arguments) -> MixedPrecision:
-    """As users see it: an exempted module has none."""
+    """The mixed precision that users see: none for an exempt module."""
     mixed = arguments.mixed_precision
     return MixedPrecision() if isinstance(mixed, _FullPrecision) else mixed
 
 
 def _full_precision(mixed: MixedPrecision) -> MixedPrecision:
-    made = _FullPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)
-    object.__setattr__(made, "output_dtype", mixed.param_dtype)
-    return made
+    exempt = _FullPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)
+    object.__setattr__(exempt, "output_dtype", mixed.param_dtype)
+    return exempt
 
 
 def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> MixedPrecisionPolicy:
@@ -241,8 +243,8 @@ def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> Mi
     """
     mixed = arguments.mixed_precision
     if isinstance(mixed, _FullPrecision):
-        own = next((p.dtype for p in map(successor_of, module.parameters()) if p.is_floating_point()), torch.float32)
-        return MixedPrecisionPolicy(own, None, mixed.output_dtype, True)
+        dtype = next((p.dtype for p in map(successor_of, module.parameters()) if p.is_floating_point()), torch.float32)
+        return MixedPrecisionPolicy(dtype, None, mixed.output_dtype, True)
     cast = mixed.cast_root_forward_inputs if root else mixed.cast_forward_inputs
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
 
@@ -251,14 +253,14 @@ def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> Mi
 
 
 def holders_of(units: Iterable[Unit]) -> dict[int, nn.Module]:
-    """By id of a unit, the module that its `FlatParameter` is registered on."""
-    found = {}
+    """Unregister the units' `FlatParameter`s; returns id of a unit -> the module it was registered on."""
+    holders = {}
     for unit in units:
         for bucket in unit.buckets:
             if isinstance(bucket.form, FlatParameterForm) and (holder := bucket.form.holder) is not None:
-                found[id(unit)] = holder
+                holders[id(unit)] = holder
                 holder._parameters.pop(ATTRIBUTE, None)
-    return found
+    return holders
 
 
 def show_flat(unit: Unit, holder: nn.Module | None) -> None:
@@ -270,21 +272,22 @@ def show_flat(unit: Unit, holder: nn.Module | None) -> None:
     unit.drop_plans()
 
 
-def check_uniform(found: Sequence[Found]) -> None:
-    """One `FlatParameter` has one dtype and one `requires_grad`.
+def check_uniform(drafts: Sequence[Found]) -> None:
+    """Raise unless all parameters have the dtype and `requires_grad` of the first, as a `FlatParameter` needs.
 
     Raises:
         ConfigError: names the first parameter that differs.
     """
-    for what, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
-        first = found[0] if found else None
-        for item in found:
-            if first is not None and value(item.parameter) != value(first.parameter):
-                raise messages.not_uniform(what, item.name, value(first.parameter), first.name, value(item.parameter))
+    for trait, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
+        first = drafts[0] if drafts else None
+        for draft in drafts:
+            if first is not None and value(draft.parameter) != value(first.parameter):
+                expected, got = value(first.parameter), value(draft.parameter)
+                raise messages.not_uniform(trait, draft.name, expected, first.name, got)
 
 
 def flat_of(bucket: Bucket) -> nn.Parameter:
-    """A bucket's `FlatParameter`; where users see the original parameters, one over the same memory."""
+    """A bucket's `FlatParameter`; where users see the original parameters, a new one over the same memory."""
     flat: nn.Parameter | None = bucket.flat_parameter
     if flat is not None:
         return flat

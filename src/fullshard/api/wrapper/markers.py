@@ -1,12 +1,11 @@
-"""Private attributes of PyTorch's FSDP1 that libraries read on instances of the wrapper, and what they do here.
+"""Private attributes of PyTorch's FSDP1 that libraries read on instances of the wrapper, and their meaning here.
 
-Accelerate (`Accelerator.prepare` with mixed precision) holds weights that were loaded in 16 bits in float32: for each
-instance in turn that `_has_params` it looks at the dtype, device, `requires_grad` and `_fqns` of `_flat_param`, sets
-its `.data` to a cast one, and says so by `_handle._orig_param_dtype = torch.float32`. verl
-moves a model to the host and back by `flat_param_to` of `_all_handles`, and takes `_is_root` back from parts of a model
-that it summoned. Lightning looks for
-`_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`). Transformers
-and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runtime/units.py`).
+Accelerate (`Accelerator.prepare` with mixed precision) upcasts weights that were loaded in 16 bits to float32: for each
+instance that `_has_params` it reads the dtype, device, `requires_grad` and `_fqns` of `_flat_param`, sets its `.data`
+to a cast tensor, and records this in `_handle._orig_param_dtype = torch.float32`. verl moves a model to the host and
+back by `flat_param_to` of `_all_handles`, and resets `_is_root` on parts of a model that it summoned. Lightning looks
+for `_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`).
+Transformers and dynamo look for `_is_fsdp_managed_module` on wrapped modules (`runtime/units.py`).
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from .instances import flat_of
 from .settings import StateDictType, TrainingState
 
 WRAPPER_KEY = "_fullshard_wrapper"
-"""Where a wrapped module keeps a weak reference to its instance, in its `__dict__`."""
+"""The key in a wrapped module's `__dict__` of a weak reference to its instance."""
 
 
 def mark_wrapped(instance: Any, module: nn.Module, ignored: Iterable[nn.Module]) -> None:
-    """Register `module` on its instance, and let it know; the modules in it know that their parameters are managed."""
+    """Register `module` on its instance, give it a reference back, and mark the modules in it as managed."""
     instance._modules[WRAPPED] = module
     mark_managed(own_modules(module, ignored), instance.use_orig_params)
     module.__dict__[WRAPPER_KEY] = Owner(instance)
 
 
 def wrapper_of(module: nn.Module) -> Any:
-    """The instance whose `module` this is; None if it is of none. A copy of a wrapped module is of none."""
+    """The instance that wraps `module`, or None. A copy of a wrapped module has none."""
     reference = module.__dict__.get(WRAPPER_KEY)
     instance = reference() if reference else None
     return instance if instance is not None and instance.module is module else None
 
 
 class Handle:
-    """An instance's parameters, as PyTorch's `_handle` of it.
+    """An instance's parameters, with the interface of PyTorch's `_handle`.
 
     Args:
-        unit: of the instance.
+        unit: the instance's.
     """
 
     __slots__ = ("_unit",)
@@ -58,7 +57,7 @@ class Handle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype of the sharded parameters; set, it is theirs from now on, of those that train."""
+        """The dtype of the sharded parameters. Setting it casts those that train."""
         return _shown(self._unit).storage_dtype
 
     @_orig_param_dtype.setter
@@ -82,9 +81,10 @@ class Handle:
         return flat_of(_shown(self._unit))
 
     def flat_param_to(self, device: torch.device, non_blocking: bool = False) -> None:
-        """Move the shards, and show them in the same `FlatParameter`; gradients stay where they are.
+        """Move the shards to a device, shown in the same `FlatParameter`; gradients stay where they are.
 
-        Between steps, and back before the next one; `fullshard.park` moves gradients and optimizer state, too.
+        Call it between steps, and move them back before the next one. `fullshard.park` moves gradients and optimizer
+        state too.
         """
         unit = self._unit
         unit.refresh()
@@ -95,17 +95,17 @@ class Handle:
         finish()
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank holds of the instance's parameters: names, shapes, strides, sizes, first and last element."""
+        """This rank's parts of the instance's parameters: names, shapes, strides, sizes, first and last element."""
         bucket = _shown(self._unit)
         return shard_metadata(bucket.layout, bucket.axes.shard.rank)
 
 
 class Markers:
-    """What an instance has of it."""
+    """The mixin that gives instances these attributes."""
 
     @property
     def _handle(self) -> Handle | None:
-        """None if the instance has no parameters of its own."""
+        """The instance's parameters; None if it has none of its own."""
         unit = _unit_of(self)
         return Handle(unit) if unit.buckets else None
 
@@ -116,36 +116,36 @@ class Markers:
 
     @property
     def _flat_param(self) -> Any:
-        """The instance's `FlatParameter`, with `use_orig_params=True` one over the same memory; None without any."""
+        """The instance's `FlatParameter` (with `use_orig_params=True`, a new one over the same memory), or None."""
         unit = _unit_of(self)
         return flat_of(_shown(unit)) if unit.buckets else None
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether the instance's forward is called from outside; None until the first one settles it."""
+        """Whether the instance's forward is called from outside; None until the first forward decides."""
         runner = _runner_of(self)
         return None if runner.root is None else runner.is_top
 
     @_is_root.setter
     def _is_root(self, value: bool) -> None:
-        """Taken back is what was never given: to summon a part of a model makes it no root here.
+        """Accept False, which changes nothing: summoning a part of a model does not make it a root here.
 
         Raises:
-            UsageError: it is to be a root.
+            UsageError: the value is True, and the instance is not a root.
         """
         if value and not self._is_root:
             raise messages.root_not_settable()
 
     @property
     def _all_handles(self) -> list[Handle]:
-        """Of all instances from this one on that have parameters of their own."""
+        """The handles of this instance and all instances below it, of those with parameters of their own."""
         return [Handle(runner.unit) for runner in runners_in(self) if runner.unit.buckets]  # type: ignore[arg-type]
 
     @property
     def _use_orig_params(self) -> bool:
         """`use_orig_params`."""
-        given: bool = self.use_orig_params  # type: ignore[attr-defined]
-        return given
+        use_orig_params: bool = self.use_orig_params  # type: ignore[attr-defined]
+        return use_orig_params
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
@@ -155,7 +155,7 @@ class Markers:
 
     @property
     def _state_dict_type(self) -> StateDictType:
-        """What `set_state_dict_type` set."""
+        """The `StateDictType` that `set_state_dict_type` set."""
         settings = self._fullshard_settings  # type: ignore[attr-defined]
         return StateDictType.FULL_STATE_DICT if settings is None else settings.state_dict_type
 
@@ -186,6 +186,6 @@ def _may_be_cast(bucket: Bucket) -> bool:
 
 
 def _shown(unit: Unit) -> Bucket:
-    """The bucket that stands for all: of those that a library would cast up the one of fewest bits, else the first."""
-    found = sorted(filter(_may_be_cast, unit.buckets), key=lambda bucket: bucket.storage_dtype.itemsize)
-    return (found or unit.buckets)[0]
+    """The bucket that represents the unit: the narrowest dtype that a library would upcast, else the first bucket."""
+    castable = sorted(filter(_may_be_cast, unit.buckets), key=lambda bucket: bucket.storage_dtype.itemsize)
+    return (castable or unit.buckets)[0]

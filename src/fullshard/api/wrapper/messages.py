@@ -1,4 +1,4 @@
-"""What the wrapper says, in the order of the code: the wording of errors and warnings."""
+"""The wording of the wrapper's errors and warnings, in the order of the code."""
 
 from __future__ import annotations
 
@@ -25,41 +25,40 @@ def forward_without_parameters() -> UsageError:
         "forward() was called inside summon_full_params() of the same model",
         expected="a rank that shows whole parameters",
         got="rank0_only=True, on another rank",
-        code="P013",
+        topic="summoned-parameters",
     )
 
 
 def wraps_nothing() -> PhaseError:
-    """The error for an instance whose module is not there yet."""
-    return PhaseError("the instance wraps nothing yet", code="P014")
+    """The error for an instance whose module is not registered yet."""
+    return PhaseError("the instance wraps nothing yet")
 
 
 def hook_below_root() -> UsageError:
     """The error for `register_comm_hook` below the root."""
-    return UsageError("register_comm_hook can only be called on a root instance.", code="P015")
+    return UsageError("register_comm_hook can only be called on a root instance.")
 
 
-def method_of_root(what: str, unit: str) -> PhaseError:
-    """The error for a method that is for the root instance, called below it."""
+def method_of_root(method: str, unit: str) -> PhaseError:
+    """The error for a root-only method that was called on an instance below the root."""
     return PhaseError(
-        f"{what} is for the root instance.",
+        f"{method} is for the root instance.",
         got=f"the instance {unit!r} below it",
-        remedy=f"call {what} on the outermost FullyShardedDataParallel",
-        code="P016",
+        remedy=f"call {method} on the outermost FullyShardedDataParallel",
     )
 
 
 def called_past_instance(name: str) -> UsageError:
-    """The error for a call of the wrapped module that passes its instance by."""
+    """The error for a call of the wrapped module that bypasses its instance."""
     return UsageError(
         "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
-        "it would compute with this rank's parts of its parameters.",
+        "it would compute with only this rank's parts of its parameters.",
         parameter=name,
         expected="a call of the instance: model(x)",
-        got="a call of the module that it wraps: model.module(x)",
+        got="a call of the wrapped module: model.module(x)",
         remedy="call the instance; to generate or evaluate with the plain module, do it inside "
         "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
-        code="P381",
+        topic="used-while-freed",
     )
 
 
@@ -67,41 +66,37 @@ def called_past_instance(name: str) -> UsageError:
 
 
 def wrapped_already(name: str, kind: str) -> ConfigError:
-    """The error for `auto_wrap_policy` with a model that has instances in it."""
+    """The error for `auto_wrap_policy` with a model that contains instances."""
     return ConfigError(
-        "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
+        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
         got=f"{name or 'the module itself'}, a {kind}",
-        remedy="wrap by the policy or by hand, not both",
-        code="C049",
+        remedy="wrap by policy or by hand, not both",
+        topic="sharded-already",
     )
 
 
 def without_mixed_precision(exempt: Iterable[str]) -> str:
-    """The warning for classes that mixed precision leaves alone."""
-    return message(
-        f"Modules of type {', '.join(sorted(exempt))} become instances of their own, without mixed precision.",
-        code="W002",
-    )
+    """The warning for classes that are exempt from mixed precision."""
+    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
 
 
 def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
-    """The error for arguments that a `CustomPolicy` gives a block, and no instance has."""
+    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
     return ArgumentTypeError(
-        f"auto_wrap_policy has arguments for a {kind} that no instance has.",
+        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
         got=", ".join(unknown),
-        code="C050",
     )
 
 
-def not_uniform(what: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
-    """The error for a `FlatParameter` of parameters that differ in `what`."""
+def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
+    """The error for a `FlatParameter` of parameters that differ in `trait`."""
     return ConfigError(
-        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
+        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
         parameter=parameter,
         expected=f"{expected}, as {like}",
         got=got,
         remedy="set use_orig_params=True, or wrap these modules separately",
-        code="C051",
+        topic="mixed-dtypes",
     )
 
 
@@ -109,42 +104,40 @@ def not_uniform(what: str, parameter: str, expected: object, like: str, got: obj
 
 
 def not_a_module(kind: str) -> ConfigError:
-    """The error for what is not a module."""
-    return ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {kind}", code="C055")
+    """The error for a value that is not a module."""
+    return ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {kind}")
 
 
 def group_and_mesh() -> ConfigError:
-    """The error for `process_group` beside `device_mesh`."""
-    return ConfigError("process_group and device_mesh exclude each other: give one of them", code="C056")
+    """The error for `process_group` together with `device_mesh`."""
+    return ConfigError("process_group and device_mesh are mutually exclusive: pass one of them")
 
 
 def mesh_of_another_strategy(strategy: str, hybrid: bool, shape: tuple[int, ...]) -> ConfigError:
     """The error for a mesh that the strategy cannot use."""
     return ConfigError(
-        f"{strategy} and the device_mesh do not fit together.",
+        f"{strategy} cannot use this device_mesh.",
         expected="a 2-D mesh (replicate, shard)" if hybrid else "a 1-D mesh",
         got=f"shape {shape}",
-        remedy="2-D meshes go with HYBRID_SHARD, 1-D meshes with the other strategies",
-        code="C057",
+        remedy="use 2-D meshes with HYBRID_SHARD, 1-D meshes with the other strategies",
     )
 
 
 def switches_to_no_shard(strategy: object) -> str:
-    """The warning for a strategy that one rank turns into NO_SHARD."""
-    return message(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", code="W005")
+    """The warning for a strategy that becomes NO_SHARD on a single rank."""
+    return message(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.")
 
 
 def root_is_ignored() -> str:
-    """The warning for a module that is told to be ignored."""
-    return message("the module given to FullyShardedDataParallel is itself among the ignored ones", code="W006")
+    """The warning for wrapping a module that is itself ignored."""
+    return message("the module passed to FullyShardedDataParallel is itself among the ignored modules")
 
 
 def no_accelerator(device_id: int) -> ConfigError:
-    """The error for the index of an accelerator where there is none."""
+    """The error for the index of an accelerator on a machine without accelerators."""
     return ConfigError(
         f"device_id={device_id} names an accelerator, and this machine has none.",
-        remedy='leave device_id out, or give torch.device("cpu")',
-        code="C058",
+        remedy='omit device_id, or pass torch.device("cpu")',
     )
 
 
@@ -152,78 +145,69 @@ def not_a_device(device_id: object) -> ConfigError:
     """The error for an invalid `device_id`."""
     return ConfigError(
         "device_id is not a device.",
-        expected="an index of an accelerator, a torch.device, or its name",
+        expected="an accelerator's index, a torch.device, or the name of one",
         got=repr(device_id),
-        code="C059",
     )
 
 
 def ignored_twice() -> ConfigError:
-    """The error for `ignored_modules` beside `ignored_states`."""
-    return ConfigError(
-        "ignored_modules and ignored_states exclude each other: ignored_states takes modules too", code="C060"
-    )
+    """The error for `ignored_modules` together with `ignored_states`."""
+    return ConfigError("ignored_modules and ignored_states are mutually exclusive: ignored_states takes modules too")
 
 
 def ignored_not_iterable(states: object) -> ArgumentTypeError:
     """The error for ignored modules or states that are not in a list or set."""
-    return ArgumentTypeError(
-        f"the ignored modules or states must be given as a list or set, got {states!r}", code="C061"
-    )
+    return ArgumentTypeError(f"the ignored modules or states must be a list or set, got {states!r}")
 
 
-def ignored_of_wrong_type(what: str, kinds: Sequence[str]) -> ConfigError:
-    """The error for ignored states of the wrong type, or of several."""
-    return ConfigError(f"the ignored states must be {what}; got {kinds}", code="C062")
+def ignored_of_wrong_type(expected: str, kinds: Sequence[str]) -> ConfigError:
+    """The error for ignored states of a wrong type, or of mixed types."""
+    return ConfigError(f"the ignored states must be {expected}; got {kinds}")
 
 
 def ignored_instance(kind: str) -> ConfigError:
     """The error for an instance among the ignored modules."""
     return ConfigError(
         "ignored modules must not be FullyShardedDataParallel instances",
-        got=f"a {kind} that is sharded already",
-        remedy="ignore a module or shard it: leave the instance out of ignored_modules, or do not wrap it",
-        code="C063",
+        got=f"a {kind} that is already sharded",
+        remedy="ignore a module or shard it: remove the instance from ignored_modules, or do not wrap it",
     )
 
 
 def copied_from_host(device: object) -> str:
     """The warning for a module on the CPU whose shards are elsewhere."""
     return message(
-        f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
-        "values are copied there, which is slower than making them there. Give device_id to say where "
-        "the instance computes, and build the module on that device, or on meta.",
-        code="W007",
+        f"The module passed to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
+        "values are copied there, which is slower than initializing them there. Pass device_id to choose "
+        "the compute device, and build the module on that device, or on meta."
     )
 
 
 def init_not_callable(init: object) -> ConfigError:
     """The error for an invalid `param_init_fn`."""
-    return ConfigError(f"param_init_fn must be callable, got {init!r}", code="C064")
+    return ConfigError(f"param_init_fn must be callable, got {init!r}")
 
 
 def no_reset_parameters(kind: str) -> ConfigError:
     """The error for a module on meta that nothing can initialise."""
     return ConfigError(
         f"{kind} is on the meta device and has no reset_parameters().",
-        remedy="give param_init_fn=, or add reset_parameters() to the class",
-        code="C065",
+        remedy="pass param_init_fn=, or add reset_parameters() to the class",
+        topic="weights-on-meta",
     )
 
 
 def left_on_meta(kind: str) -> ConfigError:
     """The error for a module that `param_init_fn` left on meta."""
-    return ConfigError(f"param_init_fn left {kind} on the meta device", code="C066")
+    return ConfigError(f"param_init_fn left {kind} on the meta device", topic="weights-on-meta")
 
 
 # markers.py
 
 
 def root_not_settable() -> UsageError:
-    """The error for a value of `_is_root` that is not true."""
-    return UsageError(
-        "_is_root cannot be set: the instance whose forward is called from outside is the root", code="P062"
-    )
+    """The error for setting `_is_root` on an instance that is not a root."""
+    return UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
 
 
 # model_state.py
@@ -231,30 +215,31 @@ def root_not_settable() -> UsageError:
 
 def config_of_another_type(name: str, expected: str, got: str, kind: str) -> CheckpointError:
     """The error for a config that does not belong to the `StateDictType`."""
-    return CheckpointError(
-        f"Expected {name} of type {expected} but got {got}: it goes with {kind}",
-        code="K001",
-    )
+    return CheckpointError(f"Expected {name} of type {expected} but got {got}: {kind} needs the former")
 
 
 def different_types() -> CheckpointError:
     """The error for instances with different state dict types."""
-    return CheckpointError("instances in this module have different state dict types; set one for all", code="K002")
+    return CheckpointError("instances in this module have different state dict types; set one for all")
 
 
 def no_instance_to_ask() -> CheckpointError:
-    """The error for a module without instances, asked for its state dict type."""
-    return CheckpointError("this module contains no FullyShardedDataParallel instance", code="K003")
+    """The error for reading the state dict type of a module without instances."""
+    return CheckpointError("this module contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 def saved_within_a_pass() -> PhaseError:
     """The error for `state_dict` within a forward or backward."""
-    return PhaseError("state_dict() was called inside forward or backward; call it between steps", code="P017")
+    return PhaseError(
+        "state_dict() was called inside forward or backward; call it between steps", topic="called-in-a-step"
+    )
 
 
 def loaded_while_summoned() -> PhaseError:
     """The error for `load_state_dict` inside `summon_full_params`."""
-    return PhaseError("load_state_dict() was called inside summon_full_params(); call it outside", code="P018")
+    return PhaseError(
+        "load_state_dict() was called inside summon_full_params(); call it outside", topic="summoned-parameters"
+    )
 
 
 # optimizer_state.py
@@ -267,27 +252,24 @@ def unknown_key(key: str, example: object, count: int) -> CheckpointError:
         parameter=key,
         expected=f"keys such as {example!r}, of which there are {count}",
         remedy="give the model, and the optimizer, whose state it is",
-        code="K004",
     )
 
 
 def deprecated_method(old: str, new: str) -> str:
     """The warning for a method that PyTorch deprecated."""
     return message(
-        f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
-        f"``FullyShardedDataParallel.{new}``.",
-        code="W003",
+        f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``."
     )
 
 
 def deprecated_input() -> str:
     """The warning for `optim_input`."""
-    return message("The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.", code="W004")
+    return message("The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.")
 
 
 def no_instance() -> CheckpointError:
     """The error for a model without instances."""
-    return CheckpointError("this model contains no FullyShardedDataParallel instance", code="K005")
+    return CheckpointError("this model contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 # settings.py
@@ -295,17 +277,16 @@ def no_instance() -> CheckpointError:
 
 def unknown_field(kind: str, name: str) -> ConfigError:
     """The error for a field that settings do not have."""
-    return ConfigError(f"{kind} has no field {name!r}", code="C052")
+    return ConfigError(f"{kind} has no field {name!r}")
 
 
 def invalid_field(kind: str, name: str, expected: str, value: object, dtype: str) -> ConfigError:
-    """The error for a field's value."""
+    """The error for the invalid value of a field."""
     return ConfigError(
         f"{kind}.{name} has an invalid value.",
         expected=expected,
         got=class_and_value(value),
         remedy=f"pass torch.{dtype}" if dtype else "",
-        code="C053",
     )
 
 
@@ -317,7 +298,7 @@ def writes_back_from_one_rank() -> NotSupportedError:
     return NotSupportedError(
         "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
         remedy="set writeback=False, or rank0_only=False",
-        code="C067",
+        topic="summoned-parameters",
     )
 
 
@@ -329,7 +310,7 @@ def summoned_twice(rank: int, unit: str) -> UsageError:
         expected="an instance that is not inside summon_full_params",
         got=f"{unit} inside summon_full_params",
         remedy="leave the context before entering it again",
-        code="P019",
+        topic="summoned-parameters",
     )
 
 
@@ -341,7 +322,7 @@ def summoned_within_a_pass(rank: int, unit: str, forward: bool) -> UsageError:
         expected="a call between steps",
         got=f"{unit} during its model's {'forward' if forward else 'backward'}",
         remedy="call summon_full_params before the forward, or after the backward",
-        code="P020",
+        topic="called-in-a-step",
     )
 
 
@@ -350,7 +331,7 @@ def backward_through_whole() -> UsageError:
     return UsageError(
         "backward() goes through whole parameters that summon_full_params() showed, which are not trained",
         remedy="call the model outside of summon_full_params() to train it",
-        code="P021",
+        topic="summoned-parameters",
     )
 
 
@@ -361,7 +342,7 @@ def flat_parameter_changed(parameters: Iterable[str]) -> UsageError:
         "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
         parameter=", ".join(parameters),
         remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
-        code="P022",
+        topic="summoned-parameters",
     )
 
 
@@ -372,7 +353,7 @@ def replaced_by_another_shape(parameter: str, expected: object, got: object) -> 
         parameter=parameter,
         expected=expected,
         got=got,
-        code="C068",
+        topic="parameter-replaced",
     )
 
 
@@ -381,7 +362,7 @@ def replaced_by_another_shape(parameter: str, expected: object, got: object) -> 
 
 def hook_not_callable(hook: object) -> ConfigError:
     """The error for an invalid communication hook."""
-    return ConfigError(f"a communication hook must be callable, got {hook!r}", code="C069")
+    return ConfigError(f"a communication hook must be callable, got {hook!r}")
 
 
 def second_hook() -> UsageError:
@@ -390,7 +371,6 @@ def second_hook() -> UsageError:
         "a communication hook is already registered",
         expected="one hook for each model, set once",
         remedy="register one function that calls both",
-        code="P023",
     )
 
 
@@ -400,5 +380,4 @@ def hook_beside_hybrid(strategy: str) -> UsageError:
         "Communication hooks do not work with hybrid strategies.",
         got=strategy,
         remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-        code="P024",
     )

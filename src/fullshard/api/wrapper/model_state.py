@@ -1,4 +1,4 @@
-"""Model state dicts of the wrapper: what users set, and the methods that ask the checkpoint core for it."""
+"""Model state dicts of the wrapper: the user's settings, and methods that call the checkpoint core."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def instances_of(module: nn.Module) -> list[Any]:
 
 
 def default_settings(kind: StateDictType) -> StateDictSettings:
-    """The settings of a kind of state dict when none are given."""
+    """The default settings of a kind of state dict."""
     model, optim = CONFIGS[kind]
     return StateDictSettings(kind, model(), optim())
 
 
 class StateDictMethods:
-    """The part of `FullyShardedDataParallel` that is about its model's state dict."""
+    """The mixin with `FullyShardedDataParallel`'s methods for its model's state dict."""
 
     _fullshard_settings: StateDictSettings | None
 
@@ -58,35 +58,35 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose what state dicts of all instances in `module` hold, from now on.
+        """Set the type of the state dicts of all instances in `module`, from now on.
 
         Args:
-            module: an instance, or a module that contains some.
+            module: an instance, or a module that contains instances.
             state_dict_type: see `StateDictType`.
-            state_dict_config: of the type's own class; None: its defaults.
+            state_dict_config: a config of the class that belongs to the type; None: its defaults.
             optim_state_dict_config: likewise, for optimizer state.
 
         Returns:
-            The settings before.
+            The previous settings.
 
         Raises:
-            CheckpointError: a config of another type's class, or `module` contains no instance.
+            CheckpointError: a config of a different type's class, or `module` contains no instance.
         """
         kind = accept(state_dict_type, StateDictType, "state_dict_type")
         new = default_settings(kind)
-        for name, given in (
+        for name, config in (
             ("state_dict_config", state_dict_config),
             ("optim_state_dict_config", optim_state_dict_config),
         ):
-            if given is not None:
+            if config is not None:
                 expected = type(getattr(new, name))
-                if type(given).__name__ != expected.__name__:
-                    raise messages.config_of_another_type(name, expected.__name__, type(given).__name__, kind.name)
-                setattr(new, name, accept(given, expected, name))
-        before = StateDictMethods.get_state_dict_type(module)
+                if type(config).__name__ != expected.__name__:
+                    raise messages.config_of_another_type(name, expected.__name__, type(config).__name__, kind.name)
+                setattr(new, name, accept(config, expected, name))
+        previous = StateDictMethods.get_state_dict_type(module)
         for instance in instances_of(module):
             instance._fullshard_settings = StateDictSettings(kind, new.state_dict_config, new.optim_state_dict_config)
-        return before
+        return previous
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -95,15 +95,15 @@ class StateDictMethods:
         Raises:
             CheckpointError: they differ, or there are none.
         """
-        found: StateDictSettings | None = None
+        common: StateDictSettings | None = None
         for instance in instances_of(module):
-            one = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
-            if found is not None and one != found:
+            settings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
+            if common is not None and settings != common:
                 raise messages.different_types()
-            found = one
-        if found is None:
+            common = settings
+        if common is None:
             raise messages.no_instance_to_ask()
-        return found
+        return common
 
     @staticmethod
     @contextmanager
@@ -113,31 +113,31 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """A context in which state dicts of all instances in `module` hold this; see `set_state_dict_type`."""
-        before = StateDictMethods.set_state_dict_type(
+        """Context in which state dicts of all instances in `module` have this type; see `set_state_dict_type`."""
+        previous = StateDictMethods.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
         try:
             yield
         finally:
             StateDictMethods.set_state_dict_type(
-                module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+                module, previous.state_dict_type, previous.state_dict_config, previous.optim_state_dict_config
             )
 
     # Saving.
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The model's state under the unwrapped module's names; what values are, `set_state_dict_type` says.
+        """The model's state under the unwrapped module's names, with values as `set_state_dict_type` chose.
 
-        Collective for FULL and SHARDED. Whole values are made one instance at a time, so that at most one instance
-        is held besides the result.
+        Collective for FULL and SHARDED. Whole values are assembled one instance at a time, so that at most one instance
+        is gathered besides the result.
 
         Raises:
             PhaseError: called inside forward or backward.
         """
         if args:  # nn.Module's deprecated positional form
-            given = [*args, *(destination, prefix, keep_vars)[len(args) :]]
-            destination, prefix, keep_vars = given
+            values = [*args, *(destination, prefix, keep_vars)[len(args) :]]
+            destination, prefix, keep_vars = values
         instance: Any = self
         plain = super().state_dict  # type: ignore[misc]
         if is_summoned(instance):
@@ -158,7 +158,7 @@ class StateDictMethods:
 
     @staticmethod
     def _before_load(instance: Any, state_dict: Any, prefix: str, _meta: Any, strict: bool, *lists: Any) -> None:
-        """Load pre-hook: names as the wrapped module knows them, and values as this rank holds them."""
+        """Load pre-hook: translate names to those of the wrapped module, and values to this rank's parts."""
         missing = lists[0]
         if is_summoned(instance):
             raise messages.loaded_while_summoned()
@@ -166,22 +166,22 @@ class StateDictMethods:
 
     @staticmethod
     def _after_load(instance: Any, incompatible: Any) -> None:
-        """Load post-hook: missing and unexpected keys under the names of the unwrapped module."""
+        """Load post-hook: report missing and unexpected keys under the names of the unwrapped module."""
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             cleaned = [clean_name(key) for key in keys if not key.endswith(f".{ATTRIBUTE}")]
             keys[:] = list(dict.fromkeys(cleaned))
 
 
 def form_of(instance: Any, optimizer: bool = False) -> Form:
-    """What the instance's settings say of its model's or optimizer's state; DTensors if it has a device mesh."""
-    found: StateDictSettings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
+    """The form of the model's or optimizer's state that the instance's settings choose; DTensors with a device mesh."""
+    settings: StateDictSettings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
     if instance._arguments.mesh_given:
-        for one in (found.state_dict_config, found.optim_state_dict_config):
-            if hasattr(one, "_use_dtensor"):
-                one._use_dtensor = True
-    config: Any = found.optim_state_dict_config if optimizer else found.state_dict_config
+        for sharded_config in (settings.state_dict_config, settings.optim_state_dict_config):
+            if hasattr(sharded_config, "_use_dtensor"):
+                sharded_config._use_dtensor = True
+    config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
     return Form(
-        _KINDS[found.state_dict_type],
+        _KINDS[settings.state_dict_type],
         dtensor=getattr(config, "_use_dtensor", False),
         to_cpu=config.offload_to_cpu,
         rank0_only=getattr(config, "rank0_only", False),

@@ -1,4 +1,4 @@
-"""Buffers in another dtype, and full precision in eval: the parts of mixed precision that only the wrapper has."""
+"""Mixed precision that only the wrapper has: buffers in a different dtype, and full precision in eval mode."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...runtime import own_modules, runner_of
 
 
 class Buffers:
-    """The floating-point buffers of one instance, and the dtypes they had.
+    """The floating-point buffers of one instance, and their original dtypes.
 
     Args:
-        dtype: to cast to; None: leave them.
+        dtype: the dtype to cast them to; None: do not cast.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -23,7 +23,7 @@ class Buffers:
         self.original: dict[tuple[int, str], torch.dtype] = {}
 
     def cast(self, instance: nn.Module) -> None:
-        """Cast the buffers of the instance's modules (not of instances below, nor of ignored modules) to `dtype`."""
+        """Cast the buffers of the instance's own modules (not instances below, not ignored modules) to `dtype`."""
         if self.dtype is None:
             return
         runner = runner_of(instance)
@@ -34,7 +34,7 @@ class Buffers:
                     owner._buffers[name] = buffer.to(self.dtype)
 
     def restore(self, instance: nn.Module) -> None:
-        """Give the buffers their own dtypes back."""
+        """Cast the buffers back to their original dtypes."""
         for owner in own_modules(instance, ()):
             for name, buffer in owner._buffers.items():
                 dtype = self.original.get((id(owner), name))
@@ -42,9 +42,10 @@ class Buffers:
                     owner._buffers[name] = buffer.to(dtype)
 
     def follow(self, copies: dict[Any, Any]) -> None:
-        """After a deep copy: know the copied modules. `copies`: deepcopy's memo, by id of a module its copy.
+        """After a deep copy, refer to the copied modules. May be called again by each instance around this one.
 
-        Once for each instance around this one; what is known already stays.
+        Args:
+            copies: deepcopy's memo: id of a module -> its copy.
         """
         self.original = {
             (id(copies[owner]) if owner in copies else owner, name): dtype
@@ -52,21 +53,21 @@ class Buffers:
         }
 
     def originals_by_name(self, instance: nn.Module) -> dict[str, torch.dtype]:
-        """The dtypes that cast buffers had, by qualified name within the instance."""
-        found = {}
+        """The original dtypes of cast buffers, by qualified name within the instance."""
+        dtypes = {}
         for path, owner in instance.named_modules():
             for name in owner._buffers:
                 dtype = self.original.get((id(owner), name))
                 if dtype is not None:
-                    found[f"{path}.{name}" if path else name] = dtype
-        return found
+                    dtypes[f"{path}.{name}" if path else name] = dtype
+        return dtypes
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def use_full_precision(root: Any, full: bool) -> None:
     """Compute in the parameters' own dtype (True) or in mixed precision (False), in all instances below `root`.
 
-    Changes nothing where that is so already. Between steps only.
+    Skips instances that do so already. Call it between steps only.
     """
     for instance in root.fsdp_modules(root):
         runner = runner_of(instance)

@@ -1,7 +1,7 @@
-"""Settings of the wrapper front-end: what `FullyShardedDataParallel` and its state dict methods can be told.
+"""Settings of the wrapper front-end: the classes that `FullyShardedDataParallel` and its state dict methods accept.
 
 Names, fields, order and defaults are those of `torch.distributed.fsdp`. Fields can be assigned to, as there; every
-assignment is checked, at construction and later. `accept` takes PyTorch's own instances for ours.
+assignment is checked, at construction and later. `accept` translates PyTorch's own instances to these classes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ShardingStrategy(Enum):
 
 
 class TrainingState(Enum):
-    """What an instance is doing, as `FullyShardedDataParallel.training_state` says."""
+    """What an instance is doing, as reported by `FullyShardedDataParallel.training_state`."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()
@@ -48,7 +48,7 @@ class TrainingState(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the next unit's parameters; the front-end's argument may also be None: not ahead at all.
+    """When backward gathers the next unit's parameters; the front-end's argument may also be None: never ahead.
 
     Attributes:
         BACKWARD_PRE: before the current unit's gradients are computed: most overlap; two units are gathered at a time.
@@ -60,12 +60,13 @@ class BackwardPrefetch(Enum):
 
 
 class StateDictType(Enum):
-    """What the values of a state dict are.
+    """The form of the values in a state dict.
 
     Attributes:
         FULL_STATE_DICT: whole tensors, under the names of the model as it was before sharding. The default.
-        LOCAL_STATE_DICT: this rank's own memory, as it lies; readable by the same model on as many ranks only.
-        SHARDED_STATE_DICT: sharded tensors (`DTensor` or `ShardedTensor`), readable on any number of ranks.
+        LOCAL_STATE_DICT: this rank's own memory, in its layout; can only be loaded by the same model, wrapped the same
+            way, on the same number of ranks.
+        SHARDED_STATE_DICT: sharded tensors (`DTensor` or `ShardedTensor`), loadable on any number of ranks.
     """
 
     FULL_STATE_DICT = auto()
@@ -74,11 +75,11 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What keys an optimizer state dict uses for parameters.
+    """The keys that an optimizer state dict uses for parameters.
 
     Attributes:
-        PARAM_NAME: names of the model's parameters.
-        PARAM_ID: their numbers in the optimizer.
+        PARAM_NAME: the names of the model's parameters.
+        PARAM_ID: their indices in the optimizer.
     """
 
     PARAM_NAME = auto()
@@ -94,17 +95,17 @@ _DTYPES = {
     "fp32": "float32",
     "float32": "float32",
 }
-"""Dtypes as text, which configurations hold, and their names in torch."""
+"""Dtype names in configuration files -> their names in torch."""
 
 
 class _Checked:
-    """A field is checked whenever it is assigned to, which includes construction."""
+    """Base class that checks a field whenever it is assigned to, including at construction."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, self._check(name, value))
 
     def _check(self, name: str, value: Any) -> Any:
-        """The value to keep. By default every field is a switch."""
+        """Return the value to store, or raise. By default every field is a bool."""
         return self._expect(name, value, isinstance(value, bool), "True or False")
 
     def _expect(self, name: str, value: Any, fits: bool, expected: str) -> Any:
@@ -130,13 +131,14 @@ class MixedPrecision(_Checked):
         keep_low_precision_grads: leave gradients in `param_dtype` rather than the parameter's own dtype, for optimizers
             that can use them. Default False.
         cast_forward_inputs: cast this instance's forward arguments to `param_dtype`. Default False.
-        cast_root_forward_inputs: cast the root instance's forward arguments to `param_dtype`, whatever
-            `cast_forward_inputs` says; nothing for other instances. Default True.
-        _module_classes_to_ignore: with an `auto_wrap_policy`, modules of these classes become instances of their own,
+        cast_root_forward_inputs: cast the root instance's forward arguments to `param_dtype`, regardless of
+            `cast_forward_inputs`; no effect on other instances. Default True.
+        _module_classes_to_ignore: with an `auto_wrap_policy`, modules of these classes become separate instances,
             without mixed precision. Default: batch norms.
 
     Raises:
-        ConfigError: a dtype that is not floating-point, a switch that is no bool, an entry that is no module class.
+        ConfigError: a dtype that is not floating-point, a switch that is not a bool, an entry that is not a module
+            class.
     """
 
     param_dtype: torch.dtype | None = None
@@ -162,8 +164,8 @@ class CPUOffload(_Checked):
     """Whether sharded state lives in host memory.
 
     Attributes:
-        offload_params: keep sharded parameters in host memory while not in use; gradients and optimizer state are
-            then there too, so the optimizer steps on the CPU. Default False.
+        offload_params: keep sharded parameters in host memory while not in use; gradients and optimizer state then
+            live there too, so the optimizer steps on the CPU. Default False.
 
     Raises:
         ConfigError: not a bool.
@@ -188,7 +190,7 @@ class StateDictConfig(_Checked):
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Settings for `StateDictType.FULL_STATE_DICT`. Both switches together need least memory.
+    """Settings for `StateDictType.FULL_STATE_DICT`. Both switches together need the least memory.
 
     Attributes:
         offload_to_cpu: copy values to host memory, one parameter at a time. Default False.
@@ -219,8 +221,8 @@ class ShardedStateDictConfig(StateDictConfig):
 
     Attributes:
         offload_to_cpu: copy values to host memory. Default False.
-        _use_dtensor: values are `DTensor`s rather than `ShardedTensor`s; set by the front-end when it was given a
-            device mesh. Default False.
+        _use_dtensor: values are `DTensor`s rather than `ShardedTensor`s; set by the front-end if it has a device mesh.
+            Default False.
 
     Raises:
         ConfigError: not a bool.
@@ -278,8 +280,8 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         offload_to_cpu: copy values to host memory. Default True.
-        _use_dtensor: values are `DTensor`s rather than `ShardedTensor`s; set by the front-end when it was given a
-            device mesh. Default False.
+        _use_dtensor: values are `DTensor`s rather than `ShardedTensor`s; set by the front-end if it has a device mesh.
+            Default False.
 
     Raises:
         ConfigError: not a bool.
@@ -290,15 +292,15 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings(_Checked):
-    """What kind of state dicts a model gives: what `get_state_dict_type` returns.
+    """The settings of a model's state dicts, as returned by `get_state_dict_type`.
 
     Attributes:
-        state_dict_type: what the values are.
+        state_dict_type: the form of the values.
         state_dict_config: settings of the model's state dict.
-        optim_state_dict_config: settings of the optimizer's.
+        optim_state_dict_config: settings of the optimizer's state dict.
 
     Raises:
-        ConfigError: a field of another type (PyTorch's own are taken for ours).
+        ConfigError: a field of a wrong type (PyTorch's own classes are accepted).
     """
 
     state_dict_type: StateDictType
@@ -317,19 +319,19 @@ class StateDictSettings(_Checked):
 
 
 def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = ConfigError) -> T:
-    """`value` as one of our settings; PyTorch's own instances are translated by the names of their class and fields.
+    """Convert `value` to a class of this module; PyTorch's instances are translated by class name and field names.
 
     Args:
-        value: an instance of `kind`, of a subclass, or of a class or enumeration of the same name elsewhere.
-        kind: one of this module's classes.
-        argument: what the value was given for; for the error.
-        error: raised where it is none.
+        value: an instance of `kind`, of a subclass, or of a class or enumeration with the same name elsewhere.
+        kind: a class of this module.
+        argument: the name of the argument, for the error.
+        error: the class to raise for an invalid value.
 
     Returns:
-        `value` itself if it is one of ours, else a new instance of `kind` or of its subclass of the same name.
+        `value` itself if it is an instance of `kind`, else a new instance of `kind` or of its subclass of that name.
 
     Raises:
-        ConfigError: neither of these, or a field is missing or does not fit.
+        ConfigError: `value` is neither, or a field is missing or invalid.
     """
     if isinstance(value, kind):
         return value
@@ -343,11 +345,10 @@ def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = 
             if cls.__name__ == name and all(hasattr(value, field) for field in names):
                 return cls(**{field: getattr(value, field) for field in names})
     raise error(
-        f"{argument} does not fit.",
+        f"{argument} has an invalid type.",
         expected=f"fullshard.{kind.__name__}",
         got=class_and_value(value),
         remedy=_remedy(kind, value),
-        code="C054",
     )
 
 

@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel`'s constructor does before it shards: arguments, meta modules, broadcasts."""
+"""The steps of `FullyShardedDataParallel`'s constructor before sharding: check arguments, initialise meta modules."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Arguments:
     """The constructor's arguments, checked and with defaults filled in.
 
     Attributes:
-        axes: what is split and replicated over which ranks.
-        strategy: after NO_SHARD took the place of others on one rank.
-        mesh_given: whether a `device_mesh` was given: sharded state dicts are then DTensors.
-        ignored: ids of parameters to leave alone.
-        ignored_modules: and the modules whose parameters they are.
-        notes: what to warn of.
+        axes: the mesh axes over which parameters are split and replicated.
+        strategy: the strategy in force (NO_SHARD on a single rank).
+        mesh_given: whether `device_mesh` was passed: sharded state dicts then hold DTensors.
+        cpu_offload, backward_prefetch, mixed_precision: the arguments of these names.
+        ignored: ids of the parameters to leave alone.
+        ignored_modules: the modules to leave alone.
+        notes: the texts of warnings to issue.
     """
 
     axes: MeshAxes
@@ -57,10 +58,10 @@ def check_arguments(
     device_id: Any,
     device_mesh: DeviceMesh | None,
 ) -> Arguments:
-    """The constructor's arguments, checked. Changes nothing.
+    """Check the constructor's arguments and fill in defaults. Changes nothing.
 
     Raises:
-        ConfigError: one of them, or two together, cannot work.
+        ConfigError: invalid or conflicting arguments.
     """
     if not isinstance(module, nn.Module):
         raise messages.not_a_module(type(module).__name__)
@@ -111,7 +112,7 @@ def _device(device_id: Any) -> torch.device | None:
             raise messages.no_accelerator(device_id)
         return torch.device(accelerator.type, device_id)
     if isinstance(device_id, str):
-        with suppress(RuntimeError):  # what torch raises for names that are none
+        with suppress(RuntimeError):  # torch's error for an invalid name
             return torch.device(device_id)
     raise messages.not_a_device(device_id)
 
@@ -122,27 +123,27 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
     states = modules if modules is not None else states or ()
     if not isinstance(states, Iterable):
         raise messages.ignored_not_iterable(states)
-    given = list(states)
-    kinds = {isinstance(item, nn.Parameter) for item in given}
-    wrong = [item for item in given if not isinstance(item, (nn.Module, nn.Parameter))]
-    if wrong or len(kinds) > 1 or (modules is not None and True in kinds):
-        what = "modules" if modules is not None else "parameters, or modules, not both"
-        raise messages.ignored_of_wrong_type(what, [type(item).__name__ for item in given])
-    chosen = {item for item in given if isinstance(item, nn.Module)}
+    items = list(states)
+    kinds = {isinstance(item, nn.Parameter) for item in items}
+    invalid = [item for item in items if not isinstance(item, (nn.Module, nn.Parameter))]
+    if invalid or len(kinds) > 1 or (modules is not None and True in kinds):
+        expected = "modules" if modules is not None else "parameters, or modules, not both"
+        raise messages.ignored_of_wrong_type(expected, [type(item).__name__ for item in items])
+    chosen = {item for item in items if isinstance(item, nn.Module)}
     for item in chosen:
         if is_unit(item):
             raise messages.ignored_instance(type(item).__name__)
-    alone = {child for item in chosen for child in own_modules(item)}  # instances below them go on
-    ids = {id(parameter) for child in alone for parameter in child.parameters(recurse=False)}
-    ids |= {id(item) for item in given if isinstance(item, nn.Parameter)}
-    return alone, ids
+    ignored = {child for item in chosen for child in own_modules(item)}  # instances below them stay sharded
+    ids = {id(parameter) for child in ignored for parameter in child.parameters(recurse=False)}
+    ids |= {id(item) for item in items if isinstance(item, nn.Parameter)}
+    return ignored, ids
 
 
-# Values: from the host, from meta, and from rank 0.
+# Initial values: modules on the host, and on meta.
 
 
 def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
-    """Warn if the module was made on the CPU though it is to compute elsewhere."""
+    """Warn if the module is on the CPU although it will compute on an accelerator."""
     device = arguments.axes.device
     if device.type == "cpu":
         return
@@ -157,19 +158,20 @@ def check_initialisable(
     module: nn.Module,
     init: Callable[[nn.Module], None] | None,
     ignored: set[nn.Module],
-    apart: Iterable[nn.Module] = (),
+    wrapped: Iterable[nn.Module] = (),
 ) -> None:
-    """Make sure that `materialise` has a way for every module. Changes nothing.
+    """Check that `materialise` can initialise every module. Changes nothing.
 
     Args:
-        apart: modules that are instances' of their own by then.
+        module, init, ignored: as of `materialise`.
+        wrapped: modules that will be wrapped in separate instances by then.
 
     Raises:
-        ConfigError: a module on meta has neither, or `init` is no function.
+        ConfigError: a module on meta has no `reset_parameters` and there is no `init`, or `init` is not callable.
     """
     if init is not None and not callable(init):
         raise messages.init_not_callable(init)
-    for owner in own_modules(module, apart) if init is None else ():
+    for owner in own_modules(module, wrapped) if init is None else ():
         if owner not in ignored and _on_meta(owner) and not callable(getattr(owner, "reset_parameters", None)):
             raise messages.no_reset_parameters(type(owner).__name__)
 
@@ -177,10 +179,10 @@ def check_initialisable(
 def materialise(
     module: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device, ignored: set[nn.Module]
 ) -> None:
-    """Give every module on meta under `module` values: by `init`, or by its `reset_parameters`.
+    """Initialise every module on meta under `module`, by `init` or its own `reset_parameters`.
 
     Raises:
-        ConfigError: a module is on meta still.
+        ConfigError: a module is still on meta.
     """
     for owner in own_modules(module, ignored):
         if owner in ignored or not _on_meta(owner):

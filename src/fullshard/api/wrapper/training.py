@@ -1,4 +1,4 @@
-"""Clipping and communication hooks of the wrapper."""
+"""Gradient clipping and communication hooks of the wrapper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import messages
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
-    """`FullyShardedDataParallel.clip_grad_norm_`, for the root instance."""
+    """`FullyShardedDataParallel.clip_grad_norm_` for the root instance."""
     parts: dict[tuple[int, ...], tuple[list[Any], list[torch.Tensor]]] = {(): ([], [])}
     grads: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -47,7 +47,7 @@ def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
 
 
 def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
-    """`FullyShardedDataParallel.register_comm_hook`, for the root instance."""
+    """`FullyShardedDataParallel.register_comm_hook` for the root instance."""
     if not callable(hook):
         raise messages.hook_not_callable(hook)
     instances = root.fsdp_modules(root)

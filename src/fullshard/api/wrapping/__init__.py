@@ -1,4 +1,4 @@
-"""Which modules become units: policies, and the plan they give."""
+"""Which modules become units: policies, and the wrapping plan that follows from a policy."""
 
 from .plan import plan_wrapping, post_order, repeated_blocks
 from .policies import (

@@ -1,4 +1,4 @@
-"""What wrapping by policies says: the wording of errors and warnings."""
+"""The wording of errors and warnings about wrapping policies."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from ...errors import ArgumentTypeError, ConfigError, message
 
 
 def not_classes(policy: object) -> ConfigError:
-    """The error for `auto_wrap_policy` that holds anything but classes."""
+    """The error for an `auto_wrap_policy` that contains anything but classes."""
     return ConfigError(
-        f"auto_wrap_policy must hold module classes, got {policy!r}",
-        remedy="name the classes of the model's blocks, {Block}, not modules of them nor their names",
-        code="C070",
+        f"auto_wrap_policy must contain module classes, got {policy!r}",
+        remedy="pass the classes of the model's blocks, {Block}, not instances or names of classes",
     )
 
 
-def not_a_policy(policy: Any, one_class: bool) -> ArgumentTypeError:
-    """The error for an invalid `auto_wrap_policy`; `one_class`: it is a class."""
+def not_a_policy(policy: Any, is_class: bool) -> ArgumentTypeError:
+    """The error for an invalid `auto_wrap_policy`; `is_class`: it is a class rather than a set of classes."""
     return ArgumentTypeError(
         'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
         f"got {policy!r}",
-        remedy=f"give a set of it: {{{policy.__name__}}}" if one_class else 'give "auto", or {Block}',
-        code="C071",
+        remedy=f"pass a set: {{{policy.__name__}}}" if is_class else 'pass "auto", or {Block}',
     )
 
 
 def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
     """The warning for a policy that chose no module; `auto`: the policy is "auto"."""
     return message(
-        "auto_wrap_policy chose no module: the model becomes one unit, gathered whole.",
+        "auto_wrap_policy matched no module: the model becomes one unit, gathered whole.",
         expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
         got=f"a {kind}, in which the largest classes are: {largest}",
-        remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
-        code="W034",
+        remedy="name the class of the model's blocks, {Block}; or omit auto_wrap_policy if one unit is intended",
     )
 
 
@@ -43,20 +40,19 @@ def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
 
 
 def no_answer(kind: str, answer: object) -> ConfigError:
-    """The error for a `CustomPolicy` that answers neither a bool nor a dict."""
+    """The error for a `CustomPolicy` whose function returns neither a bool nor a dict."""
     return ConfigError(
-        f"CustomPolicy's lambda_fn gave no answer for a {kind}.",
+        f"CustomPolicy's lambda_fn returned an invalid value for a {kind}.",
         expected="False, True or a dict of arguments",
         got=repr(answer),
-        code="C072",
     )
 
 
 def wrapper_not_callable(wrapper_cls: object) -> ConfigError:
     """The error for an invalid `wrapper_cls`."""
-    return ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}", code="C073")
+    return ConfigError(f"enable_wrap needs a callable wrapper_cls, got {wrapper_cls!r}")
 
 
 def not_module_classes(argument: str, cls: object) -> ConfigError:
-    """The error for a class policy that holds anything but classes."""
-    return ConfigError(f"{argument} must hold module classes, got {cls!r}", code="C074")
+    """The error for a class policy that contains anything but classes."""
+    return ConfigError(f"{argument} must contain module classes, got {cls!r}")

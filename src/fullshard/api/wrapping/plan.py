@@ -1,4 +1,4 @@
-"""Which modules of a model become units."""
+"""The wrapping plan: which modules of a model a policy makes units."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from .policies import CustomPolicy, ModuleWrapPolicy
 logger = logging.getLogger("fullshard")
 
 WrapPolicy = Callable[..., bool]
-"""`policy(module, recurse, nonwrapped_numel) -> bool`, as PyTorch's wrap policies."""
+"""`policy(module, recurse, nonwrapped_numel) -> bool`, the signature of PyTorch's wrap policies."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats: in every `ModuleList` or `Sequential` with at least two modules of one class,
-    the modules of the class that holds most parameters. Outermost lists only; containers are looked through.
+    """Find the blocks that a model repeats: in every `ModuleList` or `Sequential` with at least two modules of one
+    class, the modules of the class with the most parameters. Searches containers, but nothing inside a list of blocks.
 
     Returns:
         The blocks in module order; empty if the model repeats nothing.
     """
-    found = _blocks_of(model) if isinstance(model, nn.Sequential) else []
-    if not found:
-        _search(model, found, set())
-    return found
+    repeated = _blocks_of(model) if isinstance(model, nn.Sequential) else []
+    if not repeated:
+        _search(model, repeated, set())
+    return repeated
 
 
-def _search(module: nn.Module, found: list[nn.Module], seen: set[int]) -> None:
+def _search(module: nn.Module, repeated: list[nn.Module], seen: set[int]) -> None:
     for child in module.children():
         if id(child) in seen:
             continue
         seen.add(id(child))
         blocks = _blocks_of(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if blocks:
-            found.extend(blocks)
+            repeated.extend(blocks)
             continue
-        _search(child, found, seen)
+        _search(child, repeated, seen)
 
 
 def _blocks_of(container: nn.Module) -> list[nn.Module]:
-    """The repeated class' modules in one list, unless they are bare layers or hold next to nothing."""
+    """The modules of the largest repeated class in a container, by parameters; never bare layers or empty modules."""
     candidates = [m for m in container.children() if any(True for _ in m.children()) and _numel(m)]
     classes = Counter(type(m) for m in candidates)
     repeated = [cls for cls, count in classes.items() if count >= 2]
@@ -62,7 +62,7 @@ def _numel(module: nn.Module) -> int:
 
 
 Planned = tuple[str, nn.Module, dict[str, Any]]
-"""A submodule that becomes an instance: its qualified name, itself, and the arguments that replace the root's."""
+"""A submodule that becomes an instance: its qualified name, the module, and the arguments that override the root's."""
 
 
 def plan_wrapping(
@@ -71,23 +71,24 @@ def plan_wrapping(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_parameters: Iterable[nn.Parameter] = (),
 ) -> list[Planned]:
-    """Which submodules of `module` become instances, innermost first. Changes nothing; the same on every rank.
+    """List the submodules of `module` that become instances, innermost first. Changes nothing; the same on every rank.
 
-    A module that is used in several places is there once, under its first name. `module` itself is not among them.
+    A module that is used in several places appears once, under its first name. `module` itself is not included.
 
     Args:
         module: the model.
         policy: "auto" (the repeated blocks), a set of module classes, a `ModuleWrapPolicy`, a `CustomPolicy`, or a
-            callable `policy(module=, recurse=, nonwrapped_numel=)`; a callable that says no for a module with
-            `recurse=True` is asked about nothing in it, nor about that module again. PyTorch's own policies are taken.
-        ignored_modules: become no instances, nor does anything in them; their parameters do not count.
+            callable `policy(module=, recurse=, nonwrapped_numel=)`; if a callable returns False for a module with
+            `recurse=True`, it is not called for anything inside, nor for that module again. PyTorch's own policies are
+            accepted.
+        ignored_modules: do not become instances, nor does anything in them; their parameters do not count.
         ignored_parameters: do not count in `nonwrapped_numel`.
 
     Returns:
-        (qualified name, module, arguments that replace the root's) in the order in which to apply them.
+        (qualified name, module, arguments that override the root's) in the order in which to apply them.
 
     Raises:
-        ConfigError: `policy` is none of these, or `CustomPolicy`'s function gave no answer.
+        ConfigError: `policy` is none of these, or `CustomPolicy`'s function returned an invalid value.
     """
     skipped = {id(inner) for outer in ignored_modules for inner in outer.modules()}
     uncounted = {id(p) for outer in ignored_modules for p in outer.parameters()} | {id(p) for p in ignored_parameters}
@@ -97,20 +98,20 @@ def plan_wrapping(
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     choose = _choice(module, policy)
     if choose is not None:
-        asked = [(m, choose(m)) for m in module.modules() if id(m) not in skipped]
-        answers = {id(m): answer for m, answer in asked if answer is not None}
+        choices = [(m, choose(m)) for m in module.modules() if id(m) not in skipped]
+        answers = {id(m): answer for m, answer in choices if answer is not None}
         chosen = [(m, answers[id(m)]) for m in post_order(module) if id(m) in answers]
         if not answers:
             _warn_of_none(module, policy)
     else:
-        _Asking(policy, skipped, uncounted, chosen).below(module)
+        _Walk(policy, skipped, uncounted, chosen).visit(module)
         if not chosen and getattr(getattr(policy, "func", None), "__name__", "") == "transformer_auto_wrap_policy":
             _warn_of_none(module, policy)
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
 
 
 def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, Any] | None] | None:
-    """The policy as a function of one module; None: it is a callable policy."""
+    """The policy as a function of one module; None for a callable policy."""
     if isinstance(policy, str) and policy == "auto":
         blocks = repeated_blocks(model)
         logger.info(
@@ -128,16 +129,16 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return policy.choose
     if type(policy).__name__ == "CustomPolicy" and hasattr(policy, "_lambda_fn"):  # PyTorch's own, not callable
         return CustomPolicy(policy._lambda_fn).choose
-    one_class = isinstance(policy, type)  # callable, but to make modules
-    if callable(policy) and not one_class:
+    is_class = isinstance(policy, type)  # callable, but as a constructor
+    if callable(policy) and not is_class:
         return None
-    raise messages.not_a_policy(policy, one_class)
+    raise messages.not_a_policy(policy, is_class)
 
 
 def _warn_of_none(model: nn.Module, policy: Any) -> None:
-    """A policy that names classes, or looks for what repeats, chose nothing: the whole model becomes one unit."""
+    """Warn that "auto", or a policy that names classes, matched nothing: the whole model becomes one unit."""
     if isinstance(policy, CustomPolicy) or type(policy).__name__ == "CustomPolicy":
-        return  # a function of the user's may say no
+        return  # the user's function may reject every module
     sizes: Counter[str] = Counter()
     for module in model.modules():
         if module is not model and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList):
@@ -147,33 +148,38 @@ def _warn_of_none(model: nn.Module, policy: Any) -> None:
 
 
 def post_order(model: nn.Module) -> list[nn.Module]:
-    found: dict[int, nn.Module] = {}
+    """All submodules of `model`, each once, children before parents; without `model` itself."""
+    modules: dict[int, nn.Module] = {}
     for child in model.children():
         for module in (*post_order(child), child):
-            found.setdefault(id(module), module)
-    return list(found.values())
+            modules.setdefault(id(module), module)
+    return list(modules.values())
 
 
 @dataclass
-class _Asking:
-    """One walk with a callable policy: children first, each with the elements that no instance has taken yet."""
+class _Walk:
+    """A walk over a model with a callable policy, children first; counts the elements that no instance has yet."""
 
     policy: WrapPolicy
     skipped: set[int]
     uncounted: set[int]
     chosen: list[tuple[nn.Module, dict[str, Any]]]
-    taken: dict[int, int] = field(default_factory=dict)
+    wrapped_numel: dict[int, int] = field(default_factory=dict)
 
-    def below(self, module: nn.Module, root: bool = True) -> int:
-        """Ask about `module`'s submodules, and about itself unless it is the root; the elements that instances took."""
-        if id(module) in self.taken:
-            return self.taken[id(module)]
+    def visit(self, module: nn.Module, root: bool = True) -> int:
+        """Apply the policy to `module`'s submodules, and to `module` unless it is the root.
+
+        Returns:
+            The elements in `module` that instances own now.
+        """
+        if id(module) in self.wrapped_numel:
+            return self.wrapped_numel[id(module)]
         numel = sum(p.numel() for p in module.parameters() if id(p) not in self.uncounted)
-        taken = 0
+        wrapped = 0
         if self.policy(module=module, recurse=True, nonwrapped_numel=numel):
-            taken = sum(self.below(child, root=False) for child in module.children() if id(child) not in self.skipped)
-            if not root and self.policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            wrapped = sum(self.visit(child, root=False) for child in module.children() if id(child) not in self.skipped)
+            if not root and self.policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
                 self.chosen.append((module, {}))
-                taken = numel
-        self.taken[id(module)] = taken
-        return taken
+                wrapped = numel
+        self.wrapped_numel[id(module)] = wrapped
+        return wrapped

@@ -1,9 +1,9 @@
-"""Policies that say which submodules become instances, and `enable_wrap`/`wrap` for models that say so themselves.
+"""Policies that choose the submodules to wrap, and `enable_wrap`/`wrap` for models that wrap their own submodules.
 
-Two kinds. A *callable* policy `policy(module, recurse, nonwrapped_numel) -> bool` is asked twice for each module:
-with `recurse=True` on the way down, whether to look inside; with `recurse=False` on the way up, whether the module
-becomes an instance of the parameters that none of its submodules took. A *class* policy (`ModuleWrapPolicy`,
-`CustomPolicy`) is asked once for each module and may give arguments for it.
+There are two kinds. A *callable* policy `policy(module, recurse, nonwrapped_numel) -> bool` is called twice for each
+module: with `recurse=True` on the way down, to decide whether to look inside; with `recurse=False` on the way up, to
+decide whether the module becomes an instance, with the parameters that none of its submodules has. A *class* policy
+(`ModuleWrapPolicy`, `CustomPolicy`) is consulted once for each module and may return arguments for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from . import messages
 
 
 class ModuleWrapPolicy:
-    """Every module of the given classes becomes an instance. Can be called as a callable policy too.
+    """A policy that wraps every module of the given classes. Works as a callable policy too.
 
     Args:
         module_classes: module classes; their subclasses count.
 
     Raises:
-        ConfigError: something in it is not a module class.
+        ConfigError: an entry is not a module class.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -33,11 +33,11 @@ class ModuleWrapPolicy:
 
     @property
     def _module_classes(self) -> set[type[nn.Module]]:
-        """The classes, under the name by which libraries read them."""
+        """The classes, under the attribute name that libraries read."""
         return set(self._classes)
 
     def choose(self, module: nn.Module) -> dict[str, Any] | None:
-        """Arguments for `module`'s instance (none of its own), or None: no instance."""
+        """{} if `module` becomes an instance (with the root's arguments), else None."""
         return {} if isinstance(module, self._classes) else None
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
@@ -48,21 +48,21 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """A function says for each module whether it becomes an instance, and with which arguments.
+    """A policy that calls a function for each module, to decide whether to wrap it and with which arguments.
 
     Args:
         lambda_fn: `lambda_fn(module)` returns False, True (the root's arguments), or a dict of arguments that
-            replace the root's for this module.
+            override the root's for this module.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
     def choose(self, module: nn.Module) -> dict[str, Any] | None:
-        """Arguments that replace the root's for `module`'s instance, or None: no instance.
+        """The arguments that override the root's if `module` becomes an instance, else None.
 
         Raises:
-            ConfigError: the function returned something else than a bool or a dict.
+            ConfigError: the function returned neither a bool nor a dict.
         """
         answer = self._lambda_fn(module)
         if isinstance(answer, dict):
@@ -73,20 +73,20 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Callable policy: every module becomes an instance."""
+    """Callable policy that wraps every module."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Callable policy: modules for which a function says so. Give the function with `functools.partial`.
+    """Callable policy that wraps the modules for which a function returns True. Bind it with `functools.partial`.
 
     Args:
-        module: the module asked about.
-        recurse: on the way down: always True is returned.
-        nonwrapped_numel: elements in its parameters that no submodule took; not looked at.
-        lambda_fn: `lambda_fn(module)`: whether it becomes an instance.
+        module: the module to decide on.
+        recurse: on the way down, where the result is always True.
+        nonwrapped_numel: elements of its parameters that no submodule has; ignored.
+        lambda_fn: `lambda_fn(module)` returns whether it becomes an instance.
     """
     return True if recurse else lambda_fn(module)
 
@@ -94,12 +94,12 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Callable policy: modules of the given classes. Give the classes with `functools.partial`.
+    """Callable policy that wraps modules of the given classes. Bind them with `functools.partial`.
 
     Args:
-        module: the module asked about.
-        recurse: on the way down: always True is returned.
-        nonwrapped_numel: elements in its parameters that no submodule took; not looked at.
+        module: the module to decide on.
+        recurse: on the way down, where the result is always True.
+        nonwrapped_numel: elements of its parameters that no submodule has; ignored.
         transformer_layer_cls: module classes; their subclasses count.
     """
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
@@ -113,26 +113,26 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Callable policy: modules that still hold many elements once their submodules have taken theirs.
+    """Callable policy that wraps modules with many elements, not counting those of wrapped submodules.
 
     Args:
-        module: the module asked about.
-        recurse: True: whether to look inside; False: whether it becomes an instance.
-        nonwrapped_numel: elements in its parameters that no submodule took.
-        min_num_params: at least so many elements make an instance. Default 100 million.
-        force_leaf_modules: classes that are not looked into. None: `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`,
-            `{nn.MultiheadAttention}`.
+        module: the module to decide on.
+        recurse: True: decide whether to look inside; False: decide whether it becomes an instance.
+        nonwrapped_numel: elements of its parameters that no submodule has.
+        min_num_params: the fewest elements that make an instance. Default 100 million.
+        force_leaf_modules: classes whose submodules are never wrapped. None:
+            `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`, `{nn.MultiheadAttention}`.
         exclude_wrap_modules: classes that never become instances themselves. None:
             `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`, `{nn.ModuleList, nn.ModuleDict}`.
     """
     if nonwrapped_numel < min_num_params:
         return False
-    own: Any = size_based_auto_wrap_policy
+    defaults: Any = size_based_auto_wrap_policy
     if recurse:
-        refused = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        excluded = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     else:
-        refused = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return not isinstance(module, tuple(refused))
+        excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return not isinstance(module, tuple(excluded))
 
 
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Callable policy: any of `policies` says so, each asked with the same arguments."""
+    """Callable policy that returns True if any of `policies` does, each called with the same arguments."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -149,32 +149,32 @@ _wrapping: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`; what held before holds again after it.
+    """Context in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
 
-    May be nested, which PyTorch's may not: the innermost one counts. Each thread and task has its own.
+    Unlike PyTorch's, it may be nested: the innermost counts. Each thread and task has its own.
 
     Args:
         wrapper_cls: called with a module and keyword arguments; returns the module to use instead.
         **wrapper_kwargs: arguments for each call.
 
     Raises:
-        ConfigError: `wrapper_cls` cannot be called.
+        ConfigError: `wrapper_cls` is not callable.
     """
     if not callable(wrapper_cls):
         raise messages.wrapper_not_callable(wrapper_cls)
-    before = _wrapping.set((wrapper_cls, wrapper_kwargs))
+    token = _wrapping.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
-        _wrapping.reset(before)
+        _wrapping.reset(token)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """`module` wrapped as the `enable_wrap` around this call says; outside of any, `module` itself.
+    """Wrap `module` as the enclosing `enable_wrap` says; without one, return `module` itself.
 
     Args:
         module: the module.
-        **wrap_overrides: arguments that replace or add to those given to `enable_wrap`.
+        **wrap_overrides: arguments that override or add to those of `enable_wrap`.
     """
     current = _wrapping.get()
     if current is None:
@@ -183,8 +183,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return wrapper_cls(module, **{**kwargs, **wrap_overrides})
 
 
-def _checked_classes(given: Any, argument: str) -> tuple[type[nn.Module], ...]:
-    classes = tuple(given) if isinstance(given, Iterable) else (given,)
+def _checked_classes(module_classes: Any, argument: str) -> tuple[type[nn.Module], ...]:
+    classes = tuple(module_classes) if isinstance(module_classes, Iterable) else (module_classes,)
     for cls in classes:
         if not isinstance(cls, type):
             raise messages.not_module_classes(argument, cls)

@@ -354,12 +354,12 @@ _FRAMES = (
 
 def no_such_path(path: Path) -> ConfigError:
     """The error for a path at which there is nothing."""
-    return ConfigError(f"there is no file or folder {path}", code="C104")
+    return ConfigError(f"there is no file or folder {path}")
 
 
 def unreadable(path: Path, left_out: str) -> ConfigError:
     """The error for a file that cannot be read; `left_out` says why, after its name."""
-    return ConfigError(f"{path} cannot be read: {left_out.partition(': ')[2]}", code="C105")
+    return ConfigError(f"{path} cannot be read: {left_out.partition(': ')[2]}")
 
 
 def no_evidence(path: Path, left_out: Sequence[str]) -> ConfigError:
@@ -367,6 +367,5 @@ def no_evidence(path: Path, left_out: Sequence[str]) -> ConfigError:
     why = f" ({len(left_out)} could not be read; {left_out[0]})" if left_out else ""
     return ConfigError(
         f"there is neither a watcher's report (stuck-*.json) nor a flight recorder's dump (nccl_trace_rank_*) "
-        f"in {path}{why}",
-        code="C106",
+        f"in {path}{why}"
     )

@@ -18,9 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ...names import plain_path
-from . import generators
 from .report import Finding
-from .session import Session
+from .session import Session, generator_states
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _states(given: Any) -> list[torch.Tensor]:
-    return [given.get_state()] if isinstance(given, torch.Generator) else list(generators.states().values())
+    return [given.get_state()] if isinstance(given, torch.Generator) else list(generator_states().values())
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import repeated_blocks
 from ...errors import ConfigError
-from .parts import run_parts
+from .modules import run_parts
 from .report import Report
 from .session import opened
-from .training import Plan
+from .trial import Plan
 from .whole import run_whole
 
 __all__ = ["verify"]
@@ -79,7 +79,7 @@ def verify(
             may then initialise itself as it likes.
         check_draws: whether to compare the random numbers that ranks draw in the first step. False for models that
             draw the same ones on all ranks on purpose.
-        tolerance: of losses and gradients, relative; None: by dtype (see `fullshard.insight.verify.tolerance`).
+        tolerance: of losses and gradients, relative; None: by dtype (see `fullshard.insight.verify.compare`).
         seed: of everything random.
 
     Returns:
@@ -95,7 +95,7 @@ def verify(
     )  # fmt: skip
     plan.check()
     if initial not in ("compare", "copy"):
-        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}', code="C118")
+        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}')
     with opened(data_mesh, seed) as session:
         if modules is not None:
             return run_parts(session, plan, modules, tolerance)

@@ -1,8 +1,9 @@
-"""The ranks that take part, how they talk, and what is put back when they are done."""
+"""The ranks that take part, how they talk, and what is put back when they are done: generators, too."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -19,7 +21,46 @@ from ...comm import object_from, objects_of_all, objects_to_first
 from ...dtypes import as_moved
 from ...errors import ConfigError, FullshardError, class_to_catch
 from ...mesh import device_type_of
-from . import generators
+
+
+def seed_all(number: int) -> None:
+    """Seed every generator."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def generator_states() -> dict[str, torch.Tensor]:
+    """Those of torch's generators, by device type."""
+    found, device = {"cpu": torch.get_rng_state()}, accelerator()
+    if device is not None:
+        found[device.type] = torch.get_device_module(device.type).get_rng_state()
+    return found
+
+
+def restore_generators(states: dict[str, torch.Tensor]) -> None:
+    """Put back what `generator_states` gave."""
+    for kind, state in states.items():
+        torch.set_rng_state(state) if kind == "cpu" else torch.get_device_module(kind).set_rng_state(state)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Puts all states back afterwards, on all devices."""
+    python, numpy, device = random.getstate(), np.random.get_state(), accelerator()
+    devices = range(torch.accelerator.device_count()) if device is not None else ()
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if device is not None else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def accelerator() -> torch.device | None:
+    """The one of this machine that can be used; None if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
 
 T = TypeVar("T")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -118,14 +159,13 @@ class Session:
                 f"verify could not begin: {what} raised {error.name}: {error.text}",
                 rank=rank,
                 remedy="call it by itself, without verify; loss_fn(model, batch) returns a scalar tensor",
-                code="C119",
             )
         return result  # type: ignore[return-value]
 
     def seed_with(self, *words: Any) -> None:
         """Seed every generator from the session's seed and `words`, so that it can be done again."""
         digest = hashlib.blake2b(repr((self.seed, *words)).encode(), digest_size=7).digest()
-        generators.seed_all(int.from_bytes(digest, "little"))
+        seed_all(int.from_bytes(digest, "little"))
 
 
 @contextmanager
@@ -143,17 +183,15 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
                 "A rank is not part of the data_mesh that verify was given.",
                 rank=numbers.index(None),
                 expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
-                code="C121",
             )
         if sorted(set(numbers)) != list(range(len(set(numbers)))):
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
                 expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
                 got=f"places {numbers} by rank",
-                code="C120",
             )
         kind = device_type_of(None)
-        with generators.kept():
+        with generators_kept():
             yield Session(rank, world, _device(kind), tuple(numbers), seed)
     finally:
         if temporary:
@@ -185,7 +223,7 @@ def _place_in(mesh: DeviceMesh) -> int | None:
 
 
 def _start_group() -> None:
-    device = generators.accelerator()
+    device = accelerator()
     kind = None if device is None else device.type
     backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     if dist.is_torchelastic_launched():

@@ -8,9 +8,9 @@ hf.save_pretrained(model, "out")
 class ShardedTrainer(hf.ShardedTrainerMixin, Trainer): ...
 """
 
+from ..sharding import shard, unit_classes
 from .pretrained import from_pretrained
 from .saving import save_pretrained
 from .trainer import ShardedTrainerMixin
-from .units import shard, unit_classes
 
 __all__ = ["ShardedTrainerMixin", "from_pretrained", "save_pretrained", "shard", "unit_classes"]

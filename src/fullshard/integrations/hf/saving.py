@@ -111,6 +111,6 @@ def bytes_of(size: int | str) -> int:
     value = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
     if value <= 0 or isinstance(size, bool):
         raise ConfigError(
-            "max_shard_size is a number of bytes, or a text.", expected="5GB, 200MB, 1GiB", got=repr(size), code="C217"
+            "max_shard_size is a number of bytes, or a text.", expected="5GB, 200MB, 1GiB", got=repr(size)
         )
     return value

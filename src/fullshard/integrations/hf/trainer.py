@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, message
 from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
 from ...store.save import save
-from ..given import check_sharding
-from .checkpoints import last_whole
+from ..sharding import check_sharding, is_sharded
 from .saving import save_pretrained
-from .units import is_sharded
 
 FOLDER, SCHEDULER, ARGUMENTS = "fullshard", "scheduler.pt", "training_args.bin"
 """In a checkpoint: what `fullshard.save` wrote, and Trainer's own."""
@@ -61,12 +63,10 @@ class ShardedTrainerMixin:
                 f"{cls.__name__} names ShardedTrainerMixin after the Trainer, whose methods then run in its place.",
                 got=" before ".join(base.__name__ for base in cls.__bases__),
                 remedy=f"class {cls.__name__}(ShardedTrainerMixin, ...)",
-                code="C253",
             )
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        check_sharding(sharding, "sharding")
-        self._sharding = dict(sharding or {})
+        self._sharding = check_sharding(sharding)
         super().__init__(*args, **settings)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -78,7 +78,6 @@ class ShardedTrainerMixin:
                 "ShardedTrainerMixin shards the model; the arguments say that something else does, too.",
                 got="fsdp" if self.args.fsdp else "deepspeed",
                 remedy="leave it away; or keep it with a plain Trainer, and run python -m fullshard adopt",
-                code="C218",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._sharding)
@@ -163,7 +162,6 @@ class ShardedTrainerMixin:
                 "A checkpoint of an unsharded Trainer holds whole optimizer state by number, not by parameters' names.",
                 got=str(folder / "optimizer.pt"),
                 remedy="take its weights alone: from_pretrained(checkpoint), and train without resume_from_checkpoint",
-                code="K172",
             )
         if (folder / SCHEDULER).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
@@ -184,3 +182,36 @@ class ShardedTrainerMixin:
     def _has_adapter(self) -> bool:
         """Whether PEFT made the model: its files are the adapter's, and a config.json would hide that."""
         return any(is_peft_model(module) for module in self.model.modules())
+
+
+STATE = "trainer_state.json"
+"""What Trainer writes into a checkpoint last, once all ranks have written their parts."""
+
+
+def last_whole(folder: str | os.PathLike[str]) -> str | None:
+    """The checkpoint with the highest step among those that were finished; others after it are warned of.
+
+    Args:
+        folder: a Trainer's `output_dir`.
+    """
+    named = [(re.fullmatch(r"checkpoint-(\d+)", one.name), one) for one in Path(folder).glob("checkpoint-*")]
+    for _, checkpoint in sorted([(int(found[1]), one) for found, one in named if found is not None], reverse=True):
+        if _is_whole(checkpoint):
+            return str(checkpoint)
+        warnings.warn(
+            message(
+                "A checkpoint was not finished, and is passed over: the run was broken off while it was written.",
+                expected=f"{STATE}, which is written last",
+                got=str(checkpoint),
+                remedy="remove it",
+            ),
+            stacklevel=3,
+        )
+    return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return isinstance(json.loads((checkpoint / STATE).read_text()), dict)
+    except (OSError, ValueError):
+        return False

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -29,36 +30,32 @@ from .pickled import decode
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
 
 
-class Archive:
-    """A file of `torch.save`, open for reading. Close it.
+class Records(ABC):
+    """What `torch.save` wrote, wherever it lies.
+
+    Args:
+        called: the file, for errors.
+        file: its bytes, from the archive's beginning to its end.
+        size: of these, in bytes.
 
     Attributes:
-        path: of the file.
         root: what the pickle says, see `pickled.decode`.
 
     Raises:
         CheckpointError: no zip file, a truncated one, or one that `torch.save` does not write.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: IO[bytes] = os.fdopen(open_file(path, follow_links=True), "rb", buffering=0)
-        self._map: mmap.mmap | None = None
-        try:
-            self._size = os.fstat(self._file.fileno()).st_size
-            self._records = self._directory()
-            self.root: Any = decode(self._record("data.pkl"), str(path))
-            order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
-            if order != sys.byteorder:
-                raise CheckpointError(f"{path} was written on a machine of another byte order.", got=order, code="K044")
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, called: str, file: Any, size: int) -> None:
+        self._called, self._size = called, size
+        self._records = self._directory(file)
+        self.root: Any = decode(self._record("data.pkl"), called)
+        order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
+        if order != sys.byteorder:
+            raise CheckpointError(f"{called} was written on a machine of another byte order.", got=order)
 
-    def close(self) -> None:
-        """Let the file go. A map of it ends with the last tensor that views it."""
-        self._file.close()
-        self._map = None
+    @abstractmethod
+    def _fill(self, position: int, buffer: memoryview) -> None:
+        """Fill memory from a byte of the archive on."""
 
     def check(self, name: str, stored: Stored) -> None:
         """That a tensor lies within its record, and takes no more memory than the file.
@@ -68,23 +65,21 @@ class Archive:
         """
         record = self._records.get(f"data/{stored.key}")
         if record is None:
-            raise CheckpointError(
-                f"{self.path} has no record for a tensor.", parameter=name, expected=stored.key, code="K045"
-            )
+            raise CheckpointError(f"{self._called} has no record for a tensor.", parameter=name, expected=stored.key)
         size = stored.dtype.itemsize
         if record[1] != stored.numel * size:
             got = f"{record[1]:,} bytes"
             expected = f"{stored.numel * size:,} bytes"
             raise CheckpointError(
-                f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got, code="K046"
+                f"{self._called}: a record has another size.", parameter=name, expected=expected, got=got
             )
         if 0 in stored.shape:
             return
         if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
-            raise CheckpointError(f"{self.path}: a tensor reaches beyond its record.", parameter=name, code="K047")
+            raise CheckpointError(f"{self._called}: a tensor reaches beyond its record.", parameter=name)
         if numel(stored.shape) * size > self._size:
             raise CheckpointError(
-                f"{self.path}: a tensor is larger than the file.", parameter=name, got=stored.shape, code="K048"
+                f"{self._called}: a tensor is larger than the file.", parameter=name, got=stored.shape
             )
 
     def read(
@@ -103,6 +98,82 @@ class Archive:
         base = self._records[f"data/{stored.key}"][0]
         return read_strided(self._fill, base, stored.dtype, start, shape, stored.stride)
 
+    def place(self, stored: Stored) -> tuple[int, int]:
+        """Where the record of a tensor begins in the file, and its size, in bytes."""
+        return self._records[f"data/{stored.key}"]
+
+    def _record(self, name: str) -> bytes:
+        if name not in self._records:
+            raise CheckpointError(f"{self._called} is a zip file, but none of torch.save: it has no {name}.")
+        position, size = self._records[name]
+        buffer = bytearray(size)
+        self._fill(position, memoryview(buffer))
+        return bytes(buffer)
+
+    def _directory(self, file: Any) -> dict[str, tuple[int, int]]:
+        """Position and size in bytes of each record, by its name below the archive's own folder."""
+        try:
+            with zipfile.ZipFile(file) as opened:
+                listed = opened.infolist()
+            found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{self._called} is no whole zip file ({error}): truncated, or not of torch.save."
+            ) from error
+        end = 0
+        for position, size in sorted(found.values()):
+            if position < end:
+                raise CheckpointError(f"{self._called}: its records lie on one another.")
+            end = position + size
+        if len(found) != len(listed):
+            raise CheckpointError(f"{self._called}: two of its records have the same name.")
+        if end > self._size:
+            raise CheckpointError(
+                f"{self._called} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes"
+            )
+        return found
+
+    def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
+        if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
+            raise CheckpointError(
+                f"{self._called}: its records are compressed or encrypted, which torch.save does not do."
+            )
+        header = bytearray(LOCAL_HEADER)
+        self._fill(one.header_offset, memoryview(header))
+        if header[:4] != b"PK\3\4":
+            raise zipfile.BadZipFile("a record is not where the directory says")
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        return one.header_offset + LOCAL_HEADER + name + extra, one.file_size
+
+
+class Archive(Records):
+    """A file of `torch.save`, open for reading. Close it.
+
+    Attributes:
+        path: of the file.
+
+    Raises:
+        CheckpointError: see `Records`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] = os.fdopen(open_file(path, follow_links=True), "rb", buffering=0)
+        self._map: mmap.mmap | None = None
+        try:
+            super().__init__(str(path), self._file, os.fstat(self._file.fileno()).st_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the file go. A map of it ends with the last tensor that views it."""
+        self._file.close()
+        self._map = None
+
+    def _fill(self, position: int, buffer: memoryview) -> None:
+        read_exactly(self._file.fileno(), position, buffer, str(self.path))
+
     def mapped(self, name: str, stored: Stored) -> torch.Tensor:
         """A tensor as a view of the file: takes memory only while it is read, and stays when the archive is closed.
 
@@ -120,53 +191,3 @@ class Archive:
         if octets.data_ptr() % stored.dtype.itemsize:
             octets = octets.clone()
         return octets.view(stored.dtype).as_strided(stored.shape, stored.stride)
-
-    def place(self, stored: Stored) -> tuple[int, int]:
-        """Where the record of a tensor begins in the file, and its size, in bytes."""
-        return self._records[f"data/{stored.key}"]
-
-    def _fill(self, position: int, buffer: memoryview) -> None:
-        read_exactly(self._file.fileno(), position, buffer, str(self.path))
-
-    def _record(self, name: str) -> bytes:
-        if name not in self._records:
-            raise CheckpointError(f"{self.path} is a zip file, but none of torch.save: it has no {name}.", code="K050")
-        position, size = self._records[name]
-        buffer = bytearray(size)
-        self._fill(position, memoryview(buffer))
-        return bytes(buffer)
-
-    def _directory(self) -> dict[str, tuple[int, int]]:
-        """Position and size in bytes of each record, by its name below the archive's own folder."""
-        try:
-            with zipfile.ZipFile(self._file) as opened:
-                listed = opened.infolist()
-            found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save.", code="K051"
-            ) from error
-        end = 0
-        for position, size in sorted(found.values()):
-            if position < end:
-                raise CheckpointError(f"{self.path}: its records lie on one another.", code="K052")
-            end = position + size
-        if len(found) != len(listed):
-            raise CheckpointError(f"{self.path}: two of its records have the same name.", code="K053")
-        if end > self._size:
-            raise CheckpointError(
-                f"{self.path} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes", code="K054"
-            )
-        return found
-
-    def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
-        if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
-            raise CheckpointError(
-                f"{self.path}: its records are compressed or encrypted, which torch.save does not do.", code="K055"
-            )
-        header = bytearray(LOCAL_HEADER)
-        self._fill(one.header_offset, memoryview(header))
-        if header[:4] != b"PK\3\4":
-            raise zipfile.BadZipFile("a record is not where the directory says")
-        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        return one.header_offset + LOCAL_HEADER + name + extra, one.file_size

@@ -62,7 +62,7 @@ def _latest(path: Path) -> Path | None:
         return None
     name = told.read_text(errors="replace").strip()
     if not name or Path(name).name != name or name == "..":
-        raise CheckpointError(f"{told} does not name a folder beside it.", got=repr(name), code="K061")
+        raise CheckpointError(f"{told} does not name a folder beside it.", got=repr(name))
     step = path / name
     return step if step.is_dir() and _has_states(step) else None
 
@@ -80,7 +80,7 @@ class DeepSpeedSource(PiecedSource):
     def __init__(self, path: Path) -> None:
         step = path if _has_states(path) else _latest(path)
         if step is None:
-            raise CheckpointError(f"{path} is no folder that DeepSpeed wrote.", code="K062")
+            raise CheckpointError(f"{path} is no folder that DeepSpeed wrote.")
         archives: list[Archive] = []
         try:
             models, optimizers = _opened(step, archives)
@@ -103,19 +103,16 @@ def _opened(step: Path, archives: list[Archive]) -> tuple[list[Archive], list[Ar
                 raise CheckpointError(
                     f"{step} was not written by ZeRO-3: it has {file.name}.",
                     remedy="DeepSpeed's zero_to_fp32.py makes a state dict of checkpoints of stages 1 and 2",
-                    code="K063",
                 )
             continue
         rank, part, kind = int(matched[1]), int(matched[2]), matched[3]
         if part:
-            raise CheckpointError(f"{step} was written with tensor or pipeline parallelism ({file.name}).", code="K064")
+            raise CheckpointError(f"{step} was written with tensor or pipeline parallelism ({file.name}).")
         found[kind][rank] = file
     world = 1 + max([rank for files in found.values() for rank in files], default=0)
     for kind, files in found.items():
         if missing := sorted(set(range(world)) - files.keys()):
-            raise CheckpointError(
-                f"{step} is half a checkpoint: {kind}_states.pt are missing.", rank=missing[0], code="K065"
-            )
+            raise CheckpointError(f"{step} is half a checkpoint: {kind}_states.pt are missing.", rank=missing[0])
     for rank in range(world):
         archives += [Archive(found["model"][rank]), Archive(found["optim"][rank])]
     return archives[::2], archives[1::2]
@@ -154,30 +151,25 @@ class _Reading:
                     self.state.add_other(str(key), value)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(
-                f"{self._step} is not built as ZeRO-3's checkpoints are ({what}).", code="K066"
-            ) from error
+            raise CheckpointError(f"{self._step} is not built as ZeRO-3's checkpoints are ({what}).") from error
 
     def _check(self, rank: int, flat: Mapping[str, Any]) -> None:
         stage, parts = flat.get("zero_stage"), flat.get("partition_count")
         stage = stage.given[0] if isinstance(stage, Made) and stage.given else stage
         if stage != 3:
-            raise CheckpointError(
-                f"{self._step} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=stage, code="K067"
-            )
+            raise CheckpointError(f"{self._step} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=stage)
         if isinstance(parts, int) and parts != self._world:
             raise CheckpointError(
                 f"{self._step} is half a checkpoint: files of ranks are missing.",
                 expected=f"{parts} ranks",
                 got=f"{self._world} ranks",
-                code="K068",
             )
 
     def _read_parameters(self, groups: list[dict[str, tuple[int, ...]]], flat: list[Any]) -> None:
         for index, group in enumerate(groups):
             self._read_group(MODEL, "", group, [one[index] for one in flat])
         if any(len(one) != len(groups) for one in flat):
-            raise CheckpointError(f"{self._step} has other groups of weights than of parameters.", code="K069")
+            raise CheckpointError(f"{self._step} has other groups of weights than of parameters.")
 
     def _read_group(self, before: str, after: str, group: Mapping[str, tuple[int, ...]], flat: Sequence[Any]) -> None:
         """The parameters of one group, of which `flat` has one tensor a rank."""
@@ -186,11 +178,7 @@ class _Reading:
             if not isinstance(stored, Stored) or stored.shape != (expected,):
                 got = stored.shape if isinstance(stored, Stored) else type(stored).__name__
                 raise CheckpointError(
-                    f"{self._step}: a flat group has another size.",
-                    rank=rank,
-                    expected=(expected,),
-                    got=got,
-                    code="K070",
+                    f"{self._step}: a flat group has another size.", rank=rank, expected=(expected,), got=got
                 )
             self._optimizers[rank].check(f"group of rank {rank}", stored)
         at = 0
@@ -215,7 +203,7 @@ class _Reading:
                 archive.check(name, stored)
                 if stored.shape != (self._part(shape),):
                     raise CheckpointError(
-                        f"{archive.path}: a part of a frozen parameter has another size.", parameter=name, code="K071"
+                        f"{archive.path}: a part of a frozen parameter has another size.", parameter=name
                     )
                 runs.append(Run(archive, stored, 0, min(stored.shape[0], left)))
                 left -= runs[-1].count
@@ -236,9 +224,7 @@ class _Reading:
             full = f"{MODEL}{name}"
             if full not in self.entries and isinstance(told, Stored):
                 if told.key not in first:
-                    raise CheckpointError(
-                        f"{self._step} does not say what a parameter is.", parameter=name, code="K072"
-                    )
+                    raise CheckpointError(f"{self._step} does not say what a parameter is.", parameter=name)
                 self.ties[full] = first[told.key]
         for name, known in (model.get("shared_params") or {}).items():
             if f"{MODEL}{name}" not in self.entries:
@@ -265,15 +251,13 @@ class _Reading:
 
     def _put_whole(self, name: str, archive: Archive, stored: Any) -> None:
         if not isinstance(stored, Stored):
-            raise CheckpointError(
-                f"{archive.path} has something else in place of a tensor.", parameter=name, code="K073"
-            )
+            raise CheckpointError(f"{archive.path} has something else in place of a tensor.", parameter=name)
         archive.check(name, stored)
         self._put(name, Whole(archive, stored), Entry(stored.shape, stored.dtype))
 
     def _put(self, name: str, where: Sequence[Run] | Whole, entry: Entry) -> None:
         if name in self.entries:
-            raise CheckpointError(f"{self._step} says twice what a tensor is.", parameter=name, code="K074")
+            raise CheckpointError(f"{self._step} says twice what a tensor is.", parameter=name)
         self.where[name], self.entries[name] = where, entry
 
 

@@ -112,7 +112,6 @@ class _Reading:
             raise CheckpointError(
                 f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
                 remedy="convert one file",
-                code="K075",
             )
         flat = [name for name in kept if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
         if flat:
@@ -120,7 +119,6 @@ class _Reading:
                 f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
                 parameter=flat[0].removeprefix(MODEL),
                 remedy="load it with PyTorch's FSDP, wrapped as it was, and save a FULL or SHARDED state dict",
-                code="K442",
             )
         for name in kept:
             self._read_named(name)
@@ -129,7 +127,6 @@ class _Reading:
             raise CheckpointError(
                 f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
-                code="K076",
             )
 
     def _read_named(self, name: str) -> None:
@@ -153,14 +150,12 @@ class _Reading:
                 continue
             told = told or one
             if (one.shape, one.dtype) != (told.shape, told.dtype):
-                raise CheckpointError(
-                    f"{archive.path} is of another checkpoint than the other files.", parameter=name, code="K077"
-                )
+                raise CheckpointError(f"{archive.path} is of another checkpoint than the other files.", parameter=name)
             for offsets, sizes, stored in one.parts:
                 archive.check(name, stored)
                 if any(offsets[1:]) or sizes[1:] != one.shape[1:] or not _contiguous(stored):
                     raise CheckpointError(
-                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name, code="K078"
+                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name
                     )
                 line = Stored(stored.key, stored.numel, stored.dtype, stored.offset, (numel(sizes),), (1,))
                 parts.setdefault(offsets[0], (sizes[0], Run(archive, line, 0, numel(sizes))))
@@ -176,7 +171,6 @@ class _Reading:
                 parameter=name,
                 expected=f"{told.world} parts",
                 got=f"{len(parts)} parts",
-                code="K079",
             )
         return [run for _, (_, run) in sorted(parts.items())], told
 

@@ -36,9 +36,7 @@ def decode(data: bytes, what: str) -> Any:
         CheckpointError: it is no pickle, is damaged, or does what no checkpoint does.
     """
     if len(data) > LARGEST:
-        raise CheckpointError(
-            f"{what}: its pickle is too large to be one of tensors.", expected=LARGEST, got=len(data), code="K081"
-        )
+        raise CheckpointError(f"{what}: its pickle is too large to be one of tensors.", expected=LARGEST, got=len(data))
     machine = _Machine(what, len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
@@ -46,9 +44,7 @@ def decode(data: bytes, what: str) -> Any:
     except CheckpointError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what}: its pickle is damaged ({type(error).__name__}: {error}).", code="K082"
-        ) from error
+        raise CheckpointError(f"{what}: its pickle is damaged ({type(error).__name__}: {error}).") from error
     return machine.result
 
 
@@ -83,7 +79,9 @@ class _Machine:
         elif name in _HANDLERS:
             _HANDLERS[name](self, argument)
         elif name not in ("PROTO", "FRAME"):
-            raise CheckpointError(f"{self._what}: its pickle does what no checkpoint does ({name}).", code="K083")
+            raise CheckpointError(
+                f"{self._what}: its pickle does what no checkpoint does ({name}).", topic="not-plain-values"
+            )
 
     def stop(self, _: Any) -> None:
         (self.result,) = self._stack
@@ -195,7 +193,7 @@ class _Machine:
             raise TypeError("arguments that are no tuple")
         self._left -= sum(len(one) for one in given if hasattr(one, "__len__"))
         if self._left < 0:
-            raise CheckpointError(f"{self._what}: its pickle copies the same things over and over.", code="K084")
+            raise CheckpointError(f"{self._what}: its pickle copies the same things over and over.")
         self._stack.append(build(function, given))
 
     def set_state(self, _: Any) -> None:
@@ -208,9 +206,7 @@ class _Machine:
         kind, of, key, _device, numel = self._stack.pop()
         if kind != "storage" or not isinstance(of, Named) or of.name not in STORAGES:
             name = f": {of.name}" if isinstance(of, Named) else ""
-            raise CheckpointError(
-                f"{self._what}: it refers to something that is no tensor's storage{name}.", code="K085"
-            )
+            raise CheckpointError(f"{self._what}: it refers to something that is no tensor's storage{name}.")
         if type(numel) is not int or numel < 0 or not isinstance(key, str):
             raise ValueError("a storage without name or size")
         self._stack.append(Storage(key, numel, STORAGES[of.name]))

@@ -58,7 +58,7 @@ class PlannedFile:
 def split_files(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, Entry]]]:
     """Names of files, and what each holds, in order."""
     if not isinstance(max_bytes, int) or max_bytes <= 0:
-        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes), code="C188")
+        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
     files: list[dict[str, Entry]] = [{}]
     held = 0
     for name, entry in entries.items():
@@ -68,13 +68,13 @@ def split_files(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list
                 parameter=name,
                 expected=f"a name that begins with {MODEL!r}",
                 remedy="leave optimizer state out",
-                code="K097",
             )
         if files[-1] and held + entry.nbytes > max_bytes:
             files.append({})
             held = 0
         files[-1][name.removeprefix(MODEL)] = entry
         held += entry.nbytes
+    files = [dict(sorted(file.items(), key=lambda item: -item[1].dtype.itemsize)) for file in files]  # all aligned
     if len(files) == 1:
         return [(f"{stem}{SUFFIX}", files[0])]
     return [(f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}", file) for i, file in enumerate(files, 1)]

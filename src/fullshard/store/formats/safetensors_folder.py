@@ -126,9 +126,7 @@ class _File:
     def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A rectangle of a tensor, in memory of its own."""
         if self._file.closed:
-            raise ConfigError(
-                "A safetensors file was closed and then read.", parameter=name, got=str(self.path), code="C187"
-            )
+            raise ConfigError("A safetensors file was closed and then read.", parameter=name, got=str(self.path))
         strides = dense_strides(entry.shape, tuple(range(len(entry.shape))))
         start = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
         return read_strided(self._fill, self.header.begins[name], entry.dtype, start, tuple(sizes), strides)
@@ -157,7 +155,6 @@ def _files_of(path: Path, stem: str) -> list[tuple[Path, Path, set[str] | None]]
             "A folder holds two models: one in a single file, and one in the files that an index names.",
             got=f"{single.name} and {index.name} in {path}",
             remedy="remove the one that is not wanted, or name the file or the index itself",
-            code="K086",
         )
     if index.exists():
         return _indexed(path, index.name)
@@ -168,7 +165,6 @@ def _files_of(path: Path, stem: str) -> list[tuple[Path, Path, set[str] | None]]
             expected=f"{stem}{SUFFIX} or {stem}{INDEX} in {path}",
             got=", ".join(there) or "none" if isinstance(there, list) else there,
             remedy="name the folder that has them; adapter=True reads adapter_model.safetensors",
-            code="K087",
         )
     return [(single, _inside(path, single.name), None)]
 
@@ -177,10 +173,7 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, Path, set[str] | None
     where = _inside(folder, index)
     if where.stat().st_size > MOST_BYTES:
         raise DamagedCheckpointError(
-            "An index of safetensors files is longer than any can be.",
-            expected=f"{MOST_BYTES} bytes",
-            got=str(where),
-            code="K088",
+            "An index of safetensors files is longer than any can be.", expected=f"{MOST_BYTES} bytes", got=str(where)
         )
     said = parse_json(where.read_bytes(), str(where))
     placed = said.get("weight_map") if isinstance(said, dict) else None
@@ -189,7 +182,6 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, Path, set[str] | None
             f"An index of safetensors files is damaged: {where}",
             expected='{"weight_map": {name: file}}',
             got=str(said)[:100],
-            code="K089",
         )
     names: dict[str, set[str]] = {}
     for name, file in placed.items():
@@ -216,11 +208,10 @@ def _inside(folder: Path, name: str) -> Path:
             expected=f"the name of a file in {folder}",
             got=repr(name)[:200] + (f", a link to {found}" if plain else ""),
             remedy="do not load it unless you know why; copy the files into one folder if you do",
-            code="K090",
         )
     if not found.is_file():
         raise DamagedCheckpointError(
-            "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file", code="K091"
+            "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file"
         )
     return found
 
@@ -232,7 +223,6 @@ def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpoi
         expected=expected,
         got=got,
         remedy="copy all files again, from one version of the checkpoint",
-        code="K092",
     )
 
 
@@ -290,7 +280,6 @@ class SafetensorsSink(Sink):
                 "There is not enough room for what is to be written.",
                 expected=f"{total} bytes free at {self._path.parent}",
                 got=f"{free}",
-                code="K093",
             )
 
     def _refuse_existing(self) -> None:
@@ -299,7 +288,6 @@ class SafetensorsSink(Sink):
                 "The folder to write to is there already, and is not empty.",
                 got=str(self._path),
                 remedy="name another one, or remove it first: nothing is overwritten",
-                code="K094",
             )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -311,7 +299,6 @@ class SafetensorsSink(Sink):
                 parameter=key,
                 expected=entry,
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
-                code="K095",
             )
         try:
             self._where[key].write(self.folder, key, tensor)
@@ -320,9 +307,7 @@ class SafetensorsSink(Sink):
 
     def finish(self) -> None:
         if self._left:
-            raise CheckpointError(
-                "Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL), code="K096"
-            )
+            raise CheckpointError("Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL))
         try:
             for file in self._planned:
                 file.close(self.folder)  # those without elements, which nobody wrote to
@@ -352,5 +337,4 @@ def _cannot(path: Path, error: OSError, parameter: str | None = None) -> Checkpo
         parameter=parameter,
         got=f"{type(error).__name__}: {error}",
         expected=f"room and rights to write {path}",
-        code="K098",
     )

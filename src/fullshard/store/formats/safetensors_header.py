@@ -150,7 +150,6 @@ def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
             parameter=name,
             expected=", ".join(DTYPES),
             got=repr(kind)[:100],
-            code="K099",
         )
     dtype, numel = DTYPES[kind], math.prod(shape)
     if math.prod(max(extent, 1) for extent in shape) > _LARGEST:
@@ -166,21 +165,18 @@ def _damaged(called: str, expected: str, got: str) -> DamagedCheckpointError:
         expected=expected,
         got=got,
         remedy="copy it again from where it was whole",
-        code="K100",
     )
 
 
 def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A header, and where in the file each tensor begins, in bytes.
-
-    Wider elements come first, so that all of them are aligned to their size.
+    """A header, and where in the file each tensor begins, in bytes: one after the other.
 
     Raises:
         CheckpointError: a dtype that the format does not have.
     """
     said: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     begins, at = {}, 0
-    for name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
+    for name, entry in entries.items():
         if entry.dtype not in NAMES:
             raise CheckpointError(
                 "A tensor is of a dtype that safetensors files do not have.",
@@ -188,7 +184,6 @@ def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tu
                 expected=", ".join(map(str, NAMES)),
                 got=entry.dtype,
                 remedy="cast it before it is saved",
-                code="K101",
             )
         begins[name] = at
         offsets = [at, at + entry.nbytes]
@@ -202,7 +197,6 @@ def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tu
             expected=f"at most {MOST_BYTES} bytes",
             got=f"{len(text)}, for {len(entries)} tensors",
             remedy="a smaller max_file_bytes",
-            code="K102",
         )
     data = _LENGTH.size + len(text)
     return _LENGTH.pack(len(text)) + text, {name: data + begin for name, begin in begins.items()}

@@ -82,14 +82,11 @@ class State:
                 parameter=f"{name[:100]}...",
                 expected=f"at most {MOST_NAME} characters",
                 got=len(name),
-                code="K406",
             )
         value = self.understood(value, name)
         if isinstance(value, Stored | Sharded):
             if name in self.tensors:
-                raise CheckpointError(
-                    f"{self.what}: two tensors would have the same name.", parameter=name, code="K103"
-                )
+                raise CheckpointError(f"{self.what}: two tensors would have the same name.", parameter=name)
             self.tensors[name] = value
         else:
             self.values.setdefault("state", {})[name] = self.plain(value, name)
@@ -101,9 +98,7 @@ class State:
         for key, state in optimizer["state"].items():
             name = names.get(key, key)
             if not isinstance(state, dict):
-                raise CheckpointError(
-                    f"{self.what}: the state of an optimizer is no dict.", parameter=str(name), code="K104"
-                )
+                raise CheckpointError(f"{self.what}: the state of an optimizer is no dict.", parameter=str(name))
             if not isinstance(name, str):
                 into["warning"] = UNNAMED
             left = self._state_of_one(state, f"{OPTIMIZER}{name}", 0)
@@ -151,9 +146,7 @@ class State:
         if isinstance(value, Stored):
             return self.show(path, value)
         if isinstance(value, Sharded):
-            raise CheckpointError(
-                f"{self.what}: a sharded tensor that is of no model or optimizer.", parameter=path, code="K105"
-            )
+            raise CheckpointError(f"{self.what}: a sharded tensor that is of no model or optimizer.", parameter=path)
         if isinstance(value, dict):
             return {key: self.plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -177,9 +170,7 @@ class State:
         """One more value, so deep."""
         self.count += 1
         if depth > DEEPEST or self.count > MOST:
-            raise CheckpointError(
-                f"{self.what} is nested too deeply, or holds too much, to be a checkpoint.", code="K106"
-            )
+            raise CheckpointError(f"{self.what} is nested too deeply, or holds too much, to be a checkpoint.")
 
     def add_all(self, root: Any) -> None:
         """What a file of `torch.save` holds.
@@ -190,7 +181,7 @@ class State:
         root = self.understood(root, "")
         if not isinstance(root, dict):
             got = "a tensor" if isinstance(root, Stored | Sharded) else f"a {type(root).__name__}"
-            raise CheckpointError(f"{self.what} holds no state dict.", expected="a dict", got=got, code="K107")
+            raise CheckpointError(f"{self.what} holds no state dict.", expected="a dict", got=got)
         model = next((key for key in MODEL_KEYS if isinstance(root.get(key), dict)), None)
         optimizer = next((key for key in OPTIMIZER_KEYS if _is_optimizer(root.get(key))), None)
         if _is_optimizer(root):
@@ -212,7 +203,7 @@ def refused(what: str, name: str, path: str) -> CheckpointError:
     return CheckpointError(
         f"{what} holds more than tensors and plain values: {name}, which is not loaded, as that would execute it.",
         parameter=path or None,
-        code="K108",
+        topic="not-plain-values",
     )
 
 
@@ -267,9 +258,7 @@ def nested(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> di
         root["optimizer"] = _optimizer(optimizer, states, model)
     root |= others | told
     if taken := root.keys() & state.keys():
-        raise CheckpointError(
-            "A file of torch.save has no place for a value of this name.", parameter=min(taken), code="K109"
-        )
+        raise CheckpointError("A file of torch.save has no place for a value of this name.", parameter=min(taken))
     return root | state
 
 

@@ -141,7 +141,7 @@ class TorchFileSink(Sink):
         data = bytes_of(tensor)
         if len(data) != size:
             raise CheckpointError(
-                "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data), code="K110"
+                "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data)
             )
         self._file.seek(position)
         self._file.write(data)
@@ -151,7 +151,7 @@ class TorchFileSink(Sink):
         assert self._file is not None
         missing = [name for name in self._places if name not in self._written]
         if missing:
-            raise CheckpointError("Not all tensors were written.", parameter=missing[0], code="K111")
+            raise CheckpointError("Not all tensors were written.", parameter=missing[0])
         self._file.flush()
         self._file.close()
         put_in_place(self._saving, self._path)

@@ -1,1 +1,0 @@
-"""What `adopt` changes in client libraries when they are imported, one file a library."""
