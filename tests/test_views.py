@@ -298,4 +298,4 @@ def assigned_to_both() -> str:
 
 def test_two_gradients_for_a_parameter_and_its_view_are_refused(run_ranks):
     for told in run_ranks(assigned_to_both):
-        assert "0.weight" in told and "Both a parameter and the optimizer view" in told
+        assert "0.weight" in told and "both a parameter and the optimizer view" in told

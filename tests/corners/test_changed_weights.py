@@ -350,7 +350,7 @@ def test_what_was_set_aside_is_what_is_put_back(way: str, views: str) -> list[st
         problems += value_problems(name, model, plain)
     if views == "swapped":
         viewed[0].data = torch.zeros(1, dtype=torch.float64)
-        with pytest.raises(fullshard.ConfigError, match="another shape"):
+        with pytest.raises(fullshard.ConfigError, match="a different shape"):
             model(mine(0))
     return problems
 

@@ -177,7 +177,7 @@ CALLS = [
         two_layers,
         lambda m: fully_shard([m[0], m[1]]),
         lambda m: copy.deepcopy(m[0]),
-        "PhaseError: Linear forms one unit with a module that was deep-copied without",
+        "PhaseError: Linear is in one unit with",
     ),
     (
         lambda: fully_shard(nn.Sequential(fully_shard(Keeps(4, 4)), nn.Linear(4, 4))),

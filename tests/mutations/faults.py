@@ -105,8 +105,8 @@ FAULTS = (
     Fault(
         "parameters that this rank had no gradient for stay undecided for good",
         "shard/delivery.py",
-        "asked, self.undecided = list(dict.fromkeys(self.undecided)), []",
-        "asked = list(dict.fromkeys(self.undecided))",
+        "candidates, self.undecided = list(dict.fromkeys(self.undecided)), []",
+        "candidates = list(dict.fromkeys(self.undecided))",
     ),
     Fault(
         "the memory of gradients that a user still holds is given back",
@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "parked memory is read from the beginning of its storage",
         "shard/parking.py",
-        "return made.set_(target, plain.storage_offset(), plain.shape, plain.stride())",
-        "return made.set_(target, 0, plain.shape, plain.stride())",
+        "return moved.set_(target, plain.storage_offset(), plain.shape, plain.stride())",
+        "return moved.set_(target, 0, plain.shape, plain.stride())",
         besides="tests/test_parking.py",
     ),
     # agreement
@@ -281,7 +281,7 @@ FAULTS = (
     Fault(
         "usual: memory of gradients that users hold is written again",
         "runtime/step.py",
-        "                and not reduction.set.storage.nbytes()  # it was given back: nobody else holds it, and none is shown\n",  # noqa: E501
+        "                and not reduction.set.storage.nbytes()  # was released: nobody else holds it, nothing shows it\n",  # noqa: E501
         "",
         test="tests/test_usual_step.py",
     ),
@@ -323,7 +323,7 @@ FAULTS = (
     Fault(
         "settings grow with each switch that goes there and back by another way",
         "runtime/settings.py",
-        "            changed = next((known for known in family if known == changed), changed)\n",
+        "            changed = next((relative for relative in family if relative == changed), changed)\n",
         "",
         test="tests/test_usual_step.py -k settings",
     ),

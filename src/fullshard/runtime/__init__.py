@@ -1,4 +1,4 @@
-"""When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
+"""Decides when things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, deepcopy_module, pickling_error
 from .noticed import install as notice_torch

@@ -1,7 +1,7 @@
 """Parameters that were added to a root's modules after they were sharded: a new head, adapters.
 
-No unit has them, so that every rank would train a copy of its own. That something was registered is noticed by torch's
-own global hooks, at no cost to a step; which parameters no unit has is looked up then.
+They belong to no unit, so every rank would train its own copy. PyTorch's global registration hooks count new
+parameters and modules, at no cost to a step; parameters without a unit are searched for only when the count changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .messages import added_parameters
 
 
 class _Registrations:
-    """Counts parameters and modules that were registered on any module of this process."""
+    """Counts the parameters and modules registered on any module of this process."""
 
     count = 0
     installed = False
@@ -32,21 +32,21 @@ class _Registrations:
     def install(cls) -> None:
         if not cls.installed:
             cls.installed = True
-            register_module_parameter_registration_hook(cls._noticed)
-            register_module_module_registration_hook(cls._noticed)
+            register_module_parameter_registration_hook(cls._count)
+            register_module_module_registration_hook(cls._count)
 
     @classmethod
-    def _noticed(cls, module: nn.Module, name: str, what: Any) -> None:
+    def _count(cls, module: nn.Module, name: str, registered: Any) -> None:
         cls.count += 1
 
 
 class Additions:
-    """Finds parameters under some modules that no unit has.
+    """Finds parameters under the given modules that belong to no unit.
 
     Args:
-        modules: of the root; held weakly.
-        ignored: ids of parameters that were to be left alone.
-        rank: for errors.
+        modules: the root's modules; held weakly.
+        ignored: returns the ids of the parameters to leave alone.
+        rank: this rank, for errors.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Callable[[], frozenset[int]], rank: int) -> None:
@@ -54,24 +54,24 @@ class Additions:
         self._modules = [weakref.ref(module) for module in modules]
         self._ignored, self._rank = ignored, rank
         self._seen = -1
-        self._frozen: list[weakref.ref[nn.Parameter]] = []  # that no unit has: refused once they train
+        self._frozen: list[weakref.ref[nn.Parameter]] = []  # in no unit: refused once they train
 
     @property
     def changed(self) -> bool:
-        """Whether anything was registered on any module since the last check."""
+        """Whether anything has been registered on any module since the last check."""
         return self._seen != _Registrations.count
 
     def check(self) -> None:
-        """Refuse trainable parameters that were added since the last check, or frozen ones that train since.
+        """Refuse trainable parameters added since the last check, and frozen ones that have become trainable.
 
-        Costs nothing if nothing was registered and nothing that no unit has is frozen.
+        Costs nothing if nothing was registered and every frozen parameter belongs to a unit.
 
         Raises:
-            PhaseError: names them.
+            PhaseError: such parameters exist; names them.
         """
         if not self.changed and not self._trains_now():
             return
-        ignored, found, frozen = self._ignored(), [], []
+        ignored, added, frozen = self._ignored(), [], []
         for ref in self._modules:
             module = ref()
             for name, parameter in module.named_parameters() if module is not None else ():
@@ -80,12 +80,12 @@ class Additions:
                 if not parameter.requires_grad:
                     frozen.append(weakref.ref(parameter))
                 elif not torch.nn.parameter.is_lazy(parameter):
-                    found.append(clean_name(name))
-        if found:
-            raise added_parameters(found, self._rank)
+                    added.append(clean_name(name))
+        if added:
+            raise added_parameters(added, self._rank)
         self._seen = _Registrations.count
         self._frozen = frozen
 
     def _trains_now(self) -> bool:
-        """Whether a parameter that was frozen at the last check, and that no unit has, is not any more."""
+        """Whether a parameter that belongs to no unit and was frozen at the last check is trainable now."""
         return any([p is not None and p.requires_grad for ref in self._frozen for p in [ref()]])

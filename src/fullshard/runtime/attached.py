@@ -1,4 +1,4 @@
-"""Optimizers attached to sharded parameters are stepped in backward, where gradients are delivered."""
+"""Steps the optimizers attached to sharded parameters during backward, as gradients are delivered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def step_attached(parameter: torch.Tensor) -> None:
-    """Step the optimizers that are attached to `parameter`, whose gradient is complete, and take the gradient away.
+    """Step the optimizers attached to `parameter`, whose gradient is complete, then set the gradient to None.
 
     Raises:
         PhaseError: see `check_attached`.
@@ -32,7 +32,7 @@ def step_attached(parameter: torch.Tensor) -> None:
 
 
 def check_units(units: Iterable[Unit]) -> None:
-    """`check_attached` of everything that optimizers may be attached to."""
+    """Run `check_attached` on every tensor of these units that has an attached optimizer."""
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
             for tensor in [*(m.sharded for m in bucket.members), *(view.tensor for view in gradients.delivery.views)]:
@@ -41,16 +41,16 @@ def check_units(units: Iterable[Unit]) -> None:
 
 
 def check_attached(parameter: torch.Tensor) -> None:
-    """Refuse optimizers that would be stepped too early, or train nothing.
+    """Refuse optimizers that would step too early, or train nothing.
 
     Raises:
-        PhaseError: they are attached to a tensor over several parameters, whose gradients need not be complete at once;
-            or were attached before sharding, which put another object in the parameter's place.
+        PhaseError: they are attached to a tensor over several parameters, whose gradients may complete at different
+            times; or they were attached before sharding, which replaced the parameter by a different object.
     """
-    known, unit = parameter.__dict__, owner_of(parameter)
+    attributes, unit = parameter.__dict__, owner_of(parameter)
     if unit is None or not any(member.sharded is parameter for member in unit.members):
-        name = known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or None
-        raise attached_to_several(name, known.get(PART_KEY))
+        name = attributes.get(NAME_KEY) or ", ".join(attributes.get("_fqns", ())) or None
+        raise attached_to_several(name, attributes.get(PART_KEY))
     for optimizer in attached_to(parameter):
-        if not any(one is parameter for group in optimizer.param_groups for one in group["params"]):
-            raise attached_before_sharding(known.get(NAME_KEY), optimizer)
+        if not any(entry is parameter for group in optimizer.param_groups for entry in group["params"]):
+            raise attached_before_sharding(attributes.get(NAME_KEY), optimizer)

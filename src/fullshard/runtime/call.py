@@ -1,12 +1,12 @@
-"""One forward call of a unit, from its inputs to its backward: the tensors that tell when that begins and ends.
+"""One forward call of a unit, from inputs to backward: the tensors whose gradients mark where that begins and ends.
 
-Between two units one tensor tells both: the output of one, as it is, is the input of the next. When it gets its
-gradient the backward of the next unit is over, and that of the unit before it begins.
+Between two units one tensor marks both: the unchanged output of one is the input of the next. When it gets its
+gradient, the backward of the next unit has ended and that of the previous unit begins.
 
-Why an input's gradient tells that the call's backward is over: what is watched is a view made when the call began, so
-every node of the call was created later, and autograd runs later nodes first; when the view's node runs, all of the
-call's nodes have run. Where that order does not hold (several devices' threads) gradients that come late are reduced at
-the end of backward: the result is the same.
+An input's gradient marks the end of the call's backward because the watched tensor is a view made when the call began:
+every node of the call was created later, and autograd runs later nodes first, so when the view's node runs, all of the
+call's nodes have run. Where that order does not hold (threads of several devices), late gradients are reduced at the
+end of backward, with the same result.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .outputs import PLAIN, refuse_views, tensors_behind
 from .usual import UsualStep
 
 View = tuple[torch.Tensor, Any, int, Any, Any]
-"""A watched input: our view of it, the view's node and version; what made the input, and hooks on its gradient."""
+"""A watched input: our view, its node and version; the node that produced the input, and its gradient hooks."""
 
 
 class Forward:
-    """A forward of a unit that runs now, and the tensors that belong to it. Ends as it returns or raises.
+    """A running forward of a unit, and the tensors that belong to it. Ends when the forward returns or raises.
 
     Attributes:
-        borrowed: what it was passed and can put something into, if anything.
-        call: for its backward; None without gradients.
-        watches: whether an input tells when the call's backward is over.
-        leads_back: whether an output needs a gradient, so that a backward may come.
-        hides: whether an output may hold tensors where nobody sees them.
+        borrowed: the mutable containers among its arguments, if any.
+        call: tracks the call's backward; None without gradients.
+        watches: whether an input marks the end of the call's backward.
+        leads_back: whether an output needs a gradient, so that a backward may follow.
+        hides: whether an output may hold tensors that cannot be found.
         usual: how the unit was opened, if that was usual.
-        first_node: the number of autograd's first node of the call.
-        views: what is watched of inputs that no other unit watches.
+        first_node: the number of the call's first autograd node.
+        views: the watched views of inputs that no other unit watches.
     """
 
     borrowed: Borrowed | None = None
@@ -52,10 +52,10 @@ class Forward:
     views: Sequence[View] = ()
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Be told when an input gets its gradient: a view of it, in its place, unless another unit watches it already.
+        """Watch for an input's gradient: replace the input by a view of it, unless another unit watches it already.
 
-        Where all of them are in containers of the user's, one is watched as it is: its gradient comes later, when all
-        that used it has run.
+        If all inputs are inside the user's own containers, one is watched in place: its gradient comes later, when
+        everything that used it has run.
         """
         args = map_own(self._watch, args)
         if kwargs:
@@ -74,8 +74,8 @@ class Forward:
         return self._watch_apart(tensor)
 
     def _watch_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Watch an input that is no other unit's untouched output: through a view, which the forward gets."""
-        if tensor.is_nested or tensor.layout is not torch.strided:  # of which there are no views
+        """Watch an input that is not another unit's untouched output, through a view passed to the forward."""
+        if tensor.is_nested or tensor.layout is not torch.strided:  # these have no views
             self._watch_in_place([tensor])
             return tensor
         view = view_of(tensor)
@@ -85,10 +85,10 @@ class Forward:
         return view
 
     def _watch_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Watch the tensor that was made last: by its gradient all of the call has run."""
+        """Watch the tensor created last: by the time it gets its gradient, the whole call has run."""
         call = self.call
-        made = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        if call is None or not made:
+        results = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if call is None or not results:
             return
         self.watches = True
         reference = weakref.ref(call)  # the tensor may outlive the graph
@@ -97,11 +97,11 @@ class Forward:
             if (call := reference()) is not None:
                 call.after_backward(gradient)
 
-        forget = on_gradient_first(max(made, key=lambda tensor: number_of(tensor.grad_fn)), after_backward)
+        forget = on_gradient_first(max(results, key=lambda tensor: number_of(tensor.grad_fn)), after_backward)
         call.forgets = [*(call.forgets or ()), forget]
 
     def watch_outputs(self, unit: Unit, output: Any) -> None:
-        """Be told when an output gets its gradient, or what the call put into something that it was passed."""
+        """Watch for the gradients of outputs, and of tensors that the call stored in its arguments."""
         if self.views:
             self._watch_producers()
         if type(output) is torch.Tensor:
@@ -123,7 +123,7 @@ class Forward:
                     self.watch(tensors_behind(value)[0])
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Be told when one of these gets its gradient, of which only some were made by this call."""
+        """Watch for the gradients of those of these tensors that this call produced."""
         for tensor in tensors:
             node = tensor.grad_fn
             if node is not None and number_of(node) >= self.first_node:
@@ -140,9 +140,9 @@ class Forward:
             call.hands_on = True
 
     def watch_base(self, view: torch.Tensor) -> None:
-        """Be told as well when what made the base of an output is about to run.
+        """Also watch the node that produced the base of an output, for when it is about to run.
 
-        A view that is changed in place later gets another history, from its base on, in which its hook does not occur.
+        A view that is later changed in place gets a new history, starting at its base, which does not contain its hook.
         """
         base = view_base(view)
         node: Any = base.grad_fn if base is not None else None
@@ -150,10 +150,11 @@ class Forward:
             node.register_prehook(self.call.before_backward)
 
     def _watch_producers(self) -> None:
-        """An input that the call changed in place got another history, in which our view does not occur.
+        """Watch the producers of inputs that the call changed in place: their new history does not contain our view.
 
-        What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
-        its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
+        The node that produced such an input is still there: when it is about to run, everything that used the input
+        has run. If a unit produced it, that unit's hooks are on it already, and ours goes before them: this call's
+        backward ends before that unit's begins.
         """
         for view, node, version, producer, hooks in self.views:
             if view._version != version and view.grad_fn is not node and producer is not None:

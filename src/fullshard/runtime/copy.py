@@ -20,27 +20,26 @@ _COPYING = "fullshard: units being copied"
 
 
 def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
-    """A copy of `module`, with units and shards of its own on the same mesh. No communication.
+    """Return a copy of `module` with its own units and shards on the same mesh. No communication.
 
-    Values, settings and hooks of the module are copied. Gradients are not, as torch's own parameters do not copy them;
-    what is gathered is not: the copy starts sharded.
-    Modules under `module` are copied with it; a model is copied whole by copying its root.
+    Copies values, settings and hooks, but not gradients (PyTorch's own parameters do not copy theirs either) and not
+    gathered buffers: the copy starts sharded. Modules below `module` are copied with it; copy the root to copy a model.
 
     Raises:
         PhaseError: a forward or backward through the unit is running; gradients wait to be reduced; a parameter is
-            tied to a module outside of what is copied.
+            tied to a module outside the copied ones.
     """
-    if _COPYING in memo:  # a unit within one that is being copied
+    if _COPYING in memo:  # a unit inside one that is being copied
         return _copy_plain(module, memo)
     runners = runners_in(module)
-    for one in runners:
-        root = one.root
+    for runner in runners:
+        root = runner.root
         if root is not None:
             root.recover_if_broken()
             if root.pass_top is not None or root.in_backward:
                 raise copied_while_it_runs(plain_class(module).__name__)
     take_over_replaced(module)
-    units = {id(one): clone_unit(one.unit, memo) for one in runners}
+    units = {id(runner): clone_unit(runner.unit, memo) for runner in runners}
     memo[_COPYING] = True
     try:
         new = _copy_plain(module, memo)
@@ -51,21 +50,21 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
 
 
 def copy_module(module: Any) -> Any:
-    """As `copy.copy` copies any module: the same parameters, submodules and unit."""
+    """Copy a module as `copy.copy` does: the copy has the same parameters, submodules and unit."""
     new = object.__new__(type(module))
     new.__setstate__(object.__reduce_ex__(module, 4)[2])
     return new
 
 
 def pickling_error(module: Any) -> PhaseError:
-    """The error for pickling a sharded module, by `torch.save(model)` for instance."""
+    """The error for pickling a sharded module, for instance with `torch.save(model)`."""
     return pickled(plain_class(module).__name__)
 
 
 def _copy_plain(module: nn.Module, memo: dict[Any, Any]) -> Any:
-    """As `copy.deepcopy` copies any module, without its unit and the methods that refer to it."""
+    """Copy a module as `copy.deepcopy` does, except its unit and the methods that refer to it."""
     ours = {RUNNER_KEY, FORWARD_METHODS_KEY, *module.__dict__.get(FORWARD_METHODS_KEY, ())}
-    state: Any = object.__reduce_ex__(module, 4)[2]  # what its __getstate__ gives, or its __dict__
+    state: Any = object.__reduce_ex__(module, 4)[2]  # from its __getstate__, or its __dict__
     new: nn.Module = object.__new__(type(module))
     memo[id(module)] = new
     new.__setstate__({name: copy.deepcopy(value, memo) for name, value in state.items() if name not in ours})
@@ -86,14 +85,14 @@ def _set_up(runners: Sequence[Runner], units: dict[int, Unit], memo: dict[Any, A
         copied = [memo[id(module)] for module in modules]
         new = copies[id(old)] = Runner(unit, copied, old.settings, old.find_root)
         new.set(ignored=old.settings.ignored.copied(memo), reduce_tokens=None)
-        for module, one in zip(modules, copied, strict=True):
-            one.__dict__[RUNNER_KEY] = new
+        for module, new_module in zip(modules, copied, strict=True):
+            new_module.__dict__[RUNNER_KEY] = new
             for name, method in module.__dict__.get(FORWARD_METHODS_KEY, {}).items():
-                object.__setattr__(one, name, copy.deepcopy(method, memo))  # bound to the copy
-                run_method(one, new, name)
+                object.__setattr__(new_module, name, copy.deepcopy(method, memo))  # bound to the copy
+                run_method(new_module, new, name)
     for new in copies.values():
         for name in ("forward_units", "backward_units"):
-            wanted = getattr(new.settings.prefetch, name)
-            if wanted is not None:  # those that point outside of what was copied are dropped
-                inside = all(id(runner) in copies for runner in wanted)
-                new.set(**{f"prefetch_{name}": tuple(copies[id(r)] for r in wanted) if inside else None})
+            chosen = getattr(new.settings.prefetch, name)
+            if chosen is not None:  # dropped if any unit was not copied
+                inside = all(id(runner) in copies for runner in chosen)
+                new.set(**{f"prefetch_{name}": tuple(copies[id(r)] for r in chosen) if inside else None})

@@ -1,7 +1,7 @@
-"""What sharding has to do with an error of torch's own that a forward raised: a note on it.
+"""Notes on PyTorch errors raised in a forward that sharding is likely to have caused.
 
-Such an error tells of shapes, dtypes or memory, and names neither the parameter nor what to do instead. It is looked
-at once it was raised, and only if its text is one of those that sharding is known to cause.
+Such an error mentions shapes, dtypes or memory, but neither the parameter nor the remedy. Errors are inspected only
+after they are raised, and only if their text is one that sharding is known to cause.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .root import Runnable
 _FREED = "data is not allocated yet"
 _SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
 _DTYPES = re.compile(r"same dtype|expected scalar type")
-_SEEN = "_fullshard_seen"  # on an error: outer units see it when the inner ones show other parameters
+_SEEN = "_fullshard_seen"  # marks inspected errors: when outer units see one, inner units show other parameters
 
 
 def add_hint(error: RuntimeError, runner: Runnable) -> None:
-    """Add a note if the error is one of those that sharding causes. For the innermost unit, before it is put back."""
+    """Add a note if sharding is a likely cause of the error. Call for the innermost unit, before its state is reset."""
     if isinstance(error, FullshardError) or _SEEN in error.__dict__:
         return
     error.__dict__[_SEEN] = True
@@ -47,14 +47,14 @@ def _of_freed(error: RuntimeError) -> str:
     ]
     which = f"parameter {names[0]!r}" if names else "a parameter"
     return (
-        f"this is probably a gathered weight ({which}) that was stored in a forward and is used after its unit was "
+        f"this is probably a gathered weight ({which}) that was stored in a forward and used after its unit was "
         "freed. Use the parameter in its unit's own forward, store a copy (weight.clone()), or keep the unit gathered "
-        "meanwhile (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
+        "until then (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
     )
 
 
 def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What `tensor` is a view of (a transposed weight, a chunk of one), or itself."""
+    """The base of `tensor` if it is a view (a transposed weight, or a chunk of one), else `tensor` itself."""
     base = view_base(tensor)
     return tensor if base is None else base
 
@@ -77,11 +77,11 @@ def _of_parts(error: RuntimeError) -> str | None:
 
 def _of_dtypes(runner: Runnable) -> str | None:
     units = runner.root.units if runner.root is not None else [runner]
-    for one in units:
-        policy = one.settings.policy
+    for user in units:
+        policy = user.settings.policy
         if policy.param_dtype is not None and policy.output_dtype is None:
             return (
-                f"unit {one.unit.name or '(root)'!r} computes in {policy.param_dtype} (mixed precision), and so "
+                f"unit {user.unit.name or '(root)'!r} computes in {policy.param_dtype} (mixed precision), and so "
                 "are its outputs. Convert the other tensor (y.to(x.dtype)), or the unit's output, with "
                 "MixedPrecisionPolicy(output_dtype=...)."
             )
@@ -89,7 +89,7 @@ def _of_dtypes(runner: Runnable) -> str | None:
 
 
 def _at_hand(error: RuntimeError) -> Iterator[torch.Tensor]:
-    """Tensors that the frame that raised had in variables, or as attributes that its code names, one module deep."""
+    """The tensors in variables of the raising frame, or in attributes that its code names, one module deep."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -1,4 +1,4 @@
-"""What the engine says to its users, in the order of the code: the wording of every error and warning of `runtime/`."""
+"""The wording of every error and warning of `runtime/`, in the order of the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ConfigError, PhaseError, UsageError, message
 
 
 def named(unit: str) -> str:
-    """A unit's name as users read it."""
+    """A unit's name as it appears in messages."""
     return repr(unit or "(root)")
 
 
@@ -22,7 +22,7 @@ def refused_transform(unit: str) -> PhaseError:
     return PhaseError(
         f"The forward of unit {named(unit)} was called under a transform of torch.func (vmap, grad, jacrev, "
         "jvp, ...), which sees neither gathers nor reductions.",
-        expected="a forward and backward by plain autograd",
+        expected="a forward and backward in plain autograd",
         remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
         "loop over the batch; or apply the transform to an unsharded copy of the model",
     )
@@ -43,18 +43,18 @@ def not_while_it_runs(phase: str, event: str, unit: str) -> PhaseError:
 
 
 def root_is_gone(parameters: Iterable[str]) -> PhaseError:
-    """The error for a backward that outlives its model."""
+    """The error for a backward that runs after its model was deleted."""
     return PhaseError(
-        "A backward reached a unit whose root is gone.",
+        "A backward reached a unit whose root module was deleted.",
         parameter=", ".join(parameters),
-        remedy="keep the root module until the backwards of its forwards are done",
+        remedy="keep the root module alive until the backwards of its forwards have ended",
     )
 
 
 def prefetches_another_model(unit: str, foreign: Iterable[str]) -> str:
-    """The warning for units to prefetch that are below another root."""
+    """The warning for units to prefetch that are below a different root."""
     return message(
-        f"Unit {named(unit)} is to prefetch units of another model, which is not done: "
+        f"Unit {named(unit)} is set to prefetch units of a different model, which are ignored: "
         f"{', '.join(map(named, foreign))}.",
         expected="units below the same root module",
         remedy="call unshard(async_op=True) on that unit before its model runs",
@@ -65,19 +65,19 @@ def prefetches_another_model(unit: str, foreign: Iterable[str]) -> str:
 
 
 def generator_calls_unit(parameter: str) -> PhaseError:
-    """The error for a forward that returned a generator, whose body runs once the unit is freed."""
+    """The error for a forward that returned a generator, whose body runs after the unit was freed."""
     return PhaseError(
-        "A forward returned a generator, whose body calls a module of its unit: the unit is freed by then.",
+        "A forward returned a generator whose body calls a module of its unit, which is freed by then.",
         parameter=parameter,
         expected="a forward that computes before it returns",
         got="this rank's part of the parameter",
-        remedy="return a list of the results, or shard the modules that the generator calls as units of their own",
+        remedy="return a list of the results, or shard the modules that the generator calls as separate units",
         topic="used-while-freed",
     )
 
 
 def object_holds_view(parameter: str, rank: int) -> PhaseError:
-    """The error for an object that holds a view of gathered memory, and that cannot be rebuilt."""
+    """The error for an object that holds a view of gathered memory and cannot be rebuilt."""
     return PhaseError(
         "A forward returned an object that holds a view of a gathered parameter, which is about to be freed.",
         parameter=parameter,
@@ -91,36 +91,36 @@ def object_holds_view(parameter: str, rank: int) -> PhaseError:
 
 
 def called_by_itself(unit: str) -> PhaseError:
-    """The error for a part of a model that was called before the model."""
+    """The error for a part of a model that was called before the whole model."""
     return PhaseError(
-        f"Unit {unit!r} was called by itself before the model that it is part of was called.",
-        expected="the first forward to be that of the whole model, the outermost module that was sharded",
-        got=f"a forward of {unit!r}, which made it a model of its own",
-        remedy="call the whole model once before you call its parts (under torch.no_grad() will do); now the "
-        "model has to be built and sharded anew",
+        f"Unit {unit!r} was called on its own before the model that contains it.",
+        expected="the first forward to be that of the whole model, the outermost sharded module",
+        got=f"a forward of {unit!r}, which made it a root of its own",
+        remedy="build and shard the model again, and call the whole model once before you call its parts (under "
+        "torch.no_grad() is enough)",
         topic="unit-called-alone",
     )
 
 
 def other_root_runs(unit: str) -> PhaseError:
-    """The error for a unit of two models of which the other one runs."""
+    """The error for a unit of two roots while the other root runs."""
     return PhaseError(
-        f"Unit {unit!r} is part of two roots, and the other one's forward or backward is running.",
-        remedy="let each root's forward and backward end before the other's begin",
+        f"Unit {unit!r} belongs to two roots, and the forward or backward of the other one is running.",
+        remedy="finish the forward and backward of one root before the other's begin",
     )
 
 
 def backward_while_summoned() -> UsageError:
-    """The error for a backward inside of `summon_full_params`."""
+    """The error for a backward inside `summon_full_params`."""
     return UsageError(
         "backward() was called inside summon_full_params() of the same model",
-        remedy="call it before the context or after it: what that shows are copies, which get no gradients",
+        remedy="call it before or after the context: the parameters shown inside it are copies, which get no gradients",
         topic="summoned-parameters",
     )
 
 
 def not_waited_for() -> PhaseError:
-    """The error for a pass that begins while gradients are in flight."""
+    """The error for a pass that begins while gradient reductions are in flight."""
     return PhaseError(
         "A gradient reduction of finalize_backward(async_op=True) was not waited for.",
         expected="handle.wait() before the next forward, backward or finalize_backward of the model, or of one "
@@ -132,34 +132,34 @@ def not_waited_for() -> PhaseError:
 
 
 def several_reductions(names: Mapping[str, Sequence[str]]) -> ConfigError:
-    """The error for units that reduce otherwise than others; `names`: of units, by their setting."""
+    """The error for units with different values of `reduction=`; `names`: unit names by value."""
     return ConfigError(
-        "Units of one model have different settings of reduction=.",
-        expected="the same for all of them",
-        got="; ".join(f"{kind!r} of {', '.join(map(repr, some[:3]))}" for kind, some in names.items()),
+        "Units of one model have different values of reduction=.",
+        expected="the same value for all of them",
+        got="; ".join(f"{kind!r} of {', '.join(map(repr, units[:3]))}" for kind, units in names.items()),
         remedy="give every call of fully_shard or FullyShardedDataParallel the same reduction=, or use "
         "auto_wrap_policy=",
     )
 
 
 def tokens_of_fewer_ranks(unit: str, ranks: int, counted: int) -> ConfigError:
-    """The error for gradients that are summed over more ranks than tokens are counted over."""
+    """The error for gradients that are summed over more ranks than tokens are counted on."""
     return ConfigError(
-        "Tokens are counted over the root's mesh, and a unit's gradients are summed over more ranks.",
-        expected=f"meshes of at most {counted} ranks, as the root's",
+        "Tokens are counted over the root's mesh, but a unit's gradients are summed over more ranks.",
+        expected=f"meshes of at most {counted} ranks, like the root's",
         got=f"unit {unit!r} on {ranks} ranks",
         remedy="give the root the mesh of all ranks that hold data",
     )
 
 
-def setting_below_the_root(setting: str, own: str, asked: Mapping[str, str]) -> str:
-    """The warning for a setting that only the root's counts of; `asked`: what units below have, by name."""
-    told = [f"{value!r} of {name!r}" for name, value in asked.items()]
+def setting_below_the_root(setting: str, of_root: str, differing: Mapping[str, str]) -> str:
+    """The warning for a setting that only counts on the root; `differing`: the values of units below, by name."""
+    values = [f"{value!r} of {name!r}" for name, value in differing.items()]
     return message(
-        f"{setting}= of units below the root counts for nothing: the root's does.",
+        f"{setting}= of units below the root is ignored: only the root's value counts.",
         expected=f"{setting}= in the call for the whole model",
-        got=f"{own!r} of the root; " + ", ".join(told[:3]) + (", ..." if told[3:] else ""),
-        remedy=f"give {setting}={next(iter(asked.values()))!r} to the last call, "
+        got=f"{of_root!r} of the root; " + ", ".join(values[:3]) + (", ..." if values[3:] else ""),
+        remedy=f"pass {setting}={next(iter(differing.values()))!r} to the last call, "
         "fully_shard(model), or to the outermost FullyShardedDataParallel",
     )
 
@@ -168,13 +168,13 @@ def setting_below_the_root(setting: str, own: str, asked: Mapping[str, str]) -> 
 
 
 def added_parameters(names: Iterable[str], rank: int) -> PhaseError:
-    """The error for trainable parameters that no unit has."""
+    """The error for trainable parameters that belong to no unit."""
     return PhaseError(
-        "Parameters were added to a sharded model, and no unit has them: ranks would train them apart.",
+        "Parameters were added to a sharded model and belong to no unit: each rank would train its own copy.",
         parameter=", ".join(names),
         rank=rank,
         remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
-        "freeze them, or name them in ignored_params, to leave them alone",
+        "to leave them unsharded, freeze them or list them in ignored_params",
         topic="parameter-added",
     )
 
@@ -183,9 +183,9 @@ def added_parameters(names: Iterable[str], rank: int) -> PhaseError:
 
 
 def attached_to_several(parameter: str | None, part: object) -> PhaseError:
-    """The error for an optimizer in backward of a tensor over several parameters."""
+    """The error for an optimizer attached to a tensor over several parameters."""
     return PhaseError(
-        "An optimizer was attached to a tensor over several parameters, to be stepped in backward.",
+        "An optimizer to be stepped in backward was attached to a tensor over several parameters.",
         parameter=parameter,
         expected="optimizers attached to single parameters",
         got=f"one attached to {part}",
@@ -194,12 +194,12 @@ def attached_to_several(parameter: str | None, part: object) -> PhaseError:
 
 
 def attached_before_sharding(parameter: str | None, optimizer: torch.optim.Optimizer) -> PhaseError:
-    """The error for an optimizer in backward of what was there before sharding."""
+    """The error for an optimizer attached to a parameter from before sharding."""
     return PhaseError(
-        "An optimizer was attached to a parameter before sharding put another object in its place.",
+        "An optimizer was attached to a parameter before sharding replaced it by a different object.",
         parameter=parameter,
-        expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
-        got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
+        expected="optimizers attached after the model is sharded, or a model wrapped with use_orig_params=True",
+        got=f"{type(optimizer).__name__} of the original parameter, which would train nothing",
         remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
         topic="optimizer-built-early",
     )
@@ -209,30 +209,30 @@ def attached_before_sharding(parameter: str | None, optimizer: torch.optim.Optim
 
 
 def copied_while_it_runs(module: str) -> PhaseError:
-    """The error for a deep copy within a forward or backward."""
+    """The error for a deep copy during a forward or backward."""
     return PhaseError(
-        f"{module} was deep-copied while a forward or backward through it runs.",
+        f"{module} was deep-copied while a forward or backward through it was running.",
         remedy="copy it between steps",
         topic="called-in-a-step",
     )
 
 
 def pickled(module: str) -> PhaseError:
-    """The error for pickling a sharded module, by `torch.save(model)` for instance."""
+    """The error for pickling a sharded module, for instance with `torch.save(model)`."""
     return PhaseError(
-        f"A sharded {module} cannot be pickled: it holds process groups, and on each rank a part of the weights.",
+        f"A sharded {module} cannot be pickled: it holds process groups, and only part of the weights on each rank.",
         expected="a state dict, or a checkpoint",
         got="torch.save(model), or pickle.dumps(model)",
         remedy="fullshard.save(folder, model), on all ranks; or, for one file, call get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on the first",
+        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on rank 0",
         topic="copied-or-pickled",
     )
 
 
 def copied_in_part(module: str) -> PhaseError:
-    """The error for a deep copy of some of the modules that form a unit."""
+    """The error for a deep copy of only some of the modules of a unit."""
     return PhaseError(
-        f"{module} forms one unit with a module that was deep-copied without it.",
+        f"{module} is in one unit with a module that was deep-copied without it.",
         remedy="deep-copy a module that contains all modules of the unit",
         topic="copied-or-pickled",
     )
@@ -252,14 +252,14 @@ def input_never_ran(parameter: str) -> PhaseError:
 
 
 def needs_what_was_freed(parameters: Iterable[str], shape: Sequence[int]) -> PhaseError:
-    """The error for a graph that was kept where nothing tells of its backward."""
+    """The error for a graph that was kept where the engine cannot see its backward coming."""
     return PhaseError(
-        "A backward needs a tensor that is gone: a parameter whose unit is freed, unless one of yours was changed in "
-        "place.",
-        parameter=", ".join(parameters) + " (those of its shape)",
-        expected="a loss that depends on what the units' forwards returned, or left on their modules as attributes",
+        "A backward needs a tensor that is gone: a parameter of a freed unit, unless one of your own tensors was "
+        "changed in place.",
+        parameter=", ".join(parameters) + " (the freed parameters of this shape)",
+        expected="a loss that depends on tensors returned by the units' forwards, or left on modules as attributes",
         got=f"a graph kept elsewhere, through a tensor of shape {shape}",
-        remedy="return from the forward what you differentiate, or make it an attribute of the module; "
+        remedy="return the tensor you differentiate from the forward, or make it an attribute of the module; "
         "set_reshard_after_forward(False) keeps the unit gathered",
     )
 
@@ -267,11 +267,11 @@ def needs_what_was_freed(parameters: Iterable[str], shape: Sequence[int]) -> Pha
 def grad_of_sharded(parameters: Iterable[str]) -> PhaseError:
     """The error for `torch.autograd.grad` of sharded parameters."""
     return PhaseError(
-        "torch.autograd.grad was asked for gradients of sharded parameters, which are no part of the graph: units "
-        "compute with what they gather.",
+        "torch.autograd.grad was asked for gradients of sharded parameters, which are not part of the graph: units "
+        "compute with gathered parameters.",
         parameter=", ".join(parameters),
-        expected="loss.backward(), which leaves reduced gradients in .grad (inputs= chooses parameters)",
-        remedy="call loss.backward(inputs=parameters) and read .grad; for a penalty on weights compute it from "
+        expected="loss.backward(), which leaves reduced gradients in .grad (inputs= selects parameters)",
+        remedy="call loss.backward(inputs=parameters) and read .grad; compute a penalty on weights from "
         "parameter.full_tensor() or the sharded parameters themselves",
         topic="gradients-by-autograd",
     )
@@ -284,12 +284,12 @@ def second_order(parameter: str) -> PhaseError:
     """The error for differentiating a reduced gradient."""
     return PhaseError(
         "A loss was computed from .grad of a sharded parameter after backward(create_graph=True): the reduced "
-        "gradient is no part of the graph, and the second-order term would be missing.",
+        "gradient is not part of the graph, so the second-order term would be missing.",
         parameter=parameter,
-        expected="a loss that depends on gradients with respect to inputs or activations, or takes .grad as a "
+        expected="a loss that depends on gradients with respect to inputs or activations, or treats .grad as a "
         "constant (.grad.detach())",
-        remedy="for a penalty on weights' gradients take finite differences of two backwards, or compute it in a "
-        "unit that is not sharded",
+        remedy="for a penalty on gradients of weights use finite differences of two backwards, or compute it in a "
+        "module that is not sharded",
         topic="gradients-by-autograd",
     )
 
@@ -298,7 +298,7 @@ def second_order(parameter: str) -> PhaseError:
 
 
 def reduction_was_dropped() -> PhaseError:
-    """The error for waiting for a reduction that is no more."""
+    """The error for waiting for a reduction that was dropped."""
     return PhaseError(
         "This gradient reduction was dropped before it was waited for.",
         got="reset_iter_state(), or an exception in the reduction",
@@ -316,29 +316,29 @@ def replicas_would_differ(units: Sequence[str]) -> PhaseError:
 
 
 def reset_while_it_runs() -> PhaseError:
-    """The error for `reset_iter_state` within a pass."""
+    """The error for `reset_iter_state` during a pass."""
     return PhaseError(
         "reset_iter_state() was called while the model runs.",
-        remedy="let its forward or backward end, by an exception for instance, and call it then",
+        remedy="call it after the forward or backward has ended, for instance with an exception",
         topic="called-in-a-step",
     )
 
 
 def added_to_older_gradients(parameters: Iterable[str]) -> PhaseError:
-    """The error for `reset_iter_state` where gradients cannot be told apart."""
+    """The error for `reset_iter_state` when the iteration's gradients were added to older ones."""
     return PhaseError(
-        "reset_iter_state() cannot take back gradients that were added to older ones.",
+        "reset_iter_state() cannot undo gradients that were added to older ones.",
         parameter=", ".join(parameters),
         expected="no .grad before the first backward of an iteration (zero_grad() after each step)",
-        got="gradients of this iteration in one .grad with those of iterations before",
-        remedy="zero_grad(), and repeat all iterations since the last step",
+        got="gradients of this iteration and of earlier ones summed in one .grad",
+        remedy="call zero_grad(), and repeat all iterations since the last step",
     )
 
 
 def reduced_while_it_runs() -> PhaseError:
-    """The error for reducing kept gradients within a pass."""
+    """The error for reducing kept gradients during a pass."""
     return PhaseError(
         "Kept gradients cannot be reduced while the model runs.",
-        remedy="let its forward and backward end first",
+        remedy="call it after the forward and backward have ended",
         topic="called-in-a-step",
     )

@@ -1,13 +1,13 @@
-"""What users ask of torch's own functions, and Fullshard must know of.
+"""Wrappers around the PyTorch functions whose calls the engine must notice. Installed when the first model is sharded.
 
-`zero_grad()` gives up gradients that were accumulated without sync, too: they wait unsharded for the next reduction and
-do not show in `.grad`, so that nothing on a parameter would tell: `Optimizer.zero_grad` and `Module.zero_grad` have
-wrappers around them. `backward(inputs=parameters)` names sharded parameters, which are no
-part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place, and one around
-`torch.autograd.grad`, whose results nothing would reduce, raises. Where a backward raises, units are put back before
-the caller sees the error: after one for lack of memory, what was gathered is free. `register_parametrization` in a
-forward (PEFT's LoRA for weights of experts) counts as a change of the weight, which it only moves, and would be refused
-as one. The wrappers are put there when the first model is sharded.
+- `Optimizer.zero_grad` and `Module.zero_grad` also discard gradients accumulated without sync: these wait unsharded for
+  the next reduction and do not appear in `.grad`, so nothing on a parameter would show that they were given up.
+- `torch.autograd.backward(inputs=parameters)` names sharded parameters, which are not part of the graph: the wrapper
+  passes the unsharded ones instead. If a backward raises, units are restored before the caller sees the error, so
+  that gathered memory is free again after running out of memory.
+- `torch.autograd.grad` raises for sharded parameters: nothing would reduce its results.
+- `register_parametrization` in a forward (PEFT's LoRA for weights of experts) only moves the weight, but counts as a
+  change of it, and would be refused: the wrapper takes the count back.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ _installed: list[Any] = []
 
 
 def give_up(parameters: Iterable[Any], shown: bool) -> None:
-    """Discard gradients of these parameters that were accumulated without sync, or not yet reduced.
+    """Discard gradients of these parameters that were accumulated without sync or are not yet reduced.
 
     Args:
-        shown: whether `.grad` becomes None, which optimizer views and the parameters under them share.
+        parameters: sharded parameters, or optimizer views over them; anything else is ignored.
+        shown: whether `.grad` becomes None too; optimizer views share it with the parameters under them.
     """
     recover()
-    units = [one.unit for root in all_roots() for one in root.units]
+    units = [runner.unit for root in all_roots() for runner in root.units]
     if not any([g.accumulates or g.delivery.views for unit in units for g in unit.gradients]):
         return
-    found: dict[int, tuple[Unit, set[int]]] = {}
+    by_unit: dict[int, tuple[Unit, set[int]]] = {}
     for parameter in parameters:
         unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
         if unit is not None:
-            found.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
-    for unit, ids in found.values():
+            by_unit.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
+    for unit, ids in by_unit.values():
         unit.give_up_gradients(ids)
         for gradients in unit.gradients if shown else ():
             gradients.delivery.let_go(ids)
 
 
 def recover() -> None:
-    """Bring every unit back to where a step begins whose backward was called from this thread and raised."""
+    """Reset every unit whose backward this thread called, and which raised, to the beginning of a step."""
     for root in all_roots():
         root.recover_if_broken_here()
 
@@ -65,11 +66,11 @@ def _recover_after(error: BaseException) -> None:
     try:
         recover()
     except Exception as second:
-        error.add_note(f"The units could not be put back after this: {second!r}")
+        error.add_note(f"The units could not be restored after this error: {second!r}")
 
 
 def _apart(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`; where a whole step is compiled, past Dynamo, which cannot follow it nor the hooks that it runs."""
+    """Let `function` bypass Dynamo when a whole step is compiled: Dynamo can trace neither it nor its hooks."""
     guarded = torch.compiler.disable(function)
 
     @functools.wraps(function)
@@ -80,41 +81,43 @@ def _apart(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_graph(inputs: Any) -> Any:
-    """`inputs` of a backward, with what the graph knows in place of sharded parameters.
+    """Return the `inputs` of a backward with the graph's unsharded parameters in place of sharded ones.
 
     Raises:
-        PhaseError: a parameter whose unit never ran.
+        PhaseError: the unit of a parameter never ran.
     """
     if inputs is None:
         return None
-    found: list[Any] = []
+    tensors: list[Any] = []
     for tensor in (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs):
         unit = owner_of(tensor) if isinstance(tensor, torch.Tensor) else None
         members = [] if unit is None else _members_shown_as(unit, tensor)
         if not members:
-            found.append(tensor)
+            tensors.append(tensor)
         for member in members:
             if member.unsharded is None:
                 raise input_never_ran(member.name)
-            found.append(member.unsharded)
-    return found
+            tensors.append(member.unsharded)
+    return tensors
 
 
 def _members_shown_as(unit: Unit, tensor: torch.Tensor) -> list[Member]:
-    """The members that a sharded parameter, or a `FlatParameter`, stands for; none for an unsharded parameter."""
+    """The members that a sharded parameter or a `FlatParameter` stands for; empty for an unsharded parameter."""
     return [m for b in unit.buckets for m in b.members if m.sharded is tensor or b.flat_parameter is tensor]
 
 
 def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
-    """What to say of autograd's error that a saved tensor was changed, which parameters count as while they are freed.
+    """Explain autograd's error that a saved tensor was changed; to autograd, freed parameters are changed.
 
-    None if it is another error, or no freed parameter of the graph above `roots` has the shape that it tells.
+    Returns:
+        The error to raise; None if `error` is a different one, or if no freed parameter of the graph above `roots` has
+        the shape that it states.
     """
-    told = _CHANGED.search(str(error))
-    if told is None:
+    match = _CHANGED.search(str(error))
+    if match is None:
         return None
-    shape = tuple(int(size) for size in told[1].split(",") if size.strip())
-    freed = [one.unit for root in all_roots() for one in root.units if one.unit.state is State.SHARDED]
+    shape = tuple(int(size) for size in match[1].split(",") if size.strip())
+    freed = [runner.unit for root in all_roots() for runner in root.units if runner.unit.state is State.SHARDED]
     members = [m for unit in freed for m in unit.members if m.shape in (shape, shape[::-1])]
     reached = _leaves_above(roots) if members else set()
     names = [m.name for m in members if id(m.unsharded) in reached]
@@ -124,10 +127,10 @@ def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
 
 
 def _leaves_above(roots: Any) -> set[int]:
-    """Ids of the tensors that a backward from `roots` gives gradients to."""
-    given = (roots,) if isinstance(roots, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(roots)
-    ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in given]
-    seen: set[Any] = set()  # of nodes, which live as long as it does: Python makes new objects for them else
+    """Ids of the tensors that get gradients in a backward from `roots`."""
+    starts = (roots,) if isinstance(roots, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(roots)
+    ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in starts]
+    seen: set[Any] = set()  # of nodes; holding them keeps Python from making new objects for them
     leaves: set[int] = set()
     while ahead:
         node = ahead.pop()
@@ -138,20 +141,21 @@ def _leaves_above(roots: Any) -> set[int]:
     return leaves
 
 
-def asked_of_grad(outputs: Any, inputs: Any, found: Sequence[Any] | None) -> PhaseError | None:
-    """What to say where `torch.autograd.grad` was asked for gradients of sharded parameters that its graph gathers.
+def asked_of_grad(outputs: Any, inputs: Any, gradients: Sequence[Any] | None) -> PhaseError | None:
+    """Explain a `torch.autograd.grad` that was asked for gradients of sharded parameters gathered in its graph.
 
     Args:
-        found: what it gave; None: an error, that an input is not in the graph.
+        outputs, inputs: its arguments.
+        gradients: its results; None: it raised, as an input is not in the graph.
 
     Returns:
-        None if no input without a gradient is such a parameter.
+        The error to raise; None if no input without a gradient is such a parameter.
     """
-    given = (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs)
-    results = found if found is not None else [None] * len(given)
+    tensors = (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs)
+    results = gradients if gradients is not None else [None] * len(tensors)
     members = [
         member
-        for tensor, result in zip(given, results, strict=True)
+        for tensor, result in zip(tensors, results, strict=True)
         if result is None and isinstance(tensor, torch.Tensor) and (unit := owner_of(tensor)) is not None
         for member in _members_shown_as(unit, tensor)
     ]
@@ -166,7 +170,7 @@ _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]
 
 
 def install() -> None:
-    """Notice every optimizer's `zero_grad` and every backward's `inputs`, and say which errors are ours. Once."""
+    """Install the wrappers described above, once in this process."""
     if _installed:
         return
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
@@ -200,18 +204,21 @@ def install() -> None:
 
     @functools.wraps(original_grad)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found: Any = None
+        gradients: Any = None
         try:
-            found = original_grad(outputs, inputs, *args, **kwargs)
+            gradients = original_grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:
             _recover_after(error)
             if "not have been used in the graph" in str(error):
                 if (named := asked_of_grad(outputs, inputs, None)) is not None:
                     raise named from error
             raise
-        if any([one is None for one in found]) and (named := asked_of_grad(outputs, inputs, found)) is not None:
+        if (
+            any([gradient is None for gradient in gradients])
+            and (named := asked_of_grad(outputs, inputs, gradients)) is not None
+        ):
             raise named
-        return found
+        return gradients
 
     original_list = ParametrizationList.__init__
 
@@ -220,7 +227,7 @@ def install() -> None:
         gathered = WHOLE_KEY in getattr(original, "__dict__", ())
         before = (original._version, original.data_ptr()) if gathered else None
         original_list(self, modules, original, *args, **kwargs)
-        # It has `original.set_(original)`, which is no change; one of `right_inverse` gives other memory, or counts.
+        # PyTorch runs `original.set_(original)`, which changes nothing; `right_inverse` brings new memory, or counts.
         if before is not None and (original._version - 1, original.data_ptr()) == before:
             set_version(original, before[0])
 

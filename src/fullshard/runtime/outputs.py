@@ -1,7 +1,7 @@
-"""What a forward gives away besides tensors in containers: views of memory that is about to be given back, tensors in
-objects, and tensors that it leaves on its modules (auxiliary losses).
+"""Finds the tensors that a forward hands out other than in plain containers.
 
-All of these can lead a backward to the unit, which must be gathered by then.
+These are views of memory that is about to be freed, tensors inside objects, and tensors left on modules (auxiliary
+losses). Through any of them a backward can reach the unit, which must be gathered by then.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.Generator, types.ModuleType, types.BuiltinFunctionType, weakref.ref),
 )
 """Types of objects that hold no tensors."""
-_MOST = 10_000  # objects that are looked into
+_MOST = 10_000  # objects inspected at most
 
 
 def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> Any:
-    """`output` with views of the unit's gathered memory replaced by copies (a forward that returns its own weight).
+    """Return `output` with copies in place of views of gathered memory (a forward that returns its own weight).
 
-    So are those that a forward put into containers that it was passed, in place. See `_run_later` for a generator.
+    Views that the forward stored in containers among its arguments are replaced in place. See `_run_later` for
+    generators.
     """
     if not unit.buckets:
         return output
@@ -46,9 +47,9 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
 
 
 def _run_later(generator: Generator[Any, Any, Any], unit: Unit) -> Generator[Any, Any, Any]:
-    """A generator that a forward returned, whose body runs once the unit is freed: modules that show parts refuse.
+    """Run a generator that a forward returned, with its unit freed: the unit's modules raise if they show parts.
 
-    Other forms of parameters refuse to be computed with themselves.
+    Parameters of other forms refuse computation by themselves.
     """
     sent = None
     while True:
@@ -72,7 +73,10 @@ def _refuse_parts(module: nn.Module, args: Any) -> None:
 
 
 def shown_part(module: nn.Module) -> str | None:
-    """The name of a parameter of the module's own of which it shows this rank's part now. (A copy of one has none.)"""
+    """Return the name of a direct parameter of which the module shows only this rank's part; None if there is none.
+
+    A copy of a sharded parameter does not count.
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None and PART_KEY in parameter.__dict__ and owner_of(parameter) is not None:
             return str(parameter.__dict__.get(NAME_KEY, name))
@@ -80,7 +84,7 @@ def shown_part(module: nn.Module) -> str | None:
 
 
 def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
-    """Raise if one of these, found in objects that cannot be rebuilt, is a view of the unit's gathered memory.
+    """Raise if a tensor found in an object that cannot be rebuilt is a view of the unit's gathered memory.
 
     Raises:
         PhaseError: names the unit's parameters.
@@ -92,28 +96,28 @@ def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
 
 
 def tensors_behind(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors in an object that is no container: its attributes, items, and what a function closes over.
+    """Find the tensors in an object that is not a plain container: in its attributes, items and closures.
 
     Returns:
-        The tensors, and whether something was met that cannot be looked into (an iterator).
+        The tensors, and whether something could not be inspected (an iterator).
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     seen: dict[int, Any] = {}  # by id; kept alive, so that ids are not used again
     ahead, closed = [value], False
     while ahead:
-        one = ahead.pop()
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif not isinstance(one, PLAIN) and id(one) not in seen:
-            seen[id(one)] = one
-            inside = list(_inside(one)) if len(seen) < _MOST else None
-            closed = closed or inside is None or (not inside and not _can_be_empty(one))
+        item = ahead.pop()
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif not isinstance(item, PLAIN) and id(item) not in seen:
+            seen[id(item)] = item
+            inside = list(_inside(item)) if len(seen) < _MOST else None
+            closed = closed or inside is None or (not inside and not _can_be_empty(item))
             ahead += inside or ()
-    return found, closed
+    return tensors, closed
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What an object holds, as far as it can be seen without running its code."""
+    """Yield the contents of an object, as far as they are visible without running its code."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, (list, tuple, Set)):
@@ -126,7 +130,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.__func__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, nn.Module):  # what it has as attributes, not the modules in it
+    if isinstance(value, nn.Module):  # its attributes, not its submodules
         yield from [item for name, item in value.__dict__.items() if name not in _MODULES_OWN]
         return
     yield from getattr(value, "__dict__", {}).values()
@@ -145,14 +149,14 @@ def _contents(cell: Any) -> Iterator[Any]:
 
 
 def _can_be_empty(value: Any) -> bool:
-    """Whether an object in which nothing was found holds nothing; else it may hold tensors where nobody sees them."""
+    """Whether an object with no visible contents is really empty; if not, it may hold tensors out of sight."""
     if isinstance(value, (Mapping, list, tuple, Set, types.FunctionType, nn.Module)):
         return True
     return hasattr(value, "__dict__") or hasattr(value, "__array__") or "__slots__" in type(value).__dict__
 
 
 class FirstGradient:
-    """Tells of a backward by the gradients of a unit's parameters, where no input of a forward does.
+    """Detects a backward by the gradients of a unit's parameters, when no input of a forward can.
 
     Args:
         arrived: called at the first gradient after `expect`. Held weakly: autograd holds the hooks.
@@ -164,7 +168,7 @@ class FirstGradient:
         self._generation = -1  # of the parameters that have the hook
 
     def expect(self, unit: Unit) -> None:
-        """A forward began of which a backward may come. The unsharded parameters are shown."""
+        """A forward began that a backward may follow. The unsharded parameters are shown."""
         if not self._expected:
             self._expected.append(self._arrived)
         if self._generation == unit.showing.generation:
@@ -183,7 +187,7 @@ class FirstGradient:
                 parameter.register_post_accumulate_grad_hook(hook)
 
 
-_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
+_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient shows that a backward runs
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 _ATTRIBUTES = attrgetter("__dict__")
@@ -192,21 +196,21 @@ _ATTRIBUTES = attrgetter("__dict__")
 class Leftovers:
     """Tensors that forwards leave on a unit's modules as attributes, or in lists and dicts there.
 
-    Attributes that may come to hold tensors are found once for each module, and again when it gains attributes.
+    Attributes that may hold tensors are searched for once per module, and again when it gains attributes.
 
     Args:
-        modules: the unit's own, without those of units below. Held weakly. Modules of torch itself leave nothing.
+        modules: the unit's own, without those of units below. Held weakly. PyTorch's own modules leave nothing.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [
             weakref.ref(module) for module in modules if not type(module).__module__.startswith("torch.nn.")
         ]
-        self._sizes: list[int] = []  # by module, how many attributes it had
-        self._names: list[tuple[int, str]] = []  # which of them may come to hold tensors: the module's index, and name
+        self._sizes: list[int] = []  # number of attributes, by module
+        self._names: list[tuple[int, str]] = []  # attributes that may hold tensors: index of the module, and name
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those with a graph that are there now."""
+        """Return the current ones that are part of a graph."""
         try:
             sizes = [*map(len, map(_ATTRIBUTES, map(call, self._modules)))]
         except AttributeError:  # a module is gone
@@ -214,26 +218,26 @@ class Leftovers:
             return self.tensors()
         if sizes != self._sizes:
             self._sizes, self._names = sizes, [*dict.fromkeys([*self._names, *self._find_names()])]
-        return self._found() if self._names else []
+        return self._current() if self._names else []
 
     def _find_names(self) -> list[tuple[int, str]]:
         attributes = [(index, item) for index, ref in enumerate(self._modules) for item in ref().__dict__.items()]
         return [(index, name) for index, (name, value) in attributes if _may_hold(name, value)]
 
-    def _found(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+    def _current(self) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = []
         for index, name in self._names:
             value = self._modules[index]().__dict__.get(name)
             if type(value) is torch.Tensor:
                 if value.grad_fn is not None:
-                    found.append(value)
+                    tensors.append(value)
             elif isinstance(value, (list, tuple, dict)):
-                found += [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
-        return found
+                tensors += [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
+        return tensors
 
 
 def _may_hold(name: str, value: Any) -> bool:
-    """Whether an attribute is, or may become, a tensor or a container of some: a loss that begins as None or 0."""
+    """Whether an attribute is, or may become, a tensor or a container of tensors: a loss that begins as None or 0."""
     if name in _MODULES_OWN or name.startswith("_fullshard"):
         return False
     if isinstance(value, (list, tuple, dict)):

@@ -1,31 +1,31 @@
-"""THE table: what a unit does when something happens to it, by phase. Pure.
+"""The table of phases: what a unit does at each happening, by phase. Pure.
 
     phase         the unit is ...
-    IDLE          sharded, or kept gathered; none of its code runs
+    IDLE          sharded, or kept gathered; none of its code is running
     FORWARD       in its forward
-    PARTLY        of several modules, of which some have run their forward; it stays shown for the others
-    RECOMPUTING   in its forward once more, within a backward (activation checkpointing)
+    PARTLY        between the forwards of its modules, of which some have run; it stays shown for the others
+    RECOMPUTING   in its forward again, within a backward (activation checkpointing)
     RECOMPUTED    gathered, and its backward comes next
     BACKWARD      between its output's gradient and its input's
-    BETWEEN       between the backwards of a graph that is kept (create_graph)
+    BETWEEN       between two backwards of a kept graph (create_graph)
 
-    event         what happened
+    happening     what happened
     ENTER         its forward is called
     REENTER       its forward is called within a backward
     LEAVE         its forward ended
-    LEAVE_PARTLY  the forward of one of several modules ended, others are to come
-    BROKEN        its forward raised (a checkpoint's early stop does, too)
+    LEAVE_PARTLY  the forward of one of several modules ended; others will follow
+    BROKEN        its forward raised (a checkpoint's early stop does too)
     PASS_END      the root's forward ended, or raised
     OUTPUT_GRAD   an output got its gradient
-    INPUT_GRAD    a watched input got its gradient: all parameters of the call have theirs
-    INPUT_GRAD_KEPT  the same in a backward whose graph will be differentiated again
+    INPUT_GRAD    a watched input got its gradient: all parameters of the call have their gradients
+    INPUT_GRAD_KEPT  the same, in a backward whose graph will be differentiated again
     OVERTAKEN     another unit was recomputed after this one: its backward is not next
     END           the backward is over
     RESET         the engine recovers from an exception
-    UNSHARD, RESHARD  the user asks for it
+    UNSHARD, RESHARD  the user asked for it
 
-`ACTS` lists what acts, `REFUSED` what raises: `PhaseError` where a user asked for it, else `AssertionError`.
-Whatever is in neither changes nothing: the unit stays.
+`ACTS` lists the happenings that act, `REFUSED` those that raise: `PhaseError` if a user asked for it, else
+`AssertionError`. All others change nothing: the unit stays in its phase.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
 
 class Happening(IntEnum):
-    """See the module's docstring, "event"."""
+    """See the module's docstring."""
 
     ENTER = 0
     REENTER = 1
@@ -67,11 +67,11 @@ class Happening(IntEnum):
 P, H = Phase, Happening
 
 ACTS: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
-    #             what happens       what is done (a method of Runner; "" nothing)   the phase that follows
+    # happening        action (a method of Runner; "": none)        next phase
     P.IDLE: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
-        H.BROKEN: ("break_forward", P.IDLE),  # while it was opened, or once it was closed
+        H.BROKEN: ("break_forward", P.IDLE),  # while it was being opened, or after it was closed
         H.PASS_END: ("settle", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
         H.END: ("finish", P.IDLE),
@@ -121,7 +121,7 @@ ACTS: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
         H.REENTER: ("open_recompute", P.RECOMPUTING),
         H.BROKEN: ("break_forward", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
-        H.END: ("hide", P.IDLE),  # it stays gathered for the backward that is to come
+        H.END: ("hide", P.IDLE),  # it stays gathered for the next backward
         H.RESET: ("reset", P.IDLE),
         H.RESHARD: ("free_for_user", P.IDLE),
     },
@@ -137,6 +137,6 @@ REFUSED: dict[Phase, tuple[Happening, ...]] = {
 }
 
 
-def row(phase: Phase, event: Happening) -> tuple[str, Phase] | None:
-    """What is done, and the phase that follows; None if it is refused. What is listed nowhere changes nothing."""
-    return None if event in REFUSED[phase] else ACTS[phase].get(event, ("", phase))
+def row(phase: Phase, happening: Happening) -> tuple[str, Phase] | None:
+    """Return the action and the next phase; None if the happening is refused. Unlisted happenings change nothing."""
+    return None if happening in REFUSED[phase] else ACTS[phase].get(happening, ("", phase))

@@ -1,4 +1,4 @@
-"""Reduction of gradients that were kept unsharded, when no further backward is to come: a pipeline's last act."""
+"""Reduces gradients that were kept unsharded, when no further backward will follow: the last step of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GradientReductionHandle:
     """Reductions in flight, returned by `FSDPModule.finalize_backward(async_op=True)`.
 
     Args:
-        root: whose gradients are reduced; None: nothing is in flight.
+        root: the root whose gradients are reduced; None: nothing is in flight.
     """
 
     def __init__(self, root: Root | None) -> None:
@@ -41,14 +41,14 @@ class GradientReductionHandle:
 
 
 def finalize(root: Root) -> GradientReductionHandle:
-    """Start what `reduce_kept` does, and free the units; the handle's `wait` does the rest. Collective.
+    """Start to reduce kept gradients, as `reduce_kept`, and free the units; the handle's `wait` ends it. Collective.
 
     Raises:
-        PhaseError: within a forward or backward, before the last handle was waited for, or where hybrid sharding does
-            not reduce between replicas.
+        PhaseError: called within a forward or backward, or before the last handle was waited for; or hybrid sharding
+            is set not to reduce between replicas.
     """
-    partly = [one.unit.name for one in root.units if one.settings.reduce.sync and not one.settings.reduce.all_reduce]
-    if any(one.unit.name in partly and b.axes.replicate is not None for one in root.units for b in one.unit.buckets):
+    partly = [r.unit.name for r in root.units if r.settings.reduce.sync and not r.settings.reduce.all_reduce]
+    if any(r.unit.name in partly and b.axes.replicate is not None for r in root.units for b in r.unit.buckets):
         raise replicas_would_differ(partly)
     _start(root)
     root.finalizing = handle = GradientReductionHandle(root)
@@ -56,20 +56,20 @@ def finalize(root: Root) -> GradientReductionHandle:
 
 
 def reduce_kept(root: Root) -> None:
-    """Reduce what backwards without gradient sync set aside, of units that sync now, and free them. Collective.
+    """Reduce the gradients set aside by backwards without sync, for units that sync now, and free these. Collective.
 
     Raises:
-        PhaseError: within a forward or backward.
+        PhaseError: called within a forward or backward.
     """
     _start(root)
     _finish(root)
 
 
 def reset_iteration(root: Root) -> None:
-    """Drop what the backwards since the last finalization gave, and bring all units back to where a step begins.
+    """Drop the gradients of all backwards since the last finalization, and reset all units to the beginning of a step.
 
     Raises:
-        PhaseError: within a forward or backward; or gradients were there before, to which those were added.
+        PhaseError: called within a forward or backward; or these gradients were added to older ones.
     """
     if root.pass_top is not None or root.in_backward:
         raise reset_while_it_runs()
@@ -77,7 +77,7 @@ def reset_iteration(root: Root) -> None:
     root.recover()
     if not unfinalized:
         return
-    units = [one.unit for one in root.units]
+    units = [runner.unit for runner in root.units]
     if root.adds:
         raise added_to_older_gradients([m.name for unit in units for m in unit.members if has_gradient(m)])
     for unit in units:
@@ -100,9 +100,9 @@ def _start(root: Root) -> None:
     except BaseException:
         root.recover()
         raise
-    for one in root.units:
-        if one.phase is Phase.IDLE and one.settings.reshard_after_backward:
-            one.happens(Happening.RESHARD)
+    for runner in root.units:
+        if runner.phase is Phase.IDLE and runner.settings.reshard_after_backward:
+            runner.happens(Happening.RESHARD)
 
 
 def _finish(root: Root) -> None:

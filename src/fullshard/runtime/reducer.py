@@ -1,11 +1,10 @@
 """Reductions of the units under one root: in an order that all ranks share, a bounded number at once.
 
-Units close in the order of the trace (`trace.py`), on every rank alike, and are reduced as they close: with zeros if
-this rank has no gradients for them. What a backward cannot reduce then (units that will be reached again) is reduced
-when it ends.
+Units close in the order of the trace (`trace.py`), which is the same on every rank, and are reduced as they close, with
+zeros if this rank has no gradients for them. Units that the backward will reach again are reduced when it ends.
 
-At the end of a backward the ranks say which parameters had gradients (`agreement/use.py`): a parameter that some
-rank used has a `.grad` on all, one that none used has none, and its optimizer state is the same everywhere.
+At the end of a backward the ranks exchange which parameters had gradients (`agreement/use.py`): a parameter that any
+rank used has a `.grad` on all, one that no rank used has none, and optimizer state is the same everywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from .usual import UsualReduction, plan_usual_reduction
 
 
 class Reducible(Protocol):
-    """What a reducer knows of a unit: its `Runner`."""
+    """The part of a `Runner` that a reducer uses."""
 
     unit: Unit
     settings: UnitSettings
@@ -55,10 +54,10 @@ class Reducible(Protocol):
 class InFlight(deque[tuple["Reducer", Reducible, UsualReduction | None]]):
     """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`).
 
-    Of each: whose it is, the unit, and what it was started by if that was the usual way.
+    Entries: the reducer, the unit's runner, and the `UsualReduction` that started it, or None.
 
     Attributes:
-        finalizing: whose reductions wait for a `GradientReductionHandle`; nobody else may run meanwhile.
+        finalizing: the reducer whose reductions wait for a `GradientReductionHandle`; no other may run until then.
     """
 
     finalizing: Reducer | None = None
@@ -80,48 +79,54 @@ class Reducer:
     """See the module's docstring. Owns no tensors.
 
     Args:
-        comm: collectives by which ranks agree.
-        in_flight: shared with other roots, if it is.
+        comm: the collectives through which ranks agree.
+        in_flight: the queue of reductions, if it is shared with other roots.
+
+    Attributes:
+        owed: by index, units that were closed and not reduced since.
+        usual: whether reductions start and end the usual way in the current backward.
     """
 
     def __init__(self, comm: Comm, in_flight: InFlight | None = None) -> None:
         self.comm = comm
         self.in_flight = InFlight() if in_flight is None else in_flight
-        self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis, oldest first; slices only
-        self.owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
-        self._tokens: TokenCount | None = None  # what the backward that runs now divides by
-        self._kept_apart = False  # whether something may be reduced over the shard axis only
-        self.usual = False  # whether reductions start and end the usual way in the backward that runs now
+        self._replicating: deque[Reducible] = (
+            deque()
+        )  # being reduced over the replicate axis, oldest first; slices only
+        self.owed: dict[int, Reducible] = {}
+        self._tokens: TokenCount | None = None  # by which the current backward divides
+        self._may_have_partial = False  # whether some gradients may be reduced over the shard axis only
+        self.usual = False
 
     def serve(self, units: Sequence[Reducible], position: Position, in_step: SharedOrder | None = None) -> None:
-        """Reduce these units from now on. Between backwards.
+        """Reduce these units from now on. Call between backwards.
 
         Args:
             units: all units under the root.
-            position: told of each reduction before it is issued.
-            in_step: asked before each reduction, if ranks say what they want next.
+            position: notified of each reduction before it is issued.
+            in_step: consulted before each reduction, if ranks share an order of units.
         """
         self.units, self.position, self._in_step = units, position, in_step
-        self._unit_list = [one.unit for one in units]
+        self._unit_list = [runner.unit for runner in units]
         self._use = UseAgreement(self.comm, position)
 
     @property
     def is_idle(self) -> bool:
         """Whether no unit waits to be reduced."""
-        return not (self.owed or self._kept_apart or self.in_flight or self._replicating)
+        return not (self.owed or self._may_have_partial or self.in_flight or self._replicating)
 
     def begin(self, rules: ReduceSettings) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Args:
-            rules: the root's.
+            rules: the root's settings.
 
         Raises:
-            UsageError: sums are to be divided by a count of tokens, and there is none for this backward.
+            UsageError: `reduction="tokens"`, and there is no token count for this backward.
         """
         self._use.begin(self._unit_list)
         sharded = [*map(_SHARDED, self._buckets())]
-        with plain_access():  # an empty list: its parameters were not listed yet
+        with plain_access():  # an empty list in `sharded`: a bucket whose parameters are not listed yet
             views = chain.from_iterable(map(_VIEWS, chain.from_iterable(map(_GRADIENTS, self.units))))
             hooked = [] in sharded or sees_gradients([*chain(*sharded, filter(_EXISTS, map(_TENSOR, views)))])
         self.usual = not hooked and self._in_step is None
@@ -130,40 +135,41 @@ class Reducer:
                 raise tokens_not_counted(None if rules.tokens is None else rules.tokens.backwards)
             self._tokens = rules.tokens
 
-    def changed(self, one: Reducible) -> None:
-        """A unit's weights changed between a forward and its backward, which runs now."""
-        self._use.note_changed(one.index)
+    def changed(self, runner: Reducible) -> None:
+        """Note that a unit's weights changed between a forward and its backward, which runs now."""
+        self._use.note_changed(runner.index)
 
-    def close(self, one: Reducible, comes_again: bool) -> None:
-        """A unit's backward is over, as far as this call goes.
+    def close(self, runner: Reducible, comes_again: bool) -> None:
+        """Reduce or set aside a unit's gradients at the end of its backward for one call.
 
         Args:
-            comes_again: more gradients of it are expected.
+            runner: the unit's runner.
+            comes_again: whether more gradients of the unit are expected.
         """
-        unit = one.unit
+        unit = runner.unit
         if True not in map(_TRAINS, unit.buckets) and not has_gradients(unit.gradients):
             return
-        if torch.is_grad_enabled():  # with create_graph
+        if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
-                self.close(one, comes_again)
+                self.close(runner, comes_again)
             return
         with plain_access():
-            if not one.settings.reduce.sync:
-                self.owed[one.index] = one
-                self._set_aside(one)
+            if not runner.settings.reduce.sync:
+                self.owed[runner.index] = runner
+                self._set_aside(runner)
             elif not comes_again and self._in_step is None:
-                self.take_part(one)
-            else:  # once all ranks have all of its gradients
-                self.owed[one.index] = one
+                self.take_part(runner)
+            else:  # reduced once all ranks have all of its gradients
+                self.owed[runner.index] = runner
 
-    def reduce(self, one: Reducible, reduction: UsualReduction) -> None:
-        """Collect what a backward left of a unit's gradients, and start to reduce it, as last time.
+    def reduce(self, runner: Reducible, reduction: UsualReduction) -> None:
+        """Collect a unit's gradients and start their reduction, as last time.
 
         Args:
-            one: the unit.
-            reduction: compared with what there is.
+            runner: the unit's runner.
+            reduction: the last reduction, found to fit again.
         """
-        in_flight, position, ledger = self.in_flight, self.position, one.unit.ledger
+        in_flight, position, ledger = self.in_flight, self.position, runner.unit.ledger
         log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
@@ -181,11 +187,11 @@ class Reducer:
             buffer_bytes, scratch_bytes = reduction.nbytes
             gradients.state = PENDING
             ledger.reducing += buffer_bytes
-            if log.expected == REDUCE | one.index << VERB_BITS:  # as `Position.issue`
+            if log.expected == REDUCE | runner.index << VERB_BITS:  # as `Position.issue`
                 RANK.record(log.expected + next(position.turns))
                 log.expected = next(log.ahead, NOTHING)
             else:
-                position.issue(REDUCE, one.index)
+                position.issue(REDUCE, runner.index)
             starts: Iterable[Any] = map(call, reduction.starts)
             *_, gradients.pending = starts
         ledger.reducing = reducing = ledger.reducing + scratch_bytes
@@ -193,11 +199,11 @@ class Reducer:
             ledger.note()
         gradients.state, gradients.running = REDUCING, reduction.planned
         position.reduced = True
-        in_flight.append((self, one, reduction))
-        self._use.reduced.add(one.index)
+        in_flight.append((self, runner, reduction))
+        self._use.reduced.add(runner.index)
 
     def _arrives(self, ledger: Ledger, reduction: UsualReduction) -> bool:
-        """Deliver what `reduce` started; False where gradients are to be added, or some have none."""
+        """Deliver the reduction that `reduce` started; return False, with nothing done, if it is not usual."""
         gradients, delivery = reduction.gradients, reduction.delivery
         if (
             gradients.running is not reduction.planned
@@ -227,64 +233,69 @@ class Reducer:
         gradients.state = NONE
         return True
 
-    def take_part(self, one: Reducible) -> None:
+    def take_part(self, runner: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
-        unit, settings, index, in_flight = one.unit, one.settings, one.index, self.in_flight
-        every, ledger, rules = unit.gradients, unit.ledger, settings.reduce
+        unit, settings, index, in_flight = runner.unit, runner.settings, runner.index, self.in_flight
+        unit_gradients, ledger, rules = unit.gradients, unit.ledger, settings.reduce
         if self.owed:
             self.owed.pop(index, None)
         while len(in_flight) >= rules.max_in_flight:
             self._advance()
-        if REDUCING in map(_STATE, every):
-            self._finish_own(one)
+        if REDUCING in map(_STATE, unit_gradients):
+            self._finish_unit(runner)
         if settings.share is not None:
             settings.share.apply(unit)
-        for gradients in every:  # all trainable buckets of a unit are reduced once one is: other ranks may have some
+        for (
+            gradients
+        ) in unit_gradients:  # all trainable buckets of a unit are reduced once one is: other ranks may have some
             if (gradients.state is NONE and gradients.bucket.trains) or gradients.waiting():
                 gradients.collect(ledger)
         if stream.listeners:
-            unit.emit("collect", sum([gradients.live_bytes for gradients in every]))
+            unit.emit("collect", sum([gradients.live_bytes for gradients in unit_gradients]))
         self.position.issue(REDUCE, index)
         self.position.reduced = True
-        for gradients in every:
+        for gradients in unit_gradients:
             if gradients.state is PENDING:
                 gradients.issue_reduce(settings.comm, rules, self._tokens, unit.name)
                 if scratch := gradients.running.scratch:
                     ledger.reducing += scratch
                     ledger.note()
         if stream.listeners:
-            unit.emit("reduce", sum([gradients.buffer_bytes for gradients in every if gradients.state is REDUCING]))
-        in_flight.append((self, one, None))
+            unit.emit(
+                "reduce", sum([gradients.buffer_bytes for gradients in unit_gradients if gradients.state is REDUCING])
+            )
+        in_flight.append((self, runner, None))
         self._use.reduced.add(index)
-        plan_usual_reduction(one)
+        plan_usual_reduction(runner)
 
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; those over the replicate axis go on beside what follows.
 
-        As many of these as there are shards, whose slices are no longer than one buffer together: an all-reduce between
-        machines may take longer than the backward of a unit.
+        Up to one of these per shard may be in flight, whose slices together are no longer than one buffer: an
+        all-reduce between machines may take longer than the backward of a unit.
         """
-        owner, one, reduction = self.in_flight.popleft()
-        if reduction is not None and not reduction.replicates and owner._arrives(one.unit.ledger, reduction):
+        owner, runner, reduction = self.in_flight.popleft()
+        if reduction is not None and not reduction.replicates and owner._arrives(runner.unit.ledger, reduction):
             return
-        if not any(map(_REPLICATE, one.unit.buckets)):
-            owner._deliver(one)
+        if not any(map(_REPLICATE, runner.unit.buckets)):
+            owner._deliver(runner)
             return
-        all_reduce = one.settings.reduce.all_reduce
+        all_reduce = runner.settings.reduce.all_reduce
         if not all_reduce:
-            owner._kept_apart = True
-        owner._replicate(one, all_reduce)
-        owner._replicating.append(one)
-        while len(owner._replicating) > min(map(_SHARDS, one.unit.buckets)):
+            owner._may_have_partial = True
+        owner._replicate(runner, all_reduce)
+        owner._replicating.append(runner)
+        while len(owner._replicating) > min(map(_SHARDS, runner.unit.buckets)):
             owner._deliver(owner._replicating.popleft())
 
-    def _replicate(self, one: Reducible, all_reduce: bool) -> None:
-        """Wait for the shard axis, give the buffers back, and start reducing over the replicate axis.
+    def _replicate(self, runner: Reducible, all_reduce: bool) -> None:
+        """Wait for the shard axis, release the buffers, and start reducing over the replicate axis.
 
         Args:
-            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
+            runner: the unit's runner.
+            all_reduce: False keeps the slice, reduced over the shard axis only, to add it to the next one.
         """
-        unit = one.unit
+        unit = runner.unit
         for gradients in unit.gradients:
             if gradients.state is not REDUCING:
                 continue
@@ -295,24 +306,24 @@ class Reducer:
                 unit.ledger.reducing -= gradients.running.scratch
                 gradients.keep_partial()
                 continue
-            act = partial(gradients.replicate, one.settings.comm)
+            act = partial(gradients.replicate, runner.settings.comm)
             nbytes = act() if not recording() else in_range("all_reduce", unit.name, act)
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
 
-    def _finish_own(self, one: Reducible) -> None:
-        """Deliver what is in flight of a unit, so that its buffer is free."""
-        while any(flying is one for _, flying, _ in self.in_flight):
+    def _finish_unit(self, runner: Reducible) -> None:
+        """Deliver a unit's reductions in flight, so that its buffer is free."""
+        while any(flying is runner for _, flying, _ in self.in_flight):
             self._advance()
-        while one in self._replicating:
+        while runner in self._replicating:
             self._deliver(self._replicating.popleft())
 
-    def _set_aside(self, one: Reducible) -> None:
-        """Collect a unit's gradients, to be reduced with those of a later backward."""
-        self._finish_own(one)
-        if one.settings.share is not None:
-            one.settings.share.apply(one.unit)
-        unit = one.unit
+    def _set_aside(self, runner: Reducible) -> None:
+        """Collect a unit's gradients, to reduce them with those of a later backward."""
+        self._finish_unit(runner)
+        if runner.settings.share is not None:
+            runner.settings.share.apply(runner.unit)
+        unit = runner.unit
         for gradients in unit.gradients:
             if gradients.waiting():
                 gradients.collect(unit.ledger)
@@ -320,11 +331,11 @@ class Reducer:
         if stream.listeners:
             unit.emit("collect", sum([gradients.live_bytes for gradients in unit.gradients]))
 
-    def _deliver(self, one: Reducible) -> None:
-        """Wait for what is in flight of a unit, deliver it into `.grad`, and run hooks."""
-        unit, rules = one.unit, one.settings.reduce
+    def _deliver(self, runner: Reducible) -> None:
+        """Wait for a unit's reductions in flight, deliver them into `.grad`, and run hooks."""
+        unit, rules = runner.unit, runner.settings.reduce
         ledger = unit.ledger
-        given: list[torch.Tensor] = []
+        receivers: list[torch.Tensor] = []
         for gradients in unit.gradients:
             if gradients.state is REDUCING:
                 running = gradients.running
@@ -332,20 +343,20 @@ class Reducer:
                     ledger.reducing -= gradients.wait(unit.name)
                 if rules.hook is not None:
                     rules.hook(running.out)
-                given += gradients.deliver(rules.fill_unused)
+                receivers += gradients.deliver(rules.fill_unused)
                 if running.scratch:
                     ledger.reducing -= running.scratch
         if stream.listeners:
             unit.emit("reduced", sum([gradients.buffer_bytes for gradients in unit.gradients]))
-        if given:
-            self._run_hooks(given)
+        if receivers:
+            self._run_hooks(receivers)
 
-    def _run_hooks(self, given: Sequence[torch.Tensor]) -> None:
-        """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached.
+    def _run_hooks(self, receivers: Sequence[torch.Tensor]) -> None:
+        """Run users' post-accumulate hooks on sharded parameters and views, and step attached optimizers.
 
-        Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
+        Hooks run on every rank: a rank with no part of a parameter shows them an empty gradient.
         """
-        for parameter in given:
+        for parameter in receivers:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)
             if hooks or attached:
@@ -358,65 +369,67 @@ class Reducer:
                         step_attached(parameter)
 
     def end(self) -> None:
-        """The backward is over: reduce what is left in order, wait for everything, agree on what was used."""
+        """End a backward: reduce the remaining gradients in order, wait for all, agree on used parameters."""
         self.reduce_rest()
         self.finish()
 
     def _owe_partial(self) -> None:
-        """Let what was reduced over the shard axis only take part in a reduction now: its unit may not have run."""
-        self._kept_apart = False
-        for one in self.units:
-            if any([gradients.partial is not None for gradients in one.unit.gradients]):
-                if one.settings.reduce.all_reduce and one.index not in self._use.reduced:  # else it does already
-                    self.owed[one.index] = one
-                self._kept_apart = True
+        """Owe a reduction to units with gradients reduced over the shard axis only: they may not have run."""
+        self._may_have_partial = False
+        for runner in self.units:
+            if any([gradients.partial is not None for gradients in runner.unit.gradients]):
+                if (
+                    runner.settings.reduce.all_reduce and runner.index not in self._use.reduced
+                ):  # else it took part already
+                    self.owed[runner.index] = runner
+                self._may_have_partial = True
 
     def reduce_rest(self) -> None:
-        """Start what is left to reduce, in order."""
-        if self._kept_apart:
+        """Start the remaining reductions, in order."""
+        if self._may_have_partial:
             self._owe_partial()
         with plain_access(), torch.no_grad():
-            for one in self.units if self._some_left() else ():
-                rules, late = one.settings.reduce, has_gradients(one.unit.gradients)
-                due = late or one.index in self.owed
-                if rules.fill_unused and one.index not in self._use.reduced:
-                    due = due or True in map(_TRAINS, one.unit.buckets)
+            for runner in self.units if self._some_left() else ():
+                rules, late = runner.settings.reduce, has_gradients(runner.unit.gradients)
+                due = late or runner.index in self.owed
+                if rules.fill_unused and runner.index not in self._use.reduced:
+                    due = due or True in map(_TRAINS, runner.unit.buckets)
                 if due and rules.sync:
                     if self._in_step is not None:
-                        self._in_step.come_to(REDUCE, one.index)
-                    self.take_part(one)
+                        self._in_step.come_to(REDUCE, runner.index)
+                    self.take_part(runner)
                 elif late:
-                    self._set_aside(one)
+                    self._set_aside(runner)
             if self._in_step is not None:
                 self._in_step.come_to(END, 0)
 
     def _some_left(self) -> bool:
-        """Whether any unit may have gradients left: asked of all of them at once, in C."""
+        """Whether any unit may have gradients left; checks all units at once, in C."""
         if self.owed or True in map(_FILLS, self.units):
             return True
-        every = list(chain.from_iterable(map(_GRADIENTS, self.units)))
-        unsharded = [*map(_UNSHARDED, every)]
-        if PENDING in map(_STATE, every) or [] in unsharded:  # empty where they were not listed since they were made
+        unit_gradients = list(chain.from_iterable(map(_GRADIENTS, self.units)))
+        unsharded = [*map(_UNSHARDED, unit_gradients)]
+        if PENDING in map(_STATE, unit_gradients) or [] in unsharded:  # empty: not listed since they were created
             return True
         return not all(map(is_, map(read_grad, chain.from_iterable(unsharded)), NONES))
 
     def finish(self) -> None:
-        """Wait for everything, and agree on what was used."""
+        """Wait for all reductions, and agree on which parameters were used."""
         with plain_access(), torch.no_grad():
             while self.in_flight:
                 self._advance()
             while self._replicating:
                 self._deliver(self._replicating.popleft())
-            drain(map(_TAKE, map(_TURNS, self._buckets())))  # gradients are the caller's stream's from now on
+            drain(map(_TAKE, map(_TURNS, self._buckets())))  # from now on gradients belong to the caller's stream
             self.settle()
-            given = self._use.agree(self._unit_list)
-        self._run_hooks(given)
+            receivers = self._use.agree(self._unit_list)
+        self._run_hooks(receivers)
         if self._tokens is not None:
             self._tokens.left -= 1
             self._tokens = None
 
     def settle(self) -> None:
-        """The host waits for what crosses between its memory and the device; see `Home.settle`."""
+        """Wait on the host for copies between host and device; see `Home.settle`."""
         homes = list(filter(None, map(_HOME, self._buckets())))
         if homes:
             with plain_access(), torch.no_grad():
@@ -426,7 +439,7 @@ class Reducer:
         return chain.from_iterable(map(_BUCKETS, self.units))
 
     def share(self, in_flight: InFlight) -> None:
-        """Use `in_flight` from now on, together with other roots."""
+        """Use `in_flight`, which is shared with other roots, from now on."""
         if in_flight is not self.in_flight:
             with plain_access(), torch.no_grad():
                 while self.in_flight:
@@ -434,8 +447,10 @@ class Reducer:
             self.in_flight = in_flight
 
     def reset(self) -> None:
-        """After an exception: nothing is in flight, and nobody is expected."""
-        for entry in [entry for entry in self.in_flight if entry[0] is self]:  # not those of roots that share it
+        """Reset after an exception: nothing is in flight, and no unit is owed."""
+        for entry in [
+            entry for entry in self.in_flight if entry[0] is self
+        ]:  # not the entries of other roots that share it
             self.in_flight.remove(entry)
         self._replicating.clear()
         self.owed.clear()

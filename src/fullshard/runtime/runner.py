@@ -1,7 +1,7 @@
-"""What the table of phases (`phases.py`) has a unit do, whatever happens; `step.py` says when, and does the usual.
+"""The actions of the table of phases (`phases.py`); `step.py` says when they run, and handles the usual case itself.
 
-Each of the four moments of a step is here once more, for what is not usual: a first pass, which ranks compare, units
-that stay gathered, recomputation, exceptions, what users ask for.
+The four moments of a step are here again for everything unusual: a first pass, which ranks compare, units that stay
+gathered, recomputation, exceptions, and user calls.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Runner:
     """Runs one unit. Owns no tensors.
 
     Args:
-        unit: what is held.
-        modules: the modules whose forwards are this unit's; usually one. Held weakly.
-        settings: what the user set; replaced as a whole.
-        find_root: makes the root when this unit is run first.
+        unit: the unit to run.
+        modules: the modules whose forwards are the unit's; usually one. Held weakly.
+        settings: the user's settings; replaced as a whole.
+        find_root: creates the root when this unit is run first.
 
     Attributes:
         phase: see `phases.py`.
         root: the context of all units under one root; None until the first forward.
-        is_top: whether this is the root's own unit. Plain: Dynamo does not guard that two objects are not the same.
-        index: of this unit in the root.
+        is_top: whether this is the root's own unit. A plain flag, as Dynamo cannot guard that two objects differ.
+        index: index of this unit in the root.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
-        is_whole: whether it is one module, not several whose forwards make one together.
-        held: how many `keep_gathered` blocks the unit is in now.
-        forwards: of this unit's modules and methods that run now, innermost last.
-        period: since the unit was opened for a forward last.
-        leftovers: what forwards leave on the unit's modules; None until there is a root.
+        is_whole: whether the unit is a single module; if not, the forwards of several modules together are one.
+        held: number of `keep_gathered` blocks that the unit is in.
+        forwards: the running forwards of this unit's modules and methods, innermost last.
+        period: the period that began when the unit was last opened for a forward.
+        leftovers: tensors that forwards leave on the unit's modules; None until there is a root.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Runner:
         self.kept = False
         self.held = 0
         self.leftovers: Leftovers | None = None
-        self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
+        self.post_optim_event: torch.Event | None = None  # the next pass waits for it once
         self.forwards: list[Forward] = []
         self.period = Period(-1)
-        self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
+        self._ran: set[int] = set()  # ids of modules that ran since the unit was opened, if it has several
         self._first_gradient: FirstGradient | None = None
-        self._late = False  # whether what comes next is prefetched once this unit is freed
+        self._late = False  # whether the prefetch waits until this unit is freed
 
     @property
     def modules(self) -> list[nn.Module]:
         """The unit's modules that are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
-    def happens(self, event: Happening) -> None:
-        """Do what the table says, and go to the phase that follows."""
-        action, following = ROWS[self.phase][event]
+    def happens(self, happening: Happening) -> None:
+        """Run the table's action, and enter the next phase."""
+        action, following = ROWS[self.phase][happening]
         if action is not None:
             action(self)
         self.phase = following
@@ -94,7 +94,7 @@ class Runner:
     # The moments: forward.
 
     def before_forward(self, forward: Forward) -> None:
-        """The forward of a module, or a method of one, is called: a pass may begin with it."""
+        """Open the unit for the forward, or a method, of one of its modules; a pass may begin with it."""
         root = self.root
         if root is None:
             root = self.find_root(self)
@@ -105,7 +105,7 @@ class Runner:
         self.happens(H.REENTER if recomputing else H.ENTER)
 
     def after_forward(self, module: nn.Module) -> None:
-        """The outermost of the forwards that run is over."""
+        """Close the unit after its outermost running forward."""
         root: Any = self.root
         top = root.pass_top is self
         self.happens(H.LEAVE if self.is_whole or top else self.left_partly(module))
@@ -113,7 +113,7 @@ class Runner:
             root.end_forward()
 
     def watch_outputs(self, forward: Forward, output: Any) -> None:
-        """Be told when what a forward gives away, or leaves on the unit's modules, gets its gradient."""
+        """Watch for gradients of the tensors that a forward returns or leaves on the unit's modules."""
         forward.watch_outputs(self.unit, output)
         leftovers = self.leftovers
         if leftovers is not None and (left := leftovers.tensors()):
@@ -124,7 +124,7 @@ class Runner:
             forward.call.period.leads_back = True
 
     def open_forward(self) -> None:
-        """Gather for a forward, and prefetch what follows."""
+        """Gather for a forward, and prefetch the next units."""
         root, unit, index = self.root, self.unit, self.index
         assert root is not None
         if root.guide.active:
@@ -132,7 +132,7 @@ class Runner:
         if root.ahead:
             root.ahead.pop(index, None)
         if unit.moving or (unit.state is not SHARDED and unit.version() != unit.gathered_version):
-            unit.moving, unit.usual = True, None  # by the model's own code, since the pass began
+            unit.moving, unit.usual = True, None  # changed by the model's own code since the pass began
             unit.reshard()
             unit.refresh()
         if unit.state is not GATHERED:
@@ -155,7 +155,7 @@ class Runner:
             root.prefetch(prefetch.forward)
 
     def close_forward(self) -> None:
-        """Show the sharded parameters, and free unless they are to stay."""
+        """Show the sharded parameters, and free the unit unless it stays gathered."""
         if self._ran:
             self._ran.clear()
         unit, root, period = self.unit, self.root, self.period
@@ -180,7 +180,7 @@ class Runner:
             raise unit.assigned_error(assigned)
 
     def break_forward(self) -> None:
-        """After an exception: as `close_forward`. What is to stay does: on other ranks nothing may have been raised."""
+        """As `close_forward`, after an exception. It may stay gathered here too: other ranks may not have raised."""
         self._ran.clear()
         self.forwards.clear()
         self.unit.showing.show_sharded()
@@ -189,7 +189,7 @@ class Runner:
             self.kept = False
 
     def settle(self) -> None:
-        """The pass is over: what was prefetched in vain, or is not to stay, is freed."""
+        """Free the unit at the end of a pass if it was prefetched in vain, or does not stay gathered."""
         unit, root = self.unit, self.root
         if unit.state is SHARDED or self.kept or root is None:
             return
@@ -197,7 +197,7 @@ class Runner:
             unit.reshard()
 
     def reshards(self, with_grad: bool) -> bool:
-        """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
+        """Whether the unit is freed after a forward. By default the root is not, unless no backward will follow."""
         if self.period.hides or self.held:
             return False
         if self.settings.reshard_after_forward is None:
@@ -207,7 +207,7 @@ class Runner:
     # Recomputation (activation checkpointing).
 
     def open_recompute(self) -> None:
-        """Gather for a forward within a backward, and prefetch by the backward's order."""
+        """Gather for a forward within a backward, and prefetch in the backward's order."""
         root = self.root
         assert root is not None
         self.period = Period(self.index)
@@ -215,9 +215,9 @@ class Runner:
         root.prefetch_back(self.settings.prefetch.forward)
 
     def close_recompute(self) -> None:
-        """The backward of the unit that was recomputed last comes next; one before it is not to stay.
+        """Make this the last recomputed unit, whose backward comes next; the previous one does not stay gathered.
 
-        A unit around this one may have been that one: it runs again now, and is not to be freed.
+        The previous one may be a unit around this one that is running again: it is not freed.
         """
         root = self.root
         assert root is not None
@@ -228,7 +228,7 @@ class Runner:
     # Backward.
 
     def before_backward(self, call: Any) -> None:
-        """An output of a `Call` received its gradient."""
+        """Begin the backward of a `Call`: one of its outputs got its gradient."""
         root, period = self.root, call.period
         trace = period.trace
         if trace is not None and trace.root() is not root:
@@ -244,7 +244,9 @@ class Runner:
             for bucket in self.unit.counting:
                 if bucket.form.reassigned(bucket.members, bucket.shard):
                     root.reducer.changed(self)
-        if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
+        if (
+            period.opened and self.phase is Phase.BACKWARD
+        ):  # a second output, or a second call, of a backward that is running
             return
         period.opened = True
         if passed := root.traces.back_to(period, True):
@@ -255,7 +257,7 @@ class Runner:
         self.phase = following
 
     def open_backward(self) -> None:
-        """Gather for the backward, and prefetch what follows."""
+        """Gather for the backward, and prefetch the next units."""
         root = self.root
         assert root is not None
         settings = self.settings
@@ -278,16 +280,16 @@ class Runner:
             root.prefetch_back(prefetch.backward)
 
     def _chosen(self, setting: str, chosen: tuple[Runner, ...]) -> tuple[int, ...]:
-        """Indices of the units that the user chose to prefetch; those of other models are left out, with a warning."""
-        own = tuple([runner for runner in chosen if runner.root is self.root])
-        if len(own) < len(chosen):
+        """Indices of the units that the user chose to prefetch; units of other models are dropped with a warning."""
+        ours = tuple([runner for runner in chosen if runner.root is self.root])
+        if len(ours) < len(chosen):
             foreign = [runner.unit.name for runner in chosen if runner.root is not self.root]
-            self.set(**{f"prefetch_{setting}": own})
+            self.set(**{f"prefetch_{setting}": ours})
             warnings.warn(prefetches_another_model(self.unit.name, foreign), stacklevel=2)
-        return tuple([runner.index for runner in own])
+        return tuple([runner.index for runner in ours])
 
     def _gather_and_show(self, wish: int) -> None:
-        """Gather, if it has to be; `wish` says what for, see `SharedOrder`."""
+        """Gather if needed, and show the unsharded parameters; `wish` is the verb that `SharedOrder` announces."""
         unit, root = self.unit, self.root
         if unit.state is not GATHERED:
             in_step = None if root is None else root.guide.in_step
@@ -301,34 +303,34 @@ class Runner:
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather()
             if in_step is not None:
-                unit.drop_kept()  # as who takes part in passing: the next gather is among all ranks, or none
+                unit.drop_kept()  # as ranks that only take part do: all ranks must gather from the same source next
         unit.showing.show_unsharded()
 
     def take_part(self) -> None:
-        """Gather for other ranks; what is gathered stays so, and what is not does not."""
+        """Gather along with other ranks; then free the unit, unless it was gathered before or is held."""
         unit, root = self.unit, self.root
         assert root is not None
-        stays = unit.state is not SHARDED
-        if stays:
+        was_gathered = unit.state is not SHARDED
+        if was_gathered:
             unit.free()
         root.position.issue(REGATHER, self.index)
         unit.issue_gather(self.settings.comm)
         unit.finish_gather()
         unit.drop_kept()
-        if not stays and not self.held:
+        if not was_gathered and not self.held:
             unit.free()
 
     def after_backward(self, call: Any, gradient: torch.Tensor | None) -> None:
-        """A watched input of a `Call` got its gradient; None where nothing that used it has one."""
+        """End the backward of a `Call`: a watched input got its gradient, None if nothing that used it has one."""
         if call.hands_on and not call.period.opened:
             self.before_backward(call)
         if gradient is not None and gradient.requires_grad:
-            # create_graph: whoever differentiates this gradient needs the parameters first
+            # create_graph: differentiating this gradient needs the parameters first
             on_gradient(gradient, call.before_backward)
         self.finish_call(call)
 
     def finish_call(self, call: Any) -> None:
-        """All parameters of a `Call` have their gradients."""
+        """End a `Call` whose parameters all have their gradients, and the unit's backward with its last call."""
         root, period = self.root, call.period
         if not call.done:
             call.done = True
@@ -337,27 +339,27 @@ class Runner:
             return
         if self.phase is Phase.BACKWARD and (passed := root.traces.back_to(period, False)):
             root.pass_back_over(passed)
-        # With create_graph the parameters are needed again, by the second backward.
+        # With create_graph the second backward needs the parameters again.
         action, following = ROWS[self.phase][H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD]
         if action is not None:
             action(self)
         self.phase = following
 
     def close_backward(self) -> None:
-        """Free, and reduce or set aside the gradients, unless more calls of this unit will add to them."""
+        """Free the unit, and reduce or set aside its gradients, unless more calls will add to them."""
         self.release()
         root = self.root
         assert root is not None
         root.reducer.close(self, bool(root.traces.ahead.get(self.index)))
 
     def release(self, prefetches: bool = True) -> None:
-        """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
+        """Show the sharded parameters, free the unit unless it stays gathered, then do a delayed prefetch."""
         unit, root = self.unit, self.root
         unit.showing.show_sharded()
         self.period.hides = False
-        # A gather that nobody waited for was prefetched in vain, also where units stay gathered.
+        # A gather that nobody waited for was prefetched in vain, even if units stay gathered.
         frees = unit.state is GATHERING
-        if not self.held and not frees:  # in step: what stays has to on all ranks
+        if not self.held and not frees:  # with a shared order, a unit must stay gathered on all ranks or on none
             frees = self.settings.reshard_after_backward or (root is not None and root.guide.in_step is not None)
         if frees:
             if unit.kept_axis is not None:
@@ -373,35 +375,35 @@ class Runner:
                 self._prefetch_back()
 
     def finish(self) -> None:
-        """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
+        """Release the unit at the end of a backward: its gradients are complete, whichever of its calls were seen."""
         if self.unit.state is not SHARDED and (self.phase is not Phase.IDLE or not self._stays()):
             self.release(prefetches=False)
 
     def hide(self) -> None:
-        """Show the sharded parameters; the unit stays gathered for the next backward through the graph that is kept."""
+        """Show the sharded parameters; the unit stays gathered for the next backward through the kept graph."""
         self.unit.showing.show_sharded()
 
     def _stays(self) -> bool:
-        """Whether a unit that this backward did not use is gathered on purpose."""
+        """Whether a unit that this backward did not use is gathered intentionally."""
         return self.kept and self.unit.state is GATHERED
 
-    # Calls without an input that needs a gradient (the first layer's), of which maybe no output is seen either.
+    # Calls with no differentiable input (the first layer's), and possibly no visible output.
 
     def _gradient_arrived(self) -> None:
         root = self.root
         if root is not None and not root.in_backward:
             root.begin_backward()
 
-    # What forwards leave, and when a unit of several modules is left.
+    # Hidden outputs, and units of several modules.
 
     def watch_parameters(self) -> None:
-        """Be told of a backward by the gradients of the unit's parameters, where no input or output tells."""
+        """Detect a backward by the gradients of the unit's parameters, where no input or output can."""
         if self._first_gradient is None:
             self._first_gradient = FirstGradient(self._gradient_arrived)
         self._first_gradient.expect(self.unit)
 
     def keep_what_is_hidden(self, forward: Forward) -> None:
-        """Keep the unit gathered, as what a forward returned may hide a graph."""
+        """Keep the unit gathered if the output of a forward may hide a graph."""
         if (
             not forward.leads_back
             and forward.call is not None
@@ -411,14 +413,14 @@ class Runner:
             self.watch_parameters()
 
     def left_partly(self, module: nn.Module) -> Happening:
-        """The outermost forward of a module is over, one of several: whether all have run."""
+        """Note that the outermost forward of one of several modules ended; `LEAVE` if all have run."""
         self._ran.add(id(module))
         return H.LEAVE if len(self._ran) == len(self._modules) else H.LEAVE_PARTLY
 
-    # What users ask for.
+    # User calls.
 
     def unshard(self) -> None:
-        """Start gathering (if it is sharded) on the user's behalf."""
+        """Start gathering, if the unit is sharded, on the user's behalf."""
         self.happens(H.UNSHARD)
 
     def gather_for_user(self) -> None:
@@ -438,7 +440,7 @@ class Runner:
             unit.issue_gather(self.settings.comm, apart=alone)
             unit.touched.seen = unit.touched.count
         if self.root is not None:
-            self.root.ahead.pop(self.index, None)  # the user's from now on
+            self.root.ahead.pop(self.index, None)  # from now on the user decides when it is freed
         self.kept = True
 
     def wait_unshard(self) -> None:
@@ -465,20 +467,20 @@ class Runner:
             raise self.unit.written_error(written)
 
     def before_pass(self) -> None:
-        """A pass begins at this unit."""
+        """Wait for the post-optimizer event before a pass that begins at this unit."""
         if self.post_optim_event is not None:
             event, self.post_optim_event = self.post_optim_event, None
             event.wait()
 
     def set(self, **changes: Any) -> None:
-        """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
+        """Change settings; fields of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
         if "comm" in changes or "reshard_after_forward" in changes:
             self.unit.usual = None
         self.settings = self.settings.with_changes(changes)
 
     def reset(self) -> None:
-        """After an exception: as at the beginning of a step."""
-        self.phase = Phase.IDLE  # whatever the unit raises
+        """Reset to the beginning of a step, after an exception."""
+        self.phase = Phase.IDLE  # even if the unit raises below
         self.kept = self.period.leads_back = self.period.hides = False
         self._ran.clear()
         self.forwards.clear()
@@ -486,18 +488,18 @@ class Runner:
         self.unit.reset()
 
 
-def _row(phase: Phase, event: Happening) -> tuple[Callable[[Runner], object] | None, Phase]:
-    found = row(phase, event)
-    if found is not None:
-        return (getattr(Runner, found[0]) if found[0] else None), found[1]
+def _row(phase: Phase, happening: Happening) -> tuple[Callable[[Runner], object] | None, Phase]:
+    entry = row(phase, happening)
+    if entry is not None:
+        return (getattr(Runner, entry[0]) if entry[0] else None), entry[1]
 
     def refuse(runner: Runner) -> None:
-        asked = event in (H.UNSHARD, H.RESHARD)
-        assert asked, f"unit {runner.unit.name!r} met {event.name} in {phase.name}: do threads share it?"
-        raise not_while_it_runs(phase.name, event.name, runner.unit.name)
+        asked = happening in (H.UNSHARD, H.RESHARD)
+        assert asked, f"unit {runner.unit.name!r} met {happening.name} in {phase.name}: do threads share it?"
+        raise not_while_it_runs(phase.name, happening.name, runner.unit.name)
 
     return refuse, phase
 
 
-ROWS = [[_row(phase, event) for event in Happening] for phase in Phase]
-"""`phases.row` by number, with `Runner`'s methods in place of their names; what is refused raises."""
+ROWS = [[_row(phase, happening) for happening in Happening] for phase in Phase]
+"""`phases.row` by phase and happening, with methods of `Runner` in place of their names; refused happenings raise."""

@@ -1,7 +1,7 @@
-"""The gradients that a backward with `create_graph` leaves, which a unit's parameters have no second derivatives of.
+"""Refuses second derivatives of the reduced gradients that a backward with `create_graph` leaves.
 
-They are reduced over ranks outside of autograd. Taken as constants they are right; a loss that is computed from them
-would lose its own gradient without a word, so they carry a node that says so when a backward comes to it.
+These gradients are reduced over ranks outside autograd. They are correct as constants, but a loss computed from them
+would silently lose its gradient, so they carry a node that raises when a backward reaches it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .messages import second_order
 
 
 class _Reduced(torch.autograd.Function):
-    """A reduced gradient, as a function of nothing that can be differentiated."""
+    """A reduced gradient as an autograd node whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor, name: str) -> torch.Tensor:
@@ -29,7 +29,7 @@ class _Reduced(torch.autograd.Function):
 
 
 def refuse_second_derivatives(units: Iterable[Unit]) -> None:
-    """Let whoever differentiates what these units' `.grad` hold now meet a `PhaseError`. With gradients enabled."""
+    """Make differentiating the current `.grad` of these units raise `PhaseError`. Call with gradients enabled."""
     anchor = torch.zeros((), requires_grad=True)
     for unit in units:
         for bucket in unit.buckets:

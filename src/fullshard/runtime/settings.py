@@ -1,4 +1,4 @@
-"""What users set for a unit. Frozen: setters replace the whole, so that a step sees one state of it."""
+"""The settings of a unit. Frozen: setters replace them as a whole, so that a step sees one consistent state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..shard import ReduceSettings, Share
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """What is gathered ahead.
+    """Which units are gathered ahead.
 
     Attributes:
-        forward, backward: how many units ahead, by the recorded order.
-        late: in backward, only once this unit is freed.
-        forward_units, backward_units: exactly these units in place of the recorded order.
+        forward, backward: how many units to gather ahead, in the recorded order.
+        late: in backward, prefetch only after this unit is freed.
+        forward_units, backward_units: prefetch exactly these units instead of the recorded order.
     """
 
     forward: int = 1
@@ -33,25 +33,25 @@ class PrefetchSettings:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """All that users set for one unit.
+    """All user settings of one unit.
 
     Attributes:
         comm: collectives.
         policy: mixed precision.
-        axes: the mesh that the unit was given; single parameters may have others.
-        reshard_after_forward: free after forward; None: True unless this is the root.
+        axes: the mesh of the unit; single parameters may have different ones.
+        reshard_after_forward: free after forward; None: True, except for the root.
         reshard_after_backward: free after backward.
         unshard_in_backward: whether backward needs the parameters.
-        reduce, prefetch: see there.
-        manual_finalization: `finalize_backward` ends each iteration; the root's counts.
+        reduce, prefetch: see `ReduceSettings` and `PrefetchSettings`.
+        manual_finalization: whether `finalize_backward` ends each iteration; only the root's value counts.
         group_memory: whether `comm` communicates through memory of the process group's backend.
-        ignored: what is in the unit's modules and was to be left alone.
-        check: when ranks compare what they are about to run; the root's counts. See `policies.Check`.
-        unused: what becomes of units that only some ranks run; the root's counts. See `policies.Unused`.
-        share: of this rank in the means of the batch that runs now, inside `join`; None: as all others'.
-        in_flight: reductions of several roots that share one communication context, if this one is such a root.
-        usual: whether a unit is gathered, freed and reduced as most are: `step.py` then needs not ask for each.
-        inputs_dtype, outputs_dtype: what inputs and outputs of a forward are cast to, by `policy`; None: nothing.
+        ignored: parameters and modules inside the unit's modules to leave alone.
+        check: when ranks compare what they are about to run; only the root's value counts. See `policies.Check`.
+        unused: how units that only some ranks run are treated; only the root's value counts. See `policies.Unused`.
+        share: this rank's weight in the means of the current batch, inside `join`; None: the same as all others.
+        in_flight: reductions of several roots that share one communication context, if this is such a root.
+        usual: whether the unit is gathered, freed and reduced in the usual way; `step.py` checks only this flag.
+        inputs_dtype, outputs_dtype: dtypes to which `policy` casts a forward's inputs and outputs; None: no cast.
     """
 
     comm: Comm
@@ -72,7 +72,7 @@ class UnitSettings:
     usual: bool = field(init=False, default=False)
     inputs_dtype: torch.dtype | None = field(init=False, default=None)
     outputs_dtype: torch.dtype | None = field(init=False, default=None)
-    # Settings that differ from these in switches alone: by the change that leads there, and all of them, in one list.
+    # Settings that differ from these in switches only: by the change that leads to them, and all of them in one list.
     _after: dict[Any, UnitSettings] = field(init=False, default_factory=dict, compare=False, repr=False)
     _family: list[UnitSettings] = field(init=False, default_factory=list, compare=False, repr=False)
 
@@ -84,16 +84,16 @@ class UnitSettings:
         object.__setattr__(self, "outputs_dtype", policy.output_dtype)
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
-        """The settings with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`.
+        """Return the settings with these changes; fields of `reduce` and `prefetch` are named `reduce_x`, `prefetch_x`.
 
-        Switches that go back and forth, as gradient sync does in each accumulation, lead to the same objects again, by
-        whatever way: what was planned under them still holds, and nothing grows.
+        Toggling switches, as each gradient accumulation does with gradient sync, returns to the same objects in
+        whatever order: plans made under them stay valid, and nothing grows.
         """
         switches = {*map(type, changes.values())} <= _SWITCH
         key = tuple(changes.items())
-        if switches and (known := self._after.get(key)) is not None:
-            return known
-        own: dict[str, Any] = {}
+        if switches and (cached := self._after.get(key)) is not None:
+            return cached
+        direct: dict[str, Any] = {}
         nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
         before: list[tuple[str, Any]] = []
         for name, value in changes.items():
@@ -103,17 +103,17 @@ class UnitSettings:
             if inside:
                 nested[part][rest] = value
             else:
-                own[name] = value
+                direct[name] = value
         switches = switches and {type(value) for _, value in before} <= _SWITCH
         parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
-        changed = replace(self, **parts, **own)
+        changed = replace(self, **parts, **direct)
         if switches:
             family = self._family or [self]
-            changed = next((known for known in family if known == changed), changed)
+            changed = next((relative for relative in family if relative == changed), changed)
             if changed is not self and not changed._family:
                 family.append(changed)
-            for one in (self, changed):
-                object.__setattr__(one, "_family", family)
+            for settings in (self, changed):
+                object.__setattr__(settings, "_family", family)
             self._after[key] = changed
         return changed
 

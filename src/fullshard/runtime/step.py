@@ -1,14 +1,14 @@
-"""A unit's step: four moments. What is usual stands here; `runner.py` and the table of phases do everything else.
+"""A unit's step: four moments. The usual case is here; `runner.py` and the table of phases handle everything else.
 
 before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit; watch the inputs
 after forward    watch the outputs; show the sharded parameters, free
 before backward  an output got its gradient: gather, show, prefetch the next unit of the backward
 after backward   a watched input got its gradient, so all parameters of this call have theirs: show, free, reduce
-end of backward  whatever was missed (no input needs a gradient, outputs unused) is reduced and freed (`Root`)
+end of backward  reduce and free whatever was missed (no input needs a gradient, outputs unused) (`Root`)
 
-A moment is usual if the pass is (`Root.usual_forward`), the unit is of the plain kind and nobody has touched it
-(`Unit.usual`), and its settings are plain (`UnitSettings.usual`). It leaves the state that the long way leaves, so that
-each moment may go either way.
+A moment is usual if the pass is (`Root.usual_forward`), the unit is of the plain kind and untouched (`Unit.usual`), and
+its settings are plain (`UnitSettings.usual`). It leaves the same state as the general path, so each moment may take
+either.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ IDLE, FORWARD, BACKWARD = Phase.IDLE, Phase.FORWARD, Phase.BACKWARD
 _ONE_TENSOR = [Tensor]
 
 FORWARD_METHODS_KEY = "_fullshard_forward_methods"
-"""Where a module keeps its methods that count as forwards, by name."""
+"""Key under which a module keeps its methods that count as forwards, by name."""
 
 
 def run(
     runner: Runner, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
+    """Call `forward`, a method of `module`, with the unit gathered; if it raises, the unit is closed."""
     before, after, broken = before_forward, after_forward, break_off
     if is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
         before, after, broken = _GUARDED_BEFORE, _GUARDED_AFTER, _GUARDED_BREAK
@@ -64,7 +64,7 @@ def run(
 
 
 def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather, and watch the inputs; returns them, cast and watched."""
+    """Gather, and watch the inputs; return them cast and watched."""
     if current_transform() is not None:
         raise refused_transform(runner.unit.name)
     root: Any = runner.root
@@ -111,7 +111,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
-    """Watch the output, and free. Returns the output, cast."""
+    """Watch the output, and free; return the output, cast."""
     forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
     borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
@@ -157,10 +157,12 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
 
 
 def break_off(runner: Runner, depth: int, error: BaseException) -> None:
-    """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here.
+    """Clean up after the forward, or the code before or after it, raised; the user sees `error` whatever happens here.
 
     Args:
-        depth: how many forwards of the unit's modules ran around this one.
+        runner: the unit's runner.
+        depth: number of forwards of the unit's modules that were running around this one.
+        error: the exception raised; gets notes.
     """
     root, forwards = runner.root, runner.forwards
     if isinstance(error, RuntimeError):
@@ -175,7 +177,7 @@ def break_off(runner: Runner, depth: int, error: BaseException) -> None:
             RANK.catches(error)
             root.break_forward(error)
     except Exception as second:
-        error.add_note(f"Unit {runner.unit.name or '(root)'!r} could not be put back after this: {second!r}")
+        error.add_note(f"Unit {runner.unit.name or '(root)'!r} could not be restored after this error: {second!r}")
 
 
 _GUARDED_BEFORE = torch.compiler.disable(before_forward)
@@ -184,15 +186,17 @@ _GUARDED_BREAK = torch.compiler.disable(break_off)
 
 
 class Call:
-    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
+    """A forward call whose backward has not ended. Only the autograd graph holds it, so it dies with the graph.
 
-    Owns no tensor: hooks on the graph's tensors hold the call, and Python's collector does not see through those.
+    Owns no tensor: hooks on the graph's tensors hold the call, and Python's garbage collector cannot see through them.
 
     Attributes:
-        period: of the unit, in which it was called.
-        version: of what the unit had gathered when the call began.
-        hands_on: whether an output is no work of the call's: its gradient may tell of the backward's beginning, too.
-        forgets: each takes back a hook on a tensor that may outlive the graph.
+        runner: runs the unit.
+        period: the unit's period in which it was called.
+        version: version of the shards that were gathered when the call began.
+        hands_on: whether the call returned a tensor that it did not produce; an input's gradient can then open the
+            backward.
+        forgets: remove the hooks on tensors that may outlive the graph.
     """
 
     done = hands_on = False
@@ -209,7 +213,7 @@ class Call:
             forget()
 
     def before_backward(self, gradient: Tensor) -> None:
-        """An output got its gradient."""
+        """Open the unit for its backward: an output got its gradient."""
         runner, period = self.runner, self.period
         root: Any = runner.root
         trace: Any = period.trace
@@ -232,14 +236,14 @@ class Call:
             usual.come_back(usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
-            known = depth == 1 and len(steps) > 1 and steps[-2][1]
-            if not known or token != REGATHER | steps[-2][0].unit << VERB_BITS or not root.gather_ahead(token):
+            follows_trace = depth == 1 and len(steps) > 1 and steps[-2][1]
+            if not follows_trace or token != REGATHER | steps[-2][0].unit << VERB_BITS or not root.gather_ahead(token):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self)
 
     def after_backward(self, gradient: Tensor | None) -> None:
-        """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
+        """Close the unit: a watched input got its gradient (None in a reentrant checkpoint where none arrived)."""
         runner, period = self.runner, self.period
         root: Any = runner.root
         trace: Any = period.trace
@@ -266,7 +270,7 @@ class Call:
             if (
                 reduction is not None
                 and (REDUCES(runner), [*map(GRADIENTS, reduction.every)]) == reduction.before
-                and not reduction.set.storage.nbytes()  # it was given back: nobody else holds it, and none is shown
+                and not reduction.set.storage.nbytes()  # was released: nobody else holds it, nothing shows it
                 and not trace.ahead[runner.index]
             ):
                 root.reducer.reduce(runner, reduction)
@@ -276,12 +280,12 @@ class Call:
             runner.after_backward(self, gradient)
 
     def producer_runs(self, gradients: object) -> None:
-        """What made an input is about to run: all that used the input has run."""
+        """End the call: the node that produced an input is about to run, so everything that used the input has run."""
         self.runner.finish_call(self)
 
 
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:
-    """Make a method of a unit's module count as a forward: the unit is gathered before it and freed after it."""
+    """Make a method of a unit's module count as a forward: gather the unit before it, and free it after."""
     method = getattr(module, name)
 
     def forward_method(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,11 @@
-"""What one forward pass ran, to be run backwards: the one order of a backward that all ranks share. Pure.
+"""The units that a forward pass ran; in reverse, the order of a backward that all ranks share. Pure.
 
-Ranks need not use the same units in a backward: a batch of one task gives one head a gradient, a batch of another task
-another. But each gather and each reduction needs all of them. So every rank goes through the whole pass backwards, in
-the order in which units were entered and left in forward, which the ranks have compared; a gradient that arrives only
-tells how far. What a rank's loss did not use is gathered, freed and reduced (with zeros) in passing.
+Ranks may use different units in a backward: batches of different tasks give gradients to different heads. But each
+gather and each reduction needs all ranks. So every rank goes back through the whole pass, in the order in which units
+were entered and left in forward, which the ranks have compared; an arriving gradient only determines how far. Units
+that a rank's loss did not use are gathered, freed and reduced (with zeros) in passing.
 
-Autograd itself runs nodes in the reverse of the order in which they were made, so where all units are used nothing is
-ever passed over.
+Autograd runs nodes in the reverse order of their creation, so if all units are used nothing is ever passed over.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 
 
 class Period:
-    """A unit's time between being entered and left in forward: its calls, and the pass that it is part of.
+    """A unit's time from being entered to being left in forward: its calls, and the pass that it belongs to.
 
     Attributes:
-        unit: its index.
-        trace: of the pass; None outside of one (recomputation).
-        calls: whose backward is still to come.
+        unit: index of the unit.
+        trace: the trace of the pass; None outside a pass (recomputation).
+        calls: number of calls whose backward has not ended.
         opened: whether its backward has begun.
-        leads_back: whether an output of a call needs a gradient on this rank, so that a backward may come.
-        hides: whether what a call returned may hide a graph: the unit stays gathered for it.
+        leads_back: whether an output of a call needs a gradient on this rank, so that a backward may follow.
+        hides: whether a call's output may hide a graph: the unit stays gathered for it.
     """
 
     __slots__ = ("calls", "hides", "leads_back", "opened", "trace", "unit")
@@ -43,11 +42,12 @@ class Trace:
     """See the module's docstring.
 
     Args:
-        root: whose pass it is; a weak reference, or nothing.
+        root: weak reference to the root of the pass; None: no root.
+        ahead: the counts to share with other traces; None: its own.
 
     Attributes:
-        steps: in the order of the forward, less those that were gone back over.
-        ahead: by unit, how many ends of its backwards are among them; several traces may share it.
+        steps: the steps in forward order, without those that a backward has gone back over.
+        ahead: by unit index, how many of the steps end its backward; several traces may share it.
 
     >>> trace, outer, inner = Trace(), Period(0), Period(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
@@ -72,21 +72,21 @@ class Trace:
         self.ahead[period.unit] += 1
 
     def left(self, period: Period, goes_back: bool = True) -> None:
-        """A unit's forward is over; nothing of it stays if no rank's backward goes through it."""
+        """A unit's forward is over; it is removed from the trace if no rank's backward goes through it."""
         if not goes_back and self.steps and self.steps[-1] == (period, False):
             self._pop()
             return
         self.steps.append((period, True))
 
     def back_to(self, period: Period, begins: bool) -> Iterator[Step]:
-        """Go back to this step, one by one: those passed over, each when it is done with. None if it is not ahead."""
-        steps, wanted = self.steps, (period, begins)
-        if (steps and steps[-1] == wanted) or wanted in steps:
-            while (step := self._pop()) != wanted:
+        """Go back to this step, yielding each step that is passed over. Yields nothing if the step is not ahead."""
+        steps, target = self.steps, (period, begins)
+        if (steps and steps[-1] == target) or target in steps:
+            while (step := self._pop()) != target:
                 yield step
 
     def rest(self) -> Iterator[Step]:
-        """Go back to the beginning, one by one."""
+        """Go back to the beginning, yielding each step."""
         while self.steps:
             yield self._pop()
 
@@ -98,21 +98,21 @@ class Trace:
         return step
 
     def upcoming(self, depth: int) -> list[int]:
-        """The up to `depth` units whose backward begins next."""
+        """Return the indices of up to `depth` units whose backward begins next."""
         if depth == 1:  # the usual case
             for period, begins in reversed(self.steps):
                 if begins:
                     return [period.unit]
-        found: list[int] = []
+        units: list[int] = []
         for period, begins in reversed(self.steps) if depth > 0 else ():
             if begins:
-                found.append(period.unit)
-                if len(found) == depth:
+                units.append(period.unit)
+                if len(units) == depth:
                     break
-        return found
+        return units
 
     def count_in(self, ahead: defaultdict[int, int]) -> None:
-        """Share this `ahead` from now on, and no more the one that it shared so far."""
+        """Use and share this `ahead` from now on, in place of the previous one."""
         for period, begins in self.steps:
             if not begins:
                 self.ahead[period.unit] -= 1
@@ -120,16 +120,16 @@ class Trace:
         self.ahead = ahead
 
 
-_MOST_PASSES = 64  # without a backward, that are remembered
+_MOST_PASSES = 64  # passes without a backward that are remembered at most
 
 
 class Traces:
-    """The forward passes under one root whose backwards may come, and how far the backward that runs now has gone back.
+    """The forward passes under one root that a backward may still reach, and how far the current one has gone back.
 
     Attributes:
-        current: of the pass that runs now, if it builds a graph.
-        ahead: by unit, how often this backward, or one of a pass since the last one, is expected to reach it again.
-        reached: the trace that the backward which runs now came to last.
+        current: the trace of the current pass, if it builds a graph.
+        ahead: by unit index, how often this backward, or one of a pass since the last backward, will reach it again.
+        reached: the trace that the current backward reached last.
     """
 
     __slots__ = ("_reached", "_recent", "ahead", "current", "reached")
@@ -139,15 +139,15 @@ class Traces:
         self.reached: Trace | None = None
         self.ahead: defaultdict[int, int] = defaultdict(int)
         self._recent: list[Trace] = []  # of passes since the last backward ended
-        self._reached: list[Trace] = []  # of passes that the backward which runs now has come to
+        self._reached: list[Trace] = []  # of passes that the current backward has reached
 
     @property
     def are_none(self) -> bool:
-        """Whether no backward is to come, as far as is known."""
+        """Whether no backward is expected."""
         return not (self._recent or self._reached)
 
     def begin(self, root: Callable[[], Any]) -> None:
-        """A pass that builds a graph begins."""
+        """Begin the trace of a pass that builds a graph."""
         self.current = Trace(root, self.ahead)
         self._recent.append(self.current)
         if len(self._recent) > _MOST_PASSES:
@@ -156,7 +156,7 @@ class Traces:
                 oldest.count_in(defaultdict(int))
 
     def back_to(self, period: Period, begins: bool) -> Iterable[Step]:
-        """Go back to a step of the trace that it is part of, if any; see `Trace.back_to`."""
+        """Go back to a step of the period's trace, if it has one; see `Trace.back_to`."""
         trace = period.trace
         if trace is None:
             return ()
@@ -169,16 +169,16 @@ class Traces:
         steps = trace.steps
         if not steps or steps[-1] != (period, begins):
             return trace.back_to(period, begins)
-        steps.pop()  # the next one: nothing is passed over
+        steps.pop()  # it is the next step: nothing is passed over
         if not begins:
             trace.ahead[period.unit] -= 1
         return ()
 
     def rest(self) -> Iterator[Step]:
-        """Go back to the beginnings of all passes that were reached, one step at a time."""
+        """Go back to the beginning of every pass that was reached, yielding each step."""
         for trace in self._reached:
             yield from trace.rest()
 
     def forget(self) -> None:
-        """The backward is over, or was broken off."""
+        """Drop all traces: the backward ended or was broken off."""
         self._recent, self._reached, self.reached, self.ahead = [], [], None, defaultdict(int)

@@ -1,14 +1,14 @@
-"""What a unit's step compares and calls as long as nothing unusual happens: joined once, run by `step.py`.
+"""The comparisons and calls of a unit's step in the usual case: prepared once, run by `step.py`.
 
-    moment            compared, in C, with what is usual                             called
-    before forward    gathering; shards unchanged; sharded parameters in place       finish, show the unsharded ones
-    after forward     unsharded ones in place, and not written to                    show the sharded ones, free
-    before backward   as before forward; shards as the forward saw them              finish, show the unsharded ones
-    after backward    unsharded ones in place; gradients are reduced as last time    show the sharded ones, free, reduce
+    moment            compared with the usual values, in C                        called
+    before forward    gathering; shards unchanged; sharded parameters in place    finish, show unsharded parameters
+    after forward     unsharded parameters in place, and not written to           show sharded parameters, free
+    before backward   as before forward; shards as the forward saw them           finish, show unsharded parameters
+    after backward    unsharded parameters in place; reduced as last time         show sharded parameters, free, reduce
 
 A unit that stays gathered after its forward (`UsualStep.stays`) is neither freed there nor gathered for its backward.
-Where anything differs the unit goes the long way (`Runner`), which says what is wrong. Whatever a step was planned from
-drops it when that changes (`Unit.usual`); the next forward that goes the long way plans it again.
+If anything differs, the general path (`Runner`) takes over and reports what is wrong. Any change of what a step was
+planned from drops the plan (`Unit.usual`); the next forward on the general path plans it again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .phases import Phase
 
 _ALWAYS = ("phase", "unit.state", "unit.gathered", "settings.usual", "unit.showing.covered")
 
-# What is compared of a `Runner` at each moment; `UsualStep` has what it is to be.
+# Attributes of a `Runner` compared at each moment; `UsualStep` has the values to compare with.
 BEFORE_FORWARD = attrgetter("root.usual_forward", *_ALWAYS)
 AFTER_FORWARD = attrgetter("root.usual_forward", *_ALWAYS, "held", "period.leads_back", "period.hides")
 BEFORE_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS)
 AFTER_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS, "held", "period.calls")
-# What is compared of it, and of its `Gradients`, each, before they are reduced; `UsualReduction` has what is usual.
+# Attributes of a `Runner`, and of each of its `Gradients`, compared before a reduction with those in `UsualReduction`.
 REDUCES = attrgetter("settings.reduce", "settings.comm", "settings.share", "root.reducer.usual", "root.reducer.owed")
 GRADIENTS = attrgetter(
     *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.hooked", "delivery.views"),
@@ -40,22 +40,24 @@ class UsualStep:
     """See the module's docstring. Holds no memory of its own.
 
     Args:
-        runner: of the unit, which is gathered by a plan that serves again, and shown.
+        runner: the unit's runner; the unit is gathered by a reusable plan, and shown.
 
     Attributes:
         gather: that plan.
-        opens: what ends a gather, then shows the unsharded parameters.
-        closes: what shows the sharded parameters, then frees.
-        shows, hides: what shows the unsharded parameters, and the sharded ones.
+        opens: calls that finish a gather, then show the unsharded parameters.
+        closes: calls that show the sharded parameters, then free.
+        shows, hides: calls that show the unsharded parameters, and the sharded ones.
         stays: whether the unit stays gathered from its forward to its backward.
         leave, come_back: methods of the unit that end its forward, and begin its backward.
-        copied: bytes that are alive besides as a gather ends, while what is copied out of it is still there.
-        settles: bytes that are alive once the gather is over, less those while it is in flight.
+        copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
+        settles: bytes alive after the gather, minus those alive while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
-        addresses, counters, watched, numbers, addresses_of, bases, offsets: see `GatherPlan`, there `pointers`.
-        pointers, places: what tells where sharded parameters lie whose form does not notice itself, and where that is.
-        before_forward, after_forward, before_backward, after_backward: what the questions above find as usual.
-        reduction: how gradients are reduced; None: not known, or not the usual way.
+        addresses, counters, watched, numbers, addresses_of, bases, offsets: see `GatherPlan` (`addresses_of` are its
+            `pointers`).
+        pointers, places: calls that return the addresses of sharded parameters whose form does not notice a move
+            itself, and the usual addresses.
+        before_forward, after_forward, before_backward, after_backward: the usual values at these moments.
+        reduction: how gradients are reduced; None: unknown, or not the usual way.
     """
 
     __slots__ = (
@@ -91,28 +93,28 @@ class UsualStep:
 
 
 def plan_usual_step(runner: Any) -> None:
-    """Note what the steps of a unit compare and call, if it is of the usual kind. Its modules show what is gathered."""
+    """Plan the unit's usual step, if it is of the usual kind. Its modules show the unsharded parameters."""
     unit, plan = runner.unit, runner.unit.plan
     if runner.is_whole and plan is not None and plan is unit.gathered and unit.is_plain():
         unit.usual = UsualStep(runner)
 
 
 class UsualReduction:
-    """A reduction of the one bucket of a unit that trains, as it started and arrived last. Holds no memory of its own.
+    """The last reduction of a unit with a single trainable bucket, to repeat it. Holds no memory of its own.
 
     Args:
-        runner: of the unit.
+        runner: the unit's runner.
         gradients: of that bucket.
         planned: the reduction.
 
     Attributes:
-        before: what `REDUCES`, and `GRADIENTS` of each bucket, find as usual.
+        before: the usual values of `REDUCES`, and of `GRADIENTS` for each bucket.
         every: the gradients of all buckets.
-        replicates: whether replicas reduce what arrives, which is then delivered the long way.
-        collects: what comes before gradients are copied into the buffer.
-        starts: what starts the reduction, and returns at last what to wait for.
-        ends: what comes when it has arrived.
-        nbytes: of the buffer, and of what the collective needs besides.
+        replicates: whether an all-reduce between replicas follows, whose result is delivered on the general path.
+        collects: calls before gradients are copied into the buffer.
+        starts: calls that start the reduction; the last one returns the pending collective.
+        ends: calls after the reduction has arrived.
+        nbytes: bytes of the buffer, and of the collective's scratch memory.
     """
 
     __slots__ = (
@@ -138,13 +140,13 @@ class UsualReduction:
 
 
 def _at_rest(gradients: Gradients) -> Any:
-    """What `GRADIENTS` finds of a bucket when nothing of it waits for a reduction."""
+    """The values of `GRADIENTS` for a bucket with nothing waiting to be reduced."""
     delivery, bucket = gradients.delivery, gradients.bucket
     return GradState.NONE, None, gradients.buffer, delivery.set, set(), False, [*delivery.views], bucket.trains
 
 
 def plan_usual_reduction(runner: Any) -> None:
-    """Note how the gradients of a unit are reduced, if that is usual. The reduction was issued."""
+    """Plan the unit's usual reduction, if it is of the usual kind. Call after the reduction was issued."""
     unit, settings = runner.unit, runner.settings
     if unit.usual is None or not settings.reduce.usual or settings.share is not None:
         return
@@ -153,8 +155,8 @@ def plan_usual_reduction(runner: Any) -> None:
         return
     (gradients,) = trained
     bucket, delivery, planned = gradients.bucket, gradients.delivery, gradients.running
-    known = unit.usual.reduction
-    if known is not None and known.planned is planned and known.set is delivery.set:
+    previous = unit.usual.reduction
+    if previous is not None and previous.planned is planned and previous.set is delivery.set:
         return
     if (
         planned is not None

@@ -1,4 +1,4 @@
-"""What is held: shards, gathered buckets, gradients. Owns every long-lived tensor."""
+"""Units, buckets and gradients: shards and gathered memory. Owns every long-lived tensor."""
 
 from .asked import CHECKS, When, ask
 from .bucket import Bucket

@@ -1,8 +1,8 @@
-"""What users may touch, and when the engine looks: the checks, as data.
+"""The state that users may change, and when the engine looks at it: the checks, as data.
 
-A check compares what is there now with what the engine made, for all units at once, in C; only where something differs
-is each unit asked by itself. Those at rest and at a backward's beginning are run by `ask`. The others are part of a
-unit's own moments, in the files that the table names. `docs/architecture.md` shows the table.
+A check compares the current state with what the engine created, for all units at once, in C; units are inspected one
+by one only if something differs. `ask` runs the checks at rest and at the beginning of a backward. The others are part
+of a unit's own moments, in the files that the table names. `docs/architecture.md` contains the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .unit import Unit
 
 
 class When(Enum):
-    """The moment at which something is compared."""
+    """The moment at which a check compares."""
 
     REST = "at rest, before a pass"
     GATHER = "when a unit is opened or closed"
@@ -34,15 +34,15 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that users may touch.
+    """A check for one kind of change by users.
 
     Attributes:
-        name: what they do.
+        name: the change.
         compares: what is compared.
-        when: at which moment.
-        does: what it raises, or takes over.
-        where: the file that compares it.
-        run: what looks at all units; None: it is part of a unit's own moment.
+        when: the moment of the comparison.
+        does: what follows: an error, or what is taken over.
+        where: the file that compares.
+        run: checks all units at once; None: the check is part of a unit's own moment.
     """
 
     name: str
@@ -63,7 +63,7 @@ _ASSIGNED = attrgetter("touched.assigned")
 
 
 def _refresh(units: Sequence[Unit]) -> None:
-    """`Unit.refresh` of each. Whether users touched any of them is asked once, in C."""
+    """Run `Unit.refresh` on each unit, if one comparison in C finds that users touched any of them."""
     gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
     buckets = [*map(_BUCKET, gradients)]
     untouched = [*map(_UNTOUCHED, buckets)]
@@ -80,13 +80,13 @@ def _refresh(units: Sequence[Unit]) -> None:
     elif all(map(is_, map(read_grad, chain.from_iterable(map(_SHARDED, buckets))), NONES)):
         release_all(gradients)
     else:
-        for each in gradients:
-            if each.delivery.all_none():
-                each.release()
+        for of_bucket in gradients:
+            if of_bucket.delivery.all_none():
+                of_bucket.release()
 
 
 def _all_let_go(gradients: Sequence[Gradients], views: Sequence[OptimizerView]) -> bool:
-    """Whether all views are `FlatParameter`s without a gradient; those of the parameters in them are None then, too."""
+    """Whether all views are `FlatParameter`s without gradients; if so, sets `.grad` of their parameters to None."""
     if not all(map(_ALONE, views)) or not all(map(is_, map(_ADOPTED, views), NONES)):
         return False
     if not all(map(is_, map(read_grad, map(_TENSOR, views)), NONES)):
@@ -155,11 +155,11 @@ _RUNS = {when: [check.run for check in CHECKS if check.when is when and check.ru
 
 
 def ask(when: When, units: Sequence[Unit]) -> None:
-    """Run the checks of a moment that look at all units at once, in the table's order.
+    """Run the checks of a moment that cover all units at once, in the table's order.
 
     Raises:
-        ConfigError: a parameter was replaced by something that is not its shard.
-        PhaseError: units are parked, or hold no values.
+        ConfigError: a parameter was replaced by a tensor that cannot be its shard.
+        PhaseError: units are parked, or have no values.
     """
     with plain_access():
         for run in _RUNS[when]:

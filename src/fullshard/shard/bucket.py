@@ -1,13 +1,12 @@
 """One bucket: a unit's parameters of one class in one contiguous buffer, sharded, gathered and freed together.
 
-What `parameter` and `grad` mean in every state:
+Parameters and gradients in each state:
 
     state      module attribute    values                      gradient
     sharded    sharded parameter   view of `shard`             `.grad`: view of the reduced slice, or None
     gathered   unsharded one       view of `full`              `.grad`: autograd's, taken at the unit's post-backward
 
-How a sharded parameter shows is its form's affair (`forms/`). Gradients have a bucket and a state of their own, in
-`gradients.py`.
+The form decides how a sharded parameter shows (`forms/`). Gradients have their own buffer and state, in `gradients.py`.
 """
 
 from __future__ import annotations
@@ -46,26 +45,25 @@ class Bucket:
     """See the module's docstring.
 
     Ownership: `shard` is allocated here and lives as long as the bucket; the optimizer writes to it through the
-    sharded parameters, gathers read it. `full` is memory on demand, allocated by `issue_gather`, given back by `free`.
+    sharded parameters, gathers read it. `full` is memory on demand, allocated by `issue_gather`, released by `free`.
 
     Args:
         drafts: the parameters, in the order of `layout.slots`.
         layout: the plan.
         axes: the mesh.
         form: how the parameters show while sharded.
-        compute_dtype: dtype of `full`; None for the storage dtype.
-        replan: makes the layout of any of these parameters, and the form of such a bucket.
+        compute_dtype: dtype of `full`; None: the storage dtype.
+        replan: creates the layout and form for any subset of these parameters.
         home: memory of the shard and its gradients, if that is not the mesh's device.
-        chunks: the shard with its values, if it is not plain; None: one is made, and values copied in.
+        chunks: the shard with its values, if it is not plain; None: create one, and copy values in.
 
     Attributes:
-        compute_dtype: of gathered parameters.
-        turns: of the streams that the bucket's memory is used under.
-        trains: whether any parameter required a gradient when that was looked at last, at the beginning of a forward or
-            backward.
-        sharded, unsharded: those of the members; see `list_sharded`.
-        followed: by member, `requires_grad` when it was followed last; empty: it was not.
-        untouched: that users have put nothing else in the place of the shard and its parameters; None: not noted yet.
+        compute_dtype: dtype of gathered parameters.
+        turns: order the streams that use the bucket's memory.
+        trains: whether any parameter required a gradient at the beginning of the last forward or backward.
+        sharded, unsharded: the members' parameters; see `list_sharded`.
+        followed: `requires_grad` by member when last followed; empty: not followed yet.
+        untouched: checks that users have not replaced the shard or its parameters; None: not recorded yet.
     """
 
     def __init__(
@@ -99,13 +97,13 @@ class Bucket:
         self.followed: list[bool] = []
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
+        """Return zeros [shard_numel]: at home if there is one, else on `device`; always on meta if `device` is."""
         if self.home is None or device.type == "meta":
             return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         return self.home.empty(self.layout.shard_numel, dtype).zero_()
 
     def _admit(self, draft: Draft, index: int) -> Member:
-        """Copy this rank's part of the original in, and make the sharded parameter."""
+        """Copy this rank's part of the original in, and create the sharded parameter."""
         slot, original = self.layout.slots[index], draft.original
         part = self.layout.part(slot, self.axes.shard.rank)
         local = _view(self.shard, part) if self.form.plain else self.shard.of(slot)
@@ -124,33 +122,33 @@ class Bucket:
     # Values of members, in any buffer laid out as the shard. A "local" is this rank's part; see `Form`.
 
     def part(self, buffer: torch.Tensor | Chunks, member: Member) -> torch.Tensor:
-        """This rank's part of a member in a buffer laid out as the shard [shard_numel]; a view."""
+        """Return a view of this rank's part of a member in a buffer laid out as the shard [shard_numel]."""
         return buffer.of(member.slot) if isinstance(buffer, Chunks) else _view(buffer, member.part)
 
     def shown(self, local: torch.Tensor, member: Member) -> torch.Tensor:
-        """A local in the form that users see (DTensor, FlatShard, plain 1-D); shares memory."""
+        """Return a local in the form that users see (DTensor, FlatShard, plain 1-D); shares memory."""
         return self.form.view(member, local)
 
     def local(self, shown: torch.Tensor, member: Member) -> torch.Tensor:
-        """The local inside what users see; shares memory."""
+        """Return the local inside the tensor that users see; shares memory."""
         return self.form.local(member, shown)
 
     def whole(self, member: Member) -> torch.Tensor:
-        """A parameter's whole value, over all kinds of parallelism; collective, except on meta."""
+        """Return a parameter's whole value, over all kinds of parallelism. Collective, except on meta."""
         return self.form.whole(member, self.part(self.shard, member))
 
     def cut(self, whole: torch.Tensor, member: Member) -> torch.Tensor:
-        """This rank's part of a whole value, as a local."""
+        """Return this rank's part of a whole value, as a local."""
         return self.form.cut(member, whole)
 
     def gather_whole(self, comm: Comm, local: torch.Tensor) -> torch.Tensor:
-        """All ranks' slices of a bucket of runs with one segment side by side. Collective over the shard axis.
+        """Gather all ranks' slices side by side, for a bucket of runs with one segment. Collective over the shard axis.
 
         Args:
             local: [shard_numel], laid out as the shard (the shard itself, a gradient, optimizer state), any dtype.
 
         Returns:
-            [world * shard_numel], of which `slot.offset` is each parameter's first element.
+            [world * shard_numel]; each parameter begins at element `slot.offset`.
         """
         local = local.to(self.axes.device)
         whole = local.new_empty(self.layout.gathered_numel)
@@ -160,7 +158,7 @@ class Bucket:
         return whole
 
     def whole_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Per member, its view of what `gather_whole` returned, of the parameter's shape and strides."""
+        """Return each member's view of the result of `gather_whole`, with the parameter's shape and strides."""
         base = whole.storage_offset()
         return [whole.as_strided(m.slot.shape, m.slot.stride, base + m.slot.offset) for m in self.members]
 
@@ -168,22 +166,22 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered: the mesh's device; meta until it is materialised."""
+        """The device on which it is gathered: the mesh's device; meta until it is materialised."""
         here: torch.device = self.shard.device
         return here if self.home is None or here.type == "meta" else self.axes.device
 
     @property
     def shard_tensors(self) -> list[torch.Tensor]:
-        """The tensors that the shard consists of: one, or a chunk of each extension."""
+        """The tensors that make up the shard: a single one, or a chunk of each extension."""
         return self.shard.tensors if isinstance(self.shard, Chunks) else [self.shard]
 
     def shard_after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """What becomes of the shard if `fn` is applied to its tensors."""
+        """Return the shard with `fn` applied to its tensors."""
         return self.shard.replaced(map(fn, self.shard.tensors)) if isinstance(self.shard, Chunks) else fn(self.shard)
 
     @property
     def shard_device(self) -> torch.device:
-        """Where the shard lies; of one on the meta device, where it will once it has values."""
+        """The device of the shard; for a shard on meta, the device it will have once it has values."""
         here: torch.device = self.shard.device
         if here.type != "meta":
             return here
@@ -195,14 +193,14 @@ class Bucket:
         return getattr(self.form, "flat", None)
 
     def new_slice(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's slice of gradients [shard_numel]; contents undefined."""
+        """Allocate this rank's slice of gradients [shard_numel]; contents undefined."""
         if self.home is not None:
             return self.home.empty(self.layout.shard_numel, dtype)
         return torch.empty(self.layout.shard_numel, dtype=dtype, device=self.device)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of all ranks' slices together, in the dtype they are gathered in."""
+        """Bytes of all ranks' slices together, in the dtype of the gather."""
         if self.full is not None and not self.form.plain:
             return self.full.nbytes
         return self.layout.gathered_numel * self.compute_dtype.itemsize
@@ -214,26 +212,26 @@ class Bucket:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what a reshard to fewer ranks kept."""
+        """Bytes kept by a reshard to fewer ranks."""
         return 0 if self.kept is None else self.kept.numel() * self.kept.element_size()
 
-    # Gather and free, which are planned here; when is the unit's affair.
+    # Gather and free: planned here, called by the unit.
 
     def plan_gather(self, to: GatherPlan, comm: Comm, kept_axis: Axis | None, apart: bool, unit: str) -> None:
-        """Add to a unit's plan what a gather does, from the shard or from what a reshard to fewer ranks kept.
+        """Add this bucket's gather to a unit's plan: from the shard, or the slice kept by a reshard to fewer ranks.
 
         Args:
-            to: the plan; it serves one gather only if the source is made for that.
+            to: the plan; it serves for a single gather if the source is created for that gather.
             comm: collectives.
-            kept_axis: the ranks that a reshard kept parts among.
-            apart: a user asks for it, maybe on one rank alone.
-            unit: its name, for errors.
+            kept_axis: the ranks among which a reshard kept slices.
+            apart: whether the user asked for the gather, possibly on this rank only.
+            unit: the unit's name, for errors.
         """
         home, axis, source = self.home, self.axes.shard, self.shard
         gathers: Gathers = comm
         if home is not None:
             home.begin(unit)
-        with torch.inference_mode(False):  # what is made here must serve training later
+        with torch.inference_mode(False):  # these tensors must serve training later
             if self.full is None:
                 self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
@@ -245,7 +243,7 @@ class Bucket:
             self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage)
 
     def _source(self) -> Any:
-        """The shard as it is gathered: on the compute device, in the compute dtype."""
+        """Return the shard as it is gathered: on the compute device, in the compute dtype."""
         shard: Any = self.shard
         if not self.form.plain:
             return shard
@@ -254,100 +252,100 @@ class Bucket:
         return shard.to(self.compute_dtype)
 
     def drop_plans(self) -> None:
-        """What they were made from has changed: the shard, the parameters, or where they are registered."""
+        """Drop the plans: the shard, the parameters, or their places have changed."""
         self.untouched = None
         self.sharded, self.unsharded, self.followed = [], [], []
 
     def list_sharded(self) -> list[nn.Parameter]:
-        """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
+        """List the members' sharded parameters in `sharded`, until `drop_plans`, and return it. Try `sharded` first."""
         self.sharded = [member.sharded for member in self.members]
         return self.sharded
 
     def list_unsharded(self) -> list[nn.Parameter]:
-        """As `list_sharded`, of the unsharded ones; empty before the first gather."""
-        found = [member.unsharded for member in self.members if member.unsharded is not None]
-        self.unsharded = found if len(found) == len(self.members) else []
+        """As `list_sharded`, for the unsharded ones; empty before the first gather."""
+        unsharded = [member.unsharded for member in self.members if member.unsharded is not None]
+        self.unsharded = unsharded if len(unsharded) == len(self.members) else []
         return self.unsharded
 
     def counters(self) -> list[torch.Tensor]:
-        """What counts changes in place of the shard, as far as torch does."""
+        """Return the tensors whose version counters register changes of the shard, as far as PyTorch counts them."""
         shards = [self.shard] if self.form.plain else self.shard.tensors
         return [*shards, *self.form.counters(self.members)]
 
     def drop_kept(self) -> None:
-        """Release what a reshard to fewer ranks kept."""
+        """Release the slice kept by a reshard to fewer ranks."""
         if self.kept is not None:
             self.turns.take()
             self.kept = None
             self.turns.give()
 
     def differs(self) -> torch.Tensor:
-        """[members], bool: whether what is gathered is not what the shard holds now, on this rank."""
+        """Return, for each member, whether the gathered values differ from this rank's shard: [members], bool."""
         if self.full is None:
             return torch.zeros(len(self.members), dtype=torch.bool, device=self.device)
         self.turns.take()
         return self.full.differs(self._source())
 
     def checksum(self) -> int:
-        """The sum of the shard's bytes, taken as 64-bit integers; 0 if it is not plain."""
+        """Return the sum of the shard's bytes read as 64-bit integers; 0 if the shard is not plain."""
         if not self.form.plain or not self.shard.numel():
             return 0
         return int(self.shard.view(torch.uint8)[: self.shard.nbytes // 8 * 8].view(torch.int64).sum())
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Gather in `dtype` from now on; None: in the storage dtype. Nothing is gathered now."""
+        """Gather in `dtype` from now on; None: in the storage dtype. The bucket must be sharded."""
         self.own_compute_dtype, self.compute_dtype = dtype, dtype or self.storage_dtype
         self.forget_buffers()
 
     def forget_buffers(self) -> None:
-        """Make `full` and the unsharded parameters anew at the next gather (of another dtype, say)."""
+        """Drop `full` and the unsharded parameters; the next gather creates them anew (in a different dtype, say)."""
         self.drop_kept()
         self.drop_plans()
         self.full = None
         for member in self.members:
             member.unsharded = None
 
-    # Storage that the user replaced, and leaving.
+    # Storage that users replaced, and members that leave.
 
     def replaced(self) -> bool:
-        """Whether a sharded parameter or its storage is not the one this bucket made. About 0.1 us a parameter."""
+        """Whether a sharded parameter or its storage is not the one this bucket created. About 0.1 us per parameter."""
         if self.untouched is None:
             self.untouched = self.form.untouched(self.members, self.shard)
         return not self.untouched.holds()
 
     def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
-        """Copy replaced storage into a new shard, or refuse; nothing has changed then.
+        """Copy replaced storage into a new shard, or refuse it and change nothing.
 
         Args:
-            runs: what users put in the place of runs of the shard: first element, and values.
+            runs: replaced runs of the shard: first element, and values.
 
         Returns:
             Whether the same parameters show the new shard, in the same dtype on the same device: gradients still fit.
 
         Raises:
-            ConfigError: the replacement is not this parameter's shard: other shape, mesh, placement or kind; or the
-                parameters are of several dtypes now.
+            ConfigError: a replacement cannot be this parameter's shard (different shape, mesh, placement or kind); or
+                the parameters have several dtypes now.
         """
         before = [member.sharded for member in self.members]
-        found = self.form.adopt(self.members)
-        meta = [m.name for m, local in zip(self.members, found, strict=True) if local.is_meta]
-        if meta and len(meta) < len(found):
+        parts = self.form.adopt(self.members)
+        meta = [m.name for m, local in zip(self.members, parts, strict=True) if local.is_meta]
+        if meta and len(meta) < len(parts):
             raise partly_on_meta(meta)
-        if len({local.dtype for local in found}) > 1:
-            dtypes = [str(local.dtype).removeprefix("torch.") for local in found]
+        if len({local.dtype for local in parts}) > 1:
+            dtypes = [str(local.dtype).removeprefix("torch.") for local in parts]
             raise several_dtypes([*zip([m.name for m in self.members], dtypes, strict=True)], self.axes.global_rank)
         alike = False
         if not self.form.plain:
-            self.rehome(self.shard.replaced(found))
+            self.rehome(self.shard.replaced(parts))
         else:
-            shard = self._new_shard(found[0].dtype, found[0].device)
-            for member, local in zip(self.members, found, strict=True):
+            shard = self._new_shard(parts[0].dtype, parts[0].device)
+            for member, local in zip(self.members, parts, strict=True):
                 if not local.is_meta:
                     _view(shard, member.part).copy_(local.detach())
             for offset, values in runs:
                 shard.narrow(0, offset, values.numel()).copy_(values.detach())
             alike = (shard.dtype, shard.device) == (self.shard.dtype, self.shard.device)
-            alike = alike and all(m.sharded is known for m, known in zip(self.members, before, strict=True))
+            alike = alike and all(m.sharded is previous for m, previous in zip(self.members, before, strict=True))
             if alike:
                 self.shard = shard
                 self.drop_kept()
@@ -360,7 +358,7 @@ class Bucket:
         return alike
 
     def rehome(self, shard: Any) -> None:
-        """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
+        """Make `shard` (same length, any dtype or device) this bucket's shard; it already contains the values."""
         self.storage_dtype = shard.dtype
         self.compute_dtype = self.own_compute_dtype or shard.dtype
         if self.home is not None and self.form.plain and not shard.is_meta and not self.home.holds(shard):
@@ -372,18 +370,18 @@ class Bucket:
             take_grad_dtype(member.sharded)
 
     def copy_of_shard(self) -> Any:
-        """The shard's values in memory of the same kind."""
+        """Return a copy of the shard, in memory of the same kind."""
         if self.home is None or self.shard.is_meta or not self.form.plain:
             return self.shard.clone()
         return self.home.empty(self.shard.numel(), self.shard.dtype).copy_(self.shard)
 
     def without(self, leaving: Member) -> Bucket | None:
-        """A bucket of the other members; None if there are none. Collective, only for ties across units."""
+        """Return a bucket of all members but `leaving`; None if that is all. Collective, only for ties across units."""
         staying = [member for member in self.members if member is not leaving]
         if not staying:
             return None
         layout, form = self.replan([member.slot.spec for member in staying])
-        # Runs of a flat layout move when a parameter leaves: the values pass through whole tensors.
+        # When a parameter leaves, runs of a flat layout move: copy values through whole tensors.
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
@@ -399,21 +397,21 @@ class Bucket:
         return rest
 
     def follow_requires_grad(self) -> None:
-        """Let the unsharded parameters follow what the user set on the sharded ones."""
+        """Let the unsharded parameters follow the `requires_grad` that the user set on the sharded ones."""
         if self.form.follows:
             self.form.follow(self.members)
         with plain_access():
-            wanted = list(map(read_requires_grad, self.sharded or self.list_sharded()))
-        if wanted == self.followed:
+            flags = list(map(read_requires_grad, self.sharded or self.list_sharded()))
+        if flags == self.followed:
             return
-        self.followed, self.trains = wanted, True in wanted
-        for member, trains in zip(self.members, wanted, strict=True):
+        self.followed, self.trains = flags, True in flags
+        for member, trains in zip(self.members, flags, strict=True):
             if member.trains is not trains and member.unsharded is not None:
                 member.trains = trains
                 member.unsharded.requires_grad_(trains)
 
     def take_requires_grad(self) -> None:
-        """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""
+        """Let the sharded parameters follow the `requires_grad` that users set on unsharded ones shown by modules."""
         self.followed = []
         for member in self.members:
             if member.unsharded is not None and member.unsharded.requires_grad != member.trains:

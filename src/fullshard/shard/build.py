@@ -1,4 +1,4 @@
-"""From found parameters to a unit: how they are classed into buckets and laid out, and what replaces them."""
+"""Builds a unit from parameters: classes them into buckets, lays them out, and replaces them by sharded ones."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ from .unit import Unit
 logger = logging.getLogger("fullshard")
 
 MakeForm = Callable[[Layout, MeshAxes, bool], Form]
-"""From a layout, the mesh, and whether shards lie apart from it, how parameters show."""
+"""Creates the form for a layout, the mesh, and whether shards lie apart from the mesh's device."""
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a unit is built; the arguments of a front-end that shape it.
+    """How a unit is built: the front-end arguments that shape it.
 
     Attributes:
-        axes, comm, policy, layout: of all parameters that have none of their own.
+        axes, comm, policy, layout: defaults for parameters without their own.
         placement: `shard_placement_fn`.
-        spmd: the mesh that `axes` are some dims of.
-        form: how parameters show; None: DTensors for rows, FlatShards for runs.
+        spmd: the mesh of which `axes` are some of the dims.
+        form: creates the form; None: DTensors for rows, FlatShards for runs.
         home: memory of shards and gradients, if that is not the mesh's device.
         keeps_compute_dtype, reduces_as_computed: see `GradientDtypes`.
     """
@@ -87,11 +87,11 @@ class BuildSettings:
 
 @dataclass
 class PlannedBucket:
-    """What will be one bucket: its parameters, its layout and form, and the settings that are its own.
+    """A bucket to be: its parameters, its layout and form, and its own settings.
 
     Attributes:
-        replan: makes the layout and form of any of its parameters.
-        chunks: the shard with its values, of extensions; None for plain parameters.
+        replan: creates the layout and form for any subset of its parameters.
+        chunks: for extensions, the shard with its values; None for plain parameters.
     """
 
     items: list[Found]
@@ -102,77 +102,92 @@ class PlannedBucket:
     chunks: Chunks | None = None
 
 
-def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBucket]:
+def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[PlannedBucket]:
     """Class parameters into buckets and lay them out. Changes nothing.
 
     Raises:
-        LayoutError: a parameter that the layout cannot hold.
-        ConfigError: a placement, mesh, or combination that cannot be used; an `AssertedError` where the parameter does
-            not have the dim.
+        LayoutError: the layout cannot hold a parameter.
+        ConfigError: an unusable placement, mesh, or combination; an `AssertedError` if the parameter lacks the dim.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
-    for item in found:
+    for item in parameters:
         parameter = item.parameter
         item.placement, item.axes = choose_placement(item, settings)
         item.policy = policy_of(item, settings.policy)
         computed = item.policy.param_dtype
         gradients = explicit_grad_dtype(parameter)
-        rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # a layout of its own
+        rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # has its own layout
         extends = is_extension(parameter)
         key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, extends, computed, gradients, rows
         classes.setdefault(key, []).append(item)
     planned = []
     for items in classes.values():
-        own = replace(settings, axes=items[0].axes or settings.axes, policy=items[0].policy or settings.policy)
+        bucket_settings = replace(
+            settings, axes=items[0].axes or settings.axes, policy=items[0].policy or settings.policy
+        )
         first = items[0]
         if is_block_shard(first.placement):
-            own = replace(own, layout=Blocks(first.parameter.shape[-1]))
+            bucket_settings = replace(bucket_settings, layout=Blocks(first.parameter.shape[-1]))
         if is_extension(first.parameter):
             if settings.home is not None:
                 raise offloaded_subclass(first.name, type(first.parameter).__name__)
-            replan = partial(_plan_extensions, dtype=first.parameter.dtype, settings=own, policy=settings.policy)
+            replan = partial(
+                _plan_extensions, dtype=first.parameter.dtype, settings=bucket_settings, policy=settings.policy
+            )
         else:
-            replan = partial(_plan, dtype=first.parameter.dtype, settings=own)
-        layout, form = replan([_spec(item, own) for item in items])
-        bucket = PlannedBucket(items, layout, form, own, replan)
+            replan = partial(_plan, dtype=first.parameter.dtype, settings=bucket_settings)
+        layout, form = replan([_spec(item, bucket_settings) for item in items])
+        bucket = PlannedBucket(items, layout, form, bucket_settings, replan)
         for item in items:
-            item.split = _split(item, own)
+            item.split = _split(item, bucket_settings)
             if item.split is not None and settings.home is not None:
                 raise offloaded_tensor_parallel(item.name)
         if not form.plain:
-            chunks = [chunk_of(item.parameter, slot, own.axes) for item, slot in zip(items, layout.slots, strict=True)]
+            chunks = [
+                chunk_of(item.parameter, slot, bucket_settings.axes)
+                for item, slot in zip(items, layout.slots, strict=True)
+            ]
             bucket.chunks = Chunks(layout.slots, chunks)
         planned.append(bucket)
     return planned
 
 
-@torch.inference_mode(False)  # what is made here must serve training later
-def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
-    """Make the buckets and put the sharded parameters in the originals' places.
+@torch.inference_mode(False)  # these tensors must serve training later
+def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
+    """Create the buckets and put the sharded parameters in the places of the originals.
 
-    Everything that can be refused is refused before the first place is written.
+    Refuses everything that it can refuse before the first place is written.
 
     Raises:
         LayoutError, ConfigError: see `plan_unit`.
     """
-    planned = plan_unit(found, settings)
+    planned = plan_unit(parameters, settings)
     for bucket in planned:
         if bucket.layout.note:
             logger.info("%s: %s", bucket.layout.name, bucket.layout.note)
     buckets = []
     for plan in planned:
-        own = plan.settings
+        bucket_settings = plan.settings
         keeps = plan.form.keeps_originals
         drafts = [_draft(item, keeps) for item in plan.items]
-        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, own.policy)
+        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, bucket_settings.policy)
         buckets.append(
-            Bucket(drafts, plan.layout, own.axes, plan.form, compute_dtype, plan.replan, own.home, plan.chunks)
+            Bucket(
+                drafts,
+                plan.layout,
+                bucket_settings.axes,
+                plan.form,
+                compute_dtype,
+                plan.replan,
+                bucket_settings.home,
+                plan.chunks,
+            )
         )
     dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)
     unit = Unit(buckets, dtypes)
     unit.rank = settings.axes.global_rank
-    for plan, made in zip(planned, buckets, strict=True):
-        for item, member in zip(plan.items, made.members, strict=True):
+    for plan, built in zip(planned, buckets, strict=True):
+        for item, member in zip(plan.items, built.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = Owner(unit)
             for place in member.places:
                 place.show(member.sharded)
@@ -186,19 +201,19 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
 
 
 def _split(item: Found, settings: BuildSettings) -> TensorParallel | None:
-    """How a parameter that is a DTensor already is split."""
+    """Return how a parameter that is already a DTensor is split; None for others."""
     if item.owner is not None or not isinstance(item.parameter, DTensor):
         return None
-    apart = settings.layout == "flat"  # of the wrapper: its sharded parameters are plain tensors
+    apart = settings.layout == "flat"  # the wrapper: its sharded parameters are plain tensors
     dim = _spec(item, settings).dim
     return TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd, apart)
 
 
 def _draft(item: Found, keep_object: bool) -> Draft:
-    """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
+    """Draft a parameter; a tied one that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
         return Draft(item.name, item.parameter, item.places, item.split)
-    item.parameter = successor_of(item.parameter)  # another one that left its unit may have moved it
+    item.parameter = successor_of(item.parameter)  # a different parameter that left its unit may have moved it
     places, full = item.owner.give_up(item.parameter)
     if keep_object:
         original = item.parameter
@@ -212,18 +227,18 @@ def _draft(item: Found, keep_object: bool) -> Draft:
 
 
 def policy_of(item: Found, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """A parameter's own policy: `param_dtype_override_fn` may keep it in its own dtype.
+    """Return a parameter's policy: `param_dtype_override_fn` may keep it in its own dtype.
 
     Raises:
-        ConfigError: it returned another dtype, or none.
+        ConfigError: it returned a different dtype, or an object that is not a dtype.
     """
     override = policy.param_dtype_override_fn
     if override is None:
         return policy
-    own, chosen = item.parameter.dtype, override(item.parameter)
-    if chosen is not None and chosen not in (own, policy.param_dtype):
-        raise unusable_override(item.name, policy.param_dtype, own, chosen)
-    return replace(policy, param_dtype=None) if chosen is own and own is not policy.param_dtype else policy
+    dtype, chosen = item.parameter.dtype, override(item.parameter)
+    if chosen is not None and chosen not in (dtype, policy.param_dtype):
+        raise unusable_override(item.name, policy.param_dtype, dtype, chosen)
+    return replace(policy, param_dtype=None) if chosen is dtype and dtype is not policy.param_dtype else policy
 
 
 def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -231,7 +246,7 @@ def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dt
 
 
 def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings) -> tuple[Layout, Form]:
-    """The layout of parameters of `dtype`, and the form in which they show."""
+    """Return the layout of parameters of `dtype`, and the form in which they show."""
     layout = _layout(specs, dtype, settings)
     apart = settings.home is not None
     if settings.form is not None:
@@ -243,10 +258,10 @@ def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: Build
 def _plan_extensions(
     specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings, policy: MixedPrecisionPolicy
 ) -> tuple[Layout, Form]:
-    """As `_plan`, of extensions: only gradients are laid out so, in one segment, which takes no copy more than several.
+    """As `_plan`, for extensions: only gradients use this layout, in one segment, which costs no additional copy.
 
     Args:
-        policy: the unit's, which extensions are told of.
+        policy: the unit's policy, which is passed to extensions.
     """
     numel = sum(math.prod(spec.shape) for spec in specs)
     layout = plan_rows(specs, settings.axes.shard.size, _align(dtype, settings), 1 + numel)
@@ -254,7 +269,7 @@ def _plan_extensions(
 
 
 def _align(dtype: torch.dtype, settings: BuildSettings) -> int:
-    """Elements per `ALIGN_BYTES`, of parameters of `dtype` and their gradients."""
+    """Return the alignment in elements: `ALIGN_BYTES` of parameters of `dtype` and of their gradients."""
     compute = _compute_dtype(dtype, settings.policy) or dtype
     reduce = settings.policy.reduce_dtype or compute
     return max(1, ALIGN_BYTES // min(dtype.itemsize, compute.itemsize, reduce.itemsize))
@@ -274,16 +289,16 @@ def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildS
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
         label = f"blocks({kind.granule})"
         return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
-    if costs.shares and len(specs) > 1:  # one alone costs one collective either way
+    if costs.shares and len(specs) > 1:  # a single parameter costs one collective either way
         alone = 1 + max(math.prod(spec.shape) for spec in specs)
     return plan_rows(specs, world, align, alone)
 
 
 def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxes]:
-    """What `shard_placement_fn` says of a parameter: a placement (None: the default) and the axes of its mesh.
+    """Return the placement (None: the default) and mesh axes that `shard_placement_fn` chose for a parameter.
 
     Raises:
-        ConfigError: it says something that cannot be used.
+        ConfigError: it returned an unusable value.
     """
     chosen = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
@@ -308,7 +323,7 @@ def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxe
 
 
 def is_block_shard(placement: object) -> bool:
-    """Whether it is what torch 2.16 calls a `BlockShard`, taken by name: experts [E, r, c] cut between rows of c."""
+    """Whether it is a `BlockShard` of torch 2.16, recognised by name: experts [E, r, c] cut between rows of c."""
     return type(placement).__name__ == "BlockShard"
 
 
@@ -317,7 +332,7 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)
     shape, order = tuple(parameter.shape), None
-    if item.owner is not None:  # its sharded form need not have the whole's shape
+    if item.owner is not None:  # its sharded form may have a different shape than the whole
         slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
         shape, order = slot.shape, slot.spec.order
     dim = 0 if placement is None or is_block_shard(placement) else placement.dim
@@ -328,7 +343,7 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dims from outermost to innermost in memory if the tensor has no gaps, else as if contiguous."""
+    """Return the dims from outermost to innermost in memory if the tensor has no gaps, else as if contiguous."""
     natural = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return natural

@@ -1,4 +1,4 @@
-"""What a parameter must be to be sharded."""
+"""Checks that a parameter can be sharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .messages import inner_tensors, is_a_dtensor, lazy_parameter, on_another_de
 
 
 def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> None:
-    """Refuse tensors that would lose what makes them special by being cut: quantised weights, lazy parameters.
+    """Refuse parameters that cannot be cut: quantised weights, whose inner tensors would be lost, and lazy ones.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the parameter is of such a kind.
     """
     if nn.parameter.is_lazy(parameter):
         raise lazy_parameter(name)
@@ -31,36 +31,40 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
 
 
 def _cannot_move(item: Found) -> bool:
-    """Whether a parameter that another unit has cannot be given up to the one above it."""
-    if item.owner is None:  # the other unit is to be
+    """Whether a parameter that a different unit has cannot move to the unit above it."""
+    if item.owner is None:  # the other unit is only planned
         return isinstance(item.parameter, DTensor) or is_extension(item.parameter)
-    held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is item.parameter]
-    return any(m.split is not None or not b.form.plain for b, m in held)
+    members = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is item.parameter]
+    return any(m.split is not None or not b.form.plain for b, m in members)
 
 
 def check_device(name: str, device: torch.device, home: torch.device) -> None:
-    """A parameter may be on the mesh's device, on the CPU (it is moved), or on meta.
+    """Refuse a parameter that is not on the mesh's device, on the CPU (from which it is moved), or on meta.
 
     Raises:
-        ConfigError: it is somewhere else.
+        ConfigError: it is on a different device.
     """
     if device.type in ("cpu", "meta") or device == home or (device.type == home.type and device.index is None):
         return
     raise on_another_device(name, home, device)
 
 
-def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
-    """Refuse what cannot be sharded, before anything changes.
+def check_parameters(parameters: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
+    """Refuse parameters that cannot be sharded, before anything changes.
 
     Args:
-        wrapper: for local parts, which may be of DTensors but no tensor subclasses with a gather of their own.
+        parameters: the parameters.
+        axes: the mesh.
+        layout: the layout they will have.
+        wrapper: for the wrapper, whose parameters may be DTensors, but not extensions.
 
     Raises:
-        ConfigError: a parameter on another device, a DTensor in another layout than rows.
-        LayoutError: two parameters that share memory without being the same object, a tensor-parallel tie.
+        ConfigError: a parameter on a different device, or a DTensor in a layout other than rows; see `check_type`.
+        LayoutError: two different parameters share memory, or a tensor-parallel parameter or extension is tied between
+            units.
     """
     by_address: dict[int, str] = {}
-    for item in found:
+    for item in parameters:
         parameter = item.parameter
         if item.planned or item.owner is not None:
             if _cannot_move(item):

@@ -1,7 +1,7 @@
-"""Copying a unit: the same plan and mesh, shards of its own. What `copy.deepcopy` of a sharded model is made of.
+"""Copies a unit, with the same plan and mesh and its own shards, for `copy.deepcopy` of a sharded model.
 
-In two steps, because a deep copy meets a module's parameters before it has made the module: first the new sharded
-parameters, put into deepcopy's memo in place of the old ones; then, when all modules are copied, their places.
+In two steps, because a deep copy reaches a module's parameters before it creates the module: first the new sharded
+parameters, entered in deepcopy's memo for the old ones; then, when all modules are copied, their places.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .unit import Unit
 
 
 def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
-    """A unit with shards, and gradients if there are any, equal to `unit`'s; not registered on any module yet.
+    """Return a unit with shards equal to `unit`'s, and any gradients; not registered on any module yet.
 
     Args:
-        unit: in any state; what is gathered is not copied.
+        unit: in any state; gathered memory is not copied.
         memo: of `copy.deepcopy`; gets the new parameter for each old one, sharded or unsharded.
 
     Raises:
-        PhaseError: gradients accumulated without sync, or in flight, are held that a copy would lose.
+        PhaseError: the unit has gradients accumulated without sync, or in flight, that a copy would lose.
     """
     refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
@@ -70,49 +70,49 @@ def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
 
 def _clone_member(new: Bucket, bucket: Bucket, member: Member, memo: dict[int, Any]) -> Member:
     old = member.sharded
-    made = Member(member.slot, member.part, [], old, new.part(new.shard, member), member.split)
-    made.qualified = member.qualified
-    # A form may keep the object it is given as the original: it gets one that is nobody's.
+    clone = Member(member.slot, member.part, [], old, new.part(new.shard, member), member.split)
+    clone.qualified = member.qualified
+    # A form may keep the original that is passed to it: pass an object that nobody else uses.
     blank = nn.Parameter(torch.empty(0, dtype=new.storage_dtype, device="meta"), requires_grad=old.requires_grad)
     blank.__dict__.update(identity_of(old))
-    made.sharded = new.form.make(made, blank)
-    made.sharded.__dict__.update(identity_of(old))
-    take_grad_dtype(made.sharded)
+    clone.sharded = new.form.make(clone, blank)
+    clone.sharded.__dict__.update(identity_of(old))
+    take_grad_dtype(clone.sharded)
     for replaced in (old, member.unsharded):
         if replaced is not None:
-            memo[id(replaced)] = made.sharded
-    return made
+            memo[id(replaced)] = clone.sharded
+    return clone
 
 
 def _clone_flat(new: Bucket, old: Bucket, memo: dict[int, Any]) -> None:
-    """The flat parameter over the new shard, and the stand-ins on modules."""
+    """Create the flat parameter over the new shard, and the stand-ins on modules."""
     before = old.flat_parameter
     form: Any = new.form
     form.flat = flat = FlatParameter(new.shard, new.layout, new.axes.shard.rank, before.requires_grad)
     memo[id(before)] = flat
-    for ours, theirs in zip(new.members, old.members, strict=True):
-        ours.stand_in = stand_in_for(ours, new.storage_dtype, new.device)
-        memo[id(theirs.stand_in)] = ours.stand_in
+    for new_member, old_member in zip(new.members, old.members, strict=True):
+        new_member.stand_in = stand_in_for(new_member, new.storage_dtype, new.device)
+        memo[id(old_member.stand_in)] = new_member.stand_in
 
 
 def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
-    """Tell a copied unit where its parameters are registered, now that the modules are copied too.
+    """Register a copied unit's parameters on the copied modules.
 
     Args:
-        new, old: the copy and what it is a copy of.
-        modules: by the id of an old module, the new one.
+        new, old: the copy and its original.
+        modules: the new modules, by the id of the old ones.
 
     Raises:
-        PhaseError: the old unit's parameters are registered outside of what was copied (tied weights).
+        PhaseError: a parameter of the old unit is also registered on a module that was not copied (tied weights).
     """
-    for ours, theirs in zip(new.members, old.members, strict=True):
-        for place in theirs.places:
+    for new_member, old_member in zip(new.members, old.members, strict=True):
+        for place in old_member.places:
             module = modules.get(id(place.module))
             if module is None:
-                raise copied_without_its_tie(theirs.name, old.rank)
-            found = Place(module, place.name, place.outside)
-            ours.places.append(found)
-            found.show(ours.sharded if ours.stand_in is None else ours.stand_in)
-    for mine, other in zip(new.buckets, old.buckets, strict=True):
-        if isinstance(mine.form, FlatParameterForm) and isinstance(other.form, FlatParameterForm):
-            mine.form.move_to(modules[id(other.form.holder)])
+                raise copied_without_its_tie(old_member.name, old.rank)
+            new_place = Place(module, place.name, place.outside)
+            new_member.places.append(new_place)
+            new_place.show(new_member.sharded if new_member.stand_in is None else new_member.stand_in)
+    for new_bucket, old_bucket in zip(new.buckets, old.buckets, strict=True):
+        if isinstance(new_bucket.form, FlatParameterForm) and isinstance(old_bucket.form, FlatParameterForm):
+            new_bucket.form.move_to(modules[id(old_bucket.form.holder)])

@@ -1,4 +1,4 @@
-"""How a reduced slice becomes `.grad`, and what optimizers' views of it show."""
+"""Delivers a reduced slice as `.grad`, to sharded parameters and to optimizer views."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
 
 _ALL = -1
-"""In place of a member's index: all of them, in one `FlatParameter`."""
+"""In place of a member's index: all members, in one `FlatParameter`."""
 
 
 class Delivery:
-    """Gives a bucket's reduced slices to users as `.grad`.
+    """Shows users a bucket's reduced slices as `.grad`.
 
     Args:
-        bucket: whose gradients these are.
+        bucket: the bucket of the gradients.
 
     Attributes:
-        grad_dtype: of `.grad`; see `GradientDtypes`.
-        set: the slice that is shown now, or was last.
+        grad_dtype: dtype of `.grad`; see `GradientDtypes`.
+        set: the slice that is, or was last, shown.
         views: optimizer views over the bucket's shard.
         everyone, nobody: True, and False, for each member.
-        got: per member, whether this rank had a gradient for it since the last reduction.
-        used: the same for reductions since the ranks last agreed.
-        undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
-            get what was reduced, and hooks run, is for all ranks to say.
-        aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
-        hooked: whether users' code runs when any of the parameters or views gets a gradient, when it was reduced last.
+        got: by member, whether this rank had a gradient for it since the last reduction.
+        used: the same, for the reductions since the ranks last agreed.
+        undecided: indices of members without a gradient on this rank that show none or have hooks; whether they get the
+            reduced gradient, and their hooks run, depends on the other ranks.
+        aside: by index of a member without a gradient on this rank, the part that its hooks see if any rank had one.
+        kept: indices of members that show zeros for gradients accumulated without sync.
+        hooked: whether, at the last reduction, users' code ran for the gradient of any parameter or view.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -51,57 +52,57 @@ class Delivery:
         self.used: Sequence[bool] = self.nobody
         self.undecided: list[int] = []
         self.aside: dict[int, torch.Tensor] = {}
-        self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
+        self.kept: set[int] = set()
         self.hooked = False
-        self._told_of_zeros = False
+        self._warned_of_zeros = False
 
     # Deliver.
 
     def deliver(self, reduced: torch.Tensor, fill_unused: bool) -> list[torch.Tensor]:
-        """Show `reduced` [shard_numel] as gradients, or add it to those that are there.
+        """Show `reduced` [shard_numel] as gradients, or add it to the existing ones.
 
         Args:
-            reduced: of this reduction; may be the memory of `writable()` itself.
+            reduced: the reduced slice; may be the memory of `writable()` itself.
             fill_unused: see `Gradients.deliver`.
 
         Returns:
-            What is known to have got a gradient and is hooked: sharded parameters, also those of which this rank holds
-            nothing, and optimizer views over them.
+            The hooked tensors that are known to have got a gradient: sharded parameters, even if this rank has no part
+            of them, and optimizer views over them.
         """
         got, target, old = self.got, self.set, None
         if self.hooked:
             self._run_hooks(reduced, got)
-        if not self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
+        if not self.all_none():  # checked now: autograd may have reached sharded parameters since the issue
             target, old = self._added(reduced)
         elif target is None or target.flat is not reduced:
             target = self._written(reduced)
-        given: list[torch.Tensor] = []
+        receivers: list[torch.Tensor] = []
         self.got = self.nobody
         if got is self.everyone and not self.hooked:
             self.used = got
             target.shown = [*got]
             drain(map(write_grad, target.receivers, target.received))
         else:
-            given = self._give_some(got, target, old, fill_unused)
+            receivers = self._give_some(got, target, old, fill_unused)
         if self.views:
             self._show_views(target)
-        return given
+        return receivers
 
     def _give_some(
         self, got: Sequence[bool], target: GradientSet, old: Sequence[torch.Tensor | None] | None, fill_unused: bool
     ) -> list[torch.Tensor]:
-        """Show members their gradients, and note what all ranks have to say; see `deliver`.
+        """Show members their gradients, and note which members all ranks must decide on; see `deliver`.
 
         Args:
             got: by member, whether this rank had a gradient for it.
-            target: what is shown.
-            old: what was there, by member; None: nothing.
+            target: the gradients to show.
+            old: the gradients that were there, by member; None: none.
             fill_unused: see `deliver`.
 
         Returns:
             See `deliver`.
         """
-        given: list[int] = []
+        indices: list[int] = []
         if old is None:
             target.shown = list(self.nobody)
         gives_empty, used = self.bucket.form.gives_empty, list(self.used)
@@ -121,28 +122,28 @@ class Delivery:
             if gives_empty or target.parts[index].numel():
                 write_grad(member.sharded, target.parts[index])
             if self.hooked and (got[index] or fills):
-                given.append(index)
+                indices.append(index)
         self.used = used
-        return self.tensors(given) if self.hooked else []
+        return self.tensors(indices) if self.hooked else []
 
-    def tensors(self, given: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """The sharded parameters of members by index, or of all, and the optimizer views over them."""
+    def tensors(self, indices: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the sharded parameters of the members with these indices (or all), and optimizer views over them."""
         members = self.bucket.members
-        given = range(len(members)) if given is None else given
-        views = [view.tensor for view in self.views if not set(given).isdisjoint(view.members)] if self.views else []
-        return [*[members[index].sharded for index in given], *[tensor for tensor in views if tensor is not None]]
+        indices = range(len(members)) if indices is None else indices
+        views = [view.tensor for view in self.views if not set(indices).isdisjoint(view.members)] if self.views else []
+        return [*[members[index].sharded for index in indices], *[tensor for tensor in views if tensor is not None]]
 
     def _give(self, index: int, target: GradientSet) -> None:
-        """Show a member's part as its `.grad`; not where this rank has none of it and its form shows no empty one."""
+        """Show a member's part as its `.grad`, unless the part is empty and the form shows no empty gradients."""
         target.shown[index] = True
         part = target.parts[index]
         if self.bucket.form.gives_empty or part.numel():
             write_grad(self.bucket.members[index].sharded, part)
 
     def _run_hooks(self, reduced: torch.Tensor, got: Sequence[bool]) -> None:
-        """Hooks on sharded parameters see this reduction's gradient, and may replace it.
+        """Run hooks on sharded parameters; they see this reduction's gradient, and may replace it.
 
-        Where this rank had none the part is set aside, until the ranks have agreed on whether any had.
+        Parts without a gradient on this rank are set aside until the ranks have agreed on whether any rank had one.
         """
         bucket = self.bucket
         flat = bucket.flat_parameter
@@ -171,7 +172,7 @@ class Delivery:
         local.zero_()
 
     def _written(self, reduced: torch.Tensor) -> GradientSet:
-        """A set that shows a copy of `reduced`; no `.grad` is there."""
+        """Return a set that shows a copy of `reduced`, where there is no `.grad`."""
         target = self.writable()
         if self.bucket.home is None:
             target.flat.copy_(reduced)
@@ -180,10 +181,10 @@ class Delivery:
         return target
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
-        """A set that shows the sum of `reduced` and what is there; and what is there, by member."""
+        """Return a set that shows the sum of `reduced` and the existing gradients, and the existing ones by member."""
         members, current, home = self.bucket.members, self.set, self.bucket.home
         old = [read_grad(m.sharded) for m in members]
-        if current is not None and current.flat is reduced:  # none was there when the reduction was issued
+        if current is not None and current.flat is reduced:  # there was no gradient when the reduction was issued
             current.shown = [False] * len(members)
             current.add(old)
             return current, old
@@ -206,7 +207,7 @@ class Delivery:
 
     @staticmethod
     def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether `grads`, by member, are what `current` gave out: nobody has assigned another `.grad` or `.data`."""
+        """Whether `grads`, by member, are those that `current` delivered: no new `.grad` or `.data` was assigned."""
         return not current.astray() and all(
             [
                 grad is part or (grad is None and not (shown and part.numel()))
@@ -215,20 +216,20 @@ class Delivery:
         )
 
     def asks(self) -> bool:
-        """Whether this rank has to know what others used."""
+        """Whether this rank needs to know which parameters other ranks used."""
         return bool(self.undecided or self.aside)
 
     def decide(self, present: Sequence[bool]) -> list[torch.Tensor]:
-        """Give undecided members the gradients that other ranks had.
+        """Deliver gradients to undecided members if any rank had one.
 
         Args:
-            present: by index of a member, whether any rank had a gradient for it.
+            present: by member index, whether any rank had a gradient for it.
 
         Returns:
-            What got a gradient: sharded parameters, and optimizer views that got none of it before.
+            The tensors that got a gradient: sharded parameters, and optimizer views that had got none before.
         """
-        asked, self.undecided = list(dict.fromkeys(self.undecided)), []
-        undecided = [index for index in asked if present[index]]
+        candidates, self.undecided = list(dict.fromkeys(self.undecided)), []
+        undecided = [index for index in candidates if present[index]]
         aside, self.aside = self.aside, {}
         used, self.used = self.used, self.nobody
         target = self.set
@@ -245,27 +246,27 @@ class Delivery:
                     self._run_member(member, local)
                     to = self.bucket.local(part, member)
                     to.copy_(local) if grad is None else to.add_(local.to(to.device))
-                if grad is not None and grad is not part:  # autograd's own, which came since the delivery
+                if grad is not None and grad is not part:  # autograd's own, which arrived after the delivery
                     part.add_(grad)
             if grad is not part:
                 self._give(index, target)
         if undecided or aside:
             self._show_views(target)
-        if self.views and not all(target.shown) and not self._told_of_zeros:
-            self._told_of_zeros = self._warn_of_zeros(target, self.views)
+        if self.views and not all(target.shown) and not self._warned_of_zeros:
+            self._warned_of_zeros = self._warn_of_zeros(target, self.views)
         if not self.hooked:
             return []
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
         return [t for t in self.tensors(undecided) if all(t is not tensor for tensor in before)]
 
     def may_show_zeros(self) -> bool:
-        """Whether a view may show zeros for a parameter that got no gradient, and nobody was told yet."""
-        return self.set is not None and not self._told_of_zeros and not all(self.set.shown)
+        """Whether a view may show zeros for a parameter that got no gradient, and no warning was given yet."""
+        return self.set is not None and not self._warned_of_zeros and not all(self.set.shown)
 
-    # What was accumulated without sync.
+    # Gradients accumulated without sync.
 
     def show_kept(self) -> None:
-        """Let members with gradients that were accumulated without sync show zeros, where nothing is shown."""
+        """Show zeros for members with gradients accumulated without sync, where no gradient is shown."""
         if not self.bucket.form.shows_kept:
             return
         flat = self.bucket.flat_parameter
@@ -278,7 +279,7 @@ class Delivery:
                     flat.grad = torch.zeros_like(flat)
 
     def given_up(self) -> list[Member]:
-        """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
+        """Return the members whose zeros the user removed: give their accumulated gradients up before using them."""
         if not self.kept:
             return []
         kept, self.kept = self.kept, set()
@@ -290,7 +291,7 @@ class Delivery:
         return given_up
 
     def all_given_up(self) -> bool:
-        """Whether there is something accumulated without sync that shows, and none of it does any more."""
+        """Whether zeros were shown for accumulated gradients, and the user has removed all of them."""
         return bool(self.kept) and len(self._without_grad(self.kept)) == len(self.kept)
 
     def _without_grad(self, indices: set[int]) -> list[Member]:
@@ -303,14 +304,14 @@ class Delivery:
     # Views.
 
     def _show_views(self, current: GradientSet) -> None:
-        """Give the optimizer views the gradients that their parameters have."""
+        """Show the optimizer views the gradients of their parameters."""
         for view, grad in zip(self.views, current.views, strict=True):
             tensor = view.tensor
             if tensor is not None and any([current.shown[i] for i in view.members]):
                 tensor.grad, view.adopted, view.cleared = grad, None, False
 
     def all_none(self) -> bool:
-        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
+        """Whether there is no `.grad` to add to, on parameters or optimizer views."""
         for view in self.views:
             self._agree(view)
             if view.alone and view.has_gradient:
@@ -318,7 +319,7 @@ class Delivery:
         return all(map(is_, map(read_grad, self.bucket.sharded or self.bucket.list_sharded()), NONES))
 
     def _agree(self, view: OptimizerView) -> None:
-        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+        """Reconcile an optimizer view and its parameters, which share a gradient: setting None counts for both."""
         tensor = view.tensor
         if tensor is None:
             return
@@ -331,13 +332,13 @@ class Delivery:
             view.adopted = None
             return
         at = -1 if self.set is None else self.set.flat.data_ptr() + view.offset * self.set.flat.element_size()
-        if view.length and whole is not view.adopted and whole.data_ptr() != at:  # the user's own
+        if view.length and whole is not view.adopted and whole.data_ptr() != at:  # assigned by the user
             self._adopt(view, whole)
         elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = view.adopted = None
 
     def _shares(self, view: OptimizerView, index: int, grad: torch.Tensor) -> bool:
-        """Whether a parameter's gradient lies where it and the view had theirs last: nobody has assigned it since."""
+        """Whether a parameter's gradient is still the memory last shared with the view: it was not assigned since."""
         part, current = self.bucket.members[index].part, self.set
         if view.cleared:
             return False
@@ -350,10 +351,10 @@ class Delivery:
         return adopted is not None and at == adopted.data_ptr() + (part.offset - view.offset) * adopted.element_size()
 
     def follow(self) -> None:
-        """Before an optimizer steps views: what users assigned to the `.grad` of parameters under them counts there.
+        """Take gradients that users assigned to parameters over into optimizer views; call before an optimizer steps.
 
         Raises:
-            ConfigError: they assigned another to the view as well.
+            ConfigError: users assigned a different gradient to the view as well.
         """
         with plain_access(), torch.no_grad():
             current, grads = self.set, [read_grad(member.sharded) for member in self.bucket.members]
@@ -369,7 +370,7 @@ class Delivery:
         grads = {i: grad for i in view.members if (grad := read_grad(members[i].sharded)) is not None}
         assigned = {i: grad for i, grad in grads.items() if not self._shares(view, i, grad)}
         if whole is None:
-            grads = assigned  # the others went with the view's
+            grads = assigned  # the other gradients were removed with the view's
             if not assigned:
                 return
         elif current is not None and whole is current.views[at]:
@@ -384,7 +385,7 @@ class Delivery:
         if not grads:
             tensor.grad = view.adopted = None
             return
-        # In memory of its own: users may hold what was there before.
+        # In new memory: users may hold the previous gradients.
         fresh = self._make_set(self.bucket.new_slice(self.grad_dtype).zero_())
         for i in view.members:
             if i in grads:
@@ -394,14 +395,14 @@ class Delivery:
                 write_grad(members[i].sharded, None)
         tensor.grad = view.adopted = fresh.views[at]
         view.cleared = False
-        if not self._told_of_zeros:
-            self._told_of_zeros = self._warn_of_zeros(fresh, [view])
+        if not self._warned_of_zeros:
+            self._warned_of_zeros = self._warn_of_zeros(fresh, [view])
 
     def _adopt(self, view: OptimizerView, whole: torch.Tensor) -> None:
-        """Make a gradient that the user gave an optimizer view that of its parameters.
+        """Show the gradient that the user assigned to an optimizer view as that of its parameters.
 
         Raises:
-            ConfigError: the user gave one of them another.
+            ConfigError: the user assigned a different gradient to a parameter.
         """
         for index in view.members if not view.alone else ():
             member = self.bucket.members[index]
@@ -417,7 +418,7 @@ class Delivery:
         view.adopted, view.cleared = whole, False
 
     def let_go(self, parameters: set[int]) -> None:
-        """`zero_grad()` of an optimizer view or of all parameters under one, by id: none of them keeps a gradient."""
+        """Remove all gradients of an optimizer view if it, or all parameters under it, are among `parameters` (ids)."""
         for view in self.views:
             if view.alone or (tensor := view.tensor) is None:
                 continue
@@ -432,7 +433,7 @@ class Delivery:
     # Memory.
 
     def writable(self) -> GradientSet:
-        """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
+        """Return the current set if nobody else holds it, else a new one. Its `flat` is allocated."""
         current = self.set
         shape_fits = current is not None and len(current.views) == len(self.views)
         if current is not None and shape_fits and not current.storage.nbytes():
@@ -452,36 +453,36 @@ class Delivery:
                 for tensor in (*(m.sharded for m in bucket.members), *(view.tensor for view in self.views)):
                     if tensor is not None and tensor.grad_dtype not in (None, self.grad_dtype):
                         tensor.grad_dtype = None
-            made = GradientSet(flat, parts, views)
+            gradient_set = GradientSet(flat, parts, views)
         for member, part in zip(bucket.members, parts, strict=True):
             if bucket.form.gives_empty or part.numel():
-                made.receivers.append(member.sharded)
-                made.received.append(part)
-        return made
+                gradient_set.receivers.append(member.sharded)
+                gradient_set.received.append(part)
+        return gradient_set
 
     def drop_set(self) -> None:
-        """Make another set at the next delivery; what this one gave out lives on."""
+        """Create a new set at the next delivery; the tensors that this one delivered live on."""
         for view in self.views:
             if (tensor := view.tensor) is not None:
                 view.adopted = tensor.grad
         self.set = None
 
     def forget(self) -> None:
-        """After the shard moved."""
+        """Drop the set and repoint the views, after the shard moved."""
         self.drop_set()
         self.point_views()
 
     def point_views(self) -> None:
-        """Make the optimizer views views of the shard that there is now."""
+        """Point the optimizer views at the current shard."""
         for view in self.views:
             if (tensor := view.tensor) is not None:
                 tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
 
     def replaced_views(self) -> list[tuple[int, torch.Tensor]]:
-        """Optimizer views whose `.data` users have assigned: first element in the shard, and what they show now.
+        """Return the optimizer views whose `.data` users have assigned, each with its first element in the shard.
 
         Raises:
-            ConfigError: it is of another shape.
+            ConfigError: the assigned tensor has a different shape.
         """
         replaced: list[tuple[int, torch.Tensor]] = []
         for view in self.views:
@@ -496,10 +497,10 @@ class Delivery:
         return replaced
 
     def _warn_of_zeros(self, current: GradientSet, views: Sequence[OptimizerView]) -> bool:
-        """Say which parameter has no gradient although the optimizer's view of it and its neighbours has one.
+        """Warn of a parameter that has no gradient although the optimizer view of it and its neighbours has one.
 
         Returns:
-            Whether there is one.
+            Whether there is such a parameter.
         """
         for view in views:
             if view.alone or not view.has_gradient:

@@ -1,4 +1,4 @@
-"""From modules to the parameters that a unit of them takes, and the rules about ties."""
+"""Finds the parameters that a unit of given modules takes; contains the rules for tied parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Found:
     """A parameter in the modules of a unit to be.
 
     Attributes:
-        name: qualified, from the module that fully_shard was given.
+        name: qualified name, from the module passed to fully_shard.
         parameter: the object.
         places: where it is registered.
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
         planned: whether a unit that is only planned would have it by then, and give it up to this one.
-        placement, axes: what `shard_placement_fn` chose for it, once it was asked.
-        policy: the unit's, or what `param_dtype_override_fn` made of it.
+        placement, axes: chosen by `shard_placement_fn`; None before it was called.
+        policy: the unit's policy, as changed by `param_dtype_override_fn`.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Found:
     placement: Any = None  # a `Shard` or `BlockShard` that `shard_placement_fn` chose
     axes: MeshAxes | None = None
     policy: MixedPrecisionPolicy | None = None
-    split: TensorParallel | None = None  # how it is split already
+    split: TensorParallel | None = None  # how it is already split
     planned: bool = False
 
 
 UnitOf = Callable[[nn.Module], Any]
-"""The unit that a module is (one of) the modules of, or None."""
+"""Returns the unit of which a module is (one of) the modules, or None."""
 OwnerOf = Callable[[Any], Any]
-"""The unit that a parameter belongs to, or None."""
+"""Returns the unit that a parameter belongs to, or None."""
 
 
 def walk(module: nn.Module, unit_of: UnitOf, path: str = "", unit: Any = None) -> Iterator[tuple[str, nn.Module, Any]]:
-    """`module` and all below it, each with its name and the unit that runs it (None: no unit below the top does)."""
+    """Yield `module` and all modules below it, with name and the unit that runs it (None: no unit below the top)."""
     yield path, module, unit
     for name, child in module.named_children():
         yield from walk(child, unit_of, f"{path}.{name}" if path else name, unit_of(child) or unit)
@@ -55,28 +55,28 @@ def walk(module: nn.Module, unit_of: UnitOf, path: str = "", unit: Any = None) -
 def find_parameters(
     modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int], owner_of: OwnerOf = owner_of
 ) -> list[Found]:
-    """The parameters that a unit of `modules` takes. Changes nothing.
+    """Return the parameters that a unit of `modules` takes. Changes nothing.
 
-    These are the parameters in them that no unit has, and those that units below share with each other or with the
-    rest of `modules`: a tied weight belongs to the innermost unit around all of its uses. A parameter shared with a
-    unit outside `modules` is left to that unit, until a unit around both is made.
+    These are the parameters in `modules` that belong to no unit, and those that units below share with each other or
+    with the rest of `modules`: a tied weight belongs to the innermost unit around all its uses. A parameter shared with
+    a unit outside `modules` stays with that unit until a unit around both is created.
 
     Args:
         modules: the unit's modules.
-        unit_of: the unit of a module.
+        unit_of: returns the unit of a module.
         ignored: ids of parameters to leave alone.
-        owner_of: the unit of a parameter.
+        owner_of: returns the unit of a parameter.
     """
     return _sort(modules, unit_of, ignored, owner_of)[0]
 
 
 def find_shared(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int]) -> list[Found]:
-    """Parameters of units outside `modules` that are registered in these too, for `show_shared`. Changes nothing."""
+    """Return parameters of units outside `modules` that are also registered in it. Changes nothing."""
     return _sort(modules, unit_of, ignored, owner_of)[1]
 
 
 def show_shared(shared: Sequence[Found]) -> None:
-    """Let the units that have these parameters show them in the places found, too."""
+    """Let the units of these parameters show them in the additional places."""
     for item in shared:
         assert item.owner is not None
         item.owner.add_places(item.parameter, item.places)
@@ -85,14 +85,14 @@ def show_shared(shared: Sequence[Found]) -> None:
 def _sort(
     modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int], owner_of: OwnerOf
 ) -> tuple[list[Found], list[Found]]:
-    """What a unit of `modules` takes, and what it leaves to units outside."""
-    found: dict[int, Found] = {}
-    users: dict[int, set[int]] = {}  # by parameter: ids of the units that run it; 0 for the one to be made
+    """Return the parameters that a unit of `modules` takes, and those it leaves to units outside."""
+    by_parameter: dict[int, Found] = {}
+    users: dict[int, set[int]] = {}  # by parameter: ids of the units that run it; 0 for the unit to be
     inside: set[int] = set()  # ids of the units below
     seen: set[int] = set()
     for module in modules:
         for path, owner, unit in walk(module, unit_of):
-            again = id(owner) in seen  # a module that several others hold: each unit that runs it counts
+            again = id(owner) in seen  # a module with several parents: each unit that runs it counts
             seen.add(id(owner))
             inside.add(id(unit))
             hidden = [(key, value) for key, value in owner.__dict__.items() if type(value) is HiddenParameter]
@@ -101,12 +101,12 @@ def _sort(
                     continue
                 parameter = successor_of(registered)
                 name = f"{path}.{key}" if path else key
-                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
+                item = by_parameter.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
                 if unit is None and not again and type(registered) is not HiddenParameter:
                     item.places.append(Place(owner, key))
     taken, left = [], []
-    for identity, item in found.items():
+    for identity, item in by_parameter.items():
         if item.owner is None:
             taken.append(item)
         elif id(item.owner) not in inside:
@@ -117,10 +117,10 @@ def _sort(
 
 
 class Rehearsal:
-    """Units to be, made in thought: what each would take, once those before it are there. Changes nothing.
+    """Simulates building several units: the parameters that each would take after those before it. Changes nothing.
 
     Args:
-        unit_of: the unit of a module, of those that exist.
+        unit_of: returns the existing unit of a module.
     """
 
     def __init__(self, unit_of: UnitOf) -> None:
@@ -129,15 +129,15 @@ class Rehearsal:
         self._parameters: dict[int, object] = {}
 
     def add(self, modules: Sequence[nn.Module], ignored: set[int]) -> list[Found]:
-        """What a unit of `modules` would take. The next ones are found as if it had been made."""
-        found = find_parameters(modules, self._find_unit, ignored, self._find_owner)
+        """Return the parameters that a unit of `modules` would take; later calls assume that it exists."""
+        parameters = find_parameters(modules, self._find_unit, ignored, self._find_owner)
         unit = object()
         self._modules |= dict.fromkeys(map(id, modules), unit)
-        for item in found:
+        for item in parameters:
             item.planned = id(item.parameter) in self._parameters
             item.owner = None if item.planned else item.owner
             self._parameters[id(item.parameter)] = unit
-        return found
+        return parameters
 
     def _find_unit(self, module: nn.Module) -> Any:
         return self._modules.get(id(module)) or self._unit_of(module)
@@ -152,16 +152,16 @@ def check_ties(
     within: Callable[[Any, nn.Module], bool],
     ignored: frozenset[int] = frozenset(),
 ) -> None:
-    """Refuse a parameter that is used outside the unit that gathers it.
+    """Refuse parameters that are used outside the unit that gathers them.
 
     Args:
         module: the root.
-        unit_of: the unit of a module.
-        within: whether a module lies in a unit's modules.
+        unit_of: returns the unit of a module.
+        within: returns whether a module lies in a unit's modules.
         ignored: ids of parameters to leave alone.
 
     Raises:
-        LayoutError: names the parameter and where it is used.
+        LayoutError: there is such a parameter; names it and where it is used.
     """
     for path, user, _ in walk(module, unit_of):
         for key, registered in user._parameters.items():

@@ -1,14 +1,14 @@
 """A bucket's gradients: from autograd's `.grad` into one reduction buffer, through one reduction, into `.grad`.
 
-State of the whole, which moves in a circle:
+The state moves in a cycle:
 
     none -> pending     gradients of a backward were copied (or, without gradient sync, added) to the buffer
     pending -> reducing the reduction was issued; the buffer belongs to it
     reducing -> none    the reduced slice became, or was added to, the sharded parameters' `.grad`
 
 The buffer is rank-major, as the reduction needs it: the world's slices one after the other, segment by segment. A
-parameter that this rank did not use takes part with zeros; whether it gets a `.grad` is for all ranks to say, which
-`runtime.agreement` asks at the end of a backward (`undecided`, `decide`).
+parameter that this rank did not use takes part with zeros; all ranks together decide whether it gets a `.grad`, at the
+end of a backward (`agreement/use.py`; here `undecided` and `decide`).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ NONE, PENDING, REDUCING = GradState
 class Gradients:
     """See the module's docstring.
 
-    Ownership: `buffer` is memory on demand, allocated at the first gradient of a backward, given back when the
-    reduction is done. The reduced slice belongs to `delivery`.
+    Ownership: `buffer` is memory on demand, allocated at the first gradient of a backward, released when the reduction
+    is done. The reduced slice belongs to `delivery`.
 
     Args:
-        bucket: whose gradients these are.
+        bucket: the bucket of the gradients.
 
     Attributes:
-        reduce_dtype: of the buffer and the reduction; see `GradientDtypes`.
+        reduce_dtype: dtype of the buffer and the reduction; see `GradientDtypes`.
         running: the reduction in flight.
     """
 
@@ -68,10 +68,10 @@ class Gradients:
         self.state = NONE
         self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
-        self.running: Any = None  # `PlannedReduction`; None: nothing is being reduced
-        self.pending: Pending | None = None  # its collective, then the all-reduce over the replicate axis
-        self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
-        self._version = -1  # of what is shown, when it was delivered last
+        self.running: Any = None  # `PlannedReduction`; None: no reduction is in flight
+        self.pending: Pending | None = None  # its collective, then its all-reduce over the replicate axis
+        self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of this rank's share of `.grad`, if requested
+        self._version = -1  # version of the shown gradients at their last delivery
 
     @property
     def buffer_bytes(self) -> int:
@@ -80,36 +80,36 @@ class Gradients:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the buffer if it is allocated now, and what a reduction in flight holds besides."""
-        held = self.buffer.storage.nbytes() if self.buffer is not None else 0
-        return held + (self.running.scratch if self.running is not None else 0)
+        """Bytes of the buffer, if it is allocated, and of the scratch memory of a reduction in flight."""
+        nbytes = self.buffer.storage.nbytes() if self.buffer is not None else 0
+        return nbytes + (self.running.scratch if self.running is not None else 0)
 
     @property
     def accumulates(self) -> bool:
-        """Whether something was accumulated that no reduction has taken yet."""
+        """Whether there are accumulated gradients that no reduction has taken yet."""
         return self.state is PENDING or (self.partial is not None and self.state is not REDUCING)
 
     def owed(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced, and the user did not give them up."""
+        """Whether gradients of earlier backwards wait to be reduced, and the user has not given them up."""
         if self.state is not PENDING and self.partial is None:
             return False
         return not self.delivery.all_given_up()
 
     def waiting(self) -> bool:
-        """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
+        """Whether autograd left gradients on the unsharded parameters that are not collected yet."""
         unsharded = self.bucket.unsharded or self.bucket.list_unsharded()
         return not all(map(is_, map(read_grad, unsharded), NONES))
 
     # Collect.
 
     def collect(self, ledger: Ledger) -> None:
-        """Move autograd's gradients into the buffer, added to what is there from earlier backwards.
+        """Move autograd's gradients into the buffer, adding them to those of earlier backwards.
 
-        Where there are none the buffer is zeros: the bucket takes part in a reduction that others need. If memory runs
-        out nothing has changed.
+        Parameters without a gradient contribute zeros, so that the bucket can take part in a reduction that other ranks
+        need. Changes nothing if memory runs out.
 
         Args:
-            ledger: told of what is allocated.
+            ledger: the account of allocated bytes.
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         if delivery.kept and (given_up := delivery.given_up()):
@@ -147,9 +147,9 @@ class Gradients:
 
         Args:
             comm: collectives.
-            rules: how.
-            total: what sums are divided by; None: nothing.
-            unit: its name.
+            rules: how to reduce.
+            total: the token count that divides sums; None: no division.
+            unit: the unit's name.
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         assert buffer
@@ -170,7 +170,7 @@ class Gradients:
             or planned.buffer is not buffer
             or total is not None
             or self.partial is not None
-            or current.storage.nbytes()  # else it was given back: nobody else holds it, and none is shown
+            or current.storage.nbytes()  # else it was released: nobody else holds it, nothing shows it
         ):
             planned = self._plan(comm, rules, total, buffer)
         else:
@@ -185,18 +185,19 @@ class Gradients:
         self.state, self.running = REDUCING, planned
 
     def _note_own(self, buffer: ReduceBuffer) -> None:
-        """Note the magnitudes of this rank's own gradients in `own`: the larger ones where they add to others."""
-        mine, fresh = buffer.magnitudes(), self.partial is None and self.delivery.all_none()
+        """Record the magnitudes of this rank's gradients in `own`: the larger ones, if added to earlier gradients."""
+        magnitudes, fresh = buffer.magnitudes(), self.partial is None and self.delivery.all_none()
         adds = not fresh and self._version == self._shown_version()
-        self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
+        # The maximum keeps NaN.
+        self.own = torch.maximum(self.own, magnitudes) if adds and self.own is not None else magnitudes
 
     def _plan(
         self, comm: Comm, rules: ReduceSettings, total: TokenCount | None, buffer: ReduceBuffer
     ) -> PlannedReduction:
-        """The reduction into the kept slice, if nobody but the engine holds that now; else into another one."""
+        """Plan the reduction into the current slice if only the engine holds it, else into a new one."""
         bucket, delivery, axis = self.bucket, self.delivery, self.bucket.axes.shard
         scaling = scaling_of(comm, bucket.axes.world, self.reduce_dtype, rules, total)
-        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
+        mean = scaling.mean and axis.size > 1  # over one rank the sum is the average, and fast on every backend
         same = self.reduce_dtype == delivery.grad_dtype and bucket.home is None and self.partial is None
         if same and delivery.all_none():
             current = delivery.writable()
@@ -212,26 +213,26 @@ class Gradients:
         return planned
 
     def wait(self, unit: str) -> int:
-        """Wait for the collective in flight, and give the buffer back if that was its; returns its bytes.
+        """Wait for the collective in flight, release the buffer if it still has memory, and return the bytes released.
 
         Args:
-            unit: its name.
+            unit: the unit's name.
         """
         turns, buffer, pending = self.bucket.turns, self.buffer, self.pending
         assert buffer and pending
-        held = buffer.storage.nbytes()
+        nbytes = buffer.storage.nbytes()
         turns.take()
         self.pending = None
         if recording():
-            in_range("wait for reduce" if held else "wait for all_reduce", unit, pending.wait)
+            in_range("wait for reduce" if nbytes else "wait for all_reduce", unit, pending.wait)
         else:
             pending.wait()
         buffer.free()
         turns.give()
-        return held
+        return nbytes
 
     def keep_partial(self) -> None:
-        """Set the slice aside, not yet reduced over the replicate axis, to be added to the next one."""
+        """Set the slice aside, not yet reduced over the replicate axis, to add it to the next one."""
         assert self.running is not None
         reduced, current = self.running.out, self.delivery.set
         if current is not None and reduced is current.flat:
@@ -240,7 +241,7 @@ class Gradients:
         self.running, self.state = None, NONE
 
     def replicate(self, comm: Comm) -> int:
-        """Start the all-reduce of the slice, with what `keep_partial` set aside, over the replicate axis.
+        """Start the all-reduce of the slice, plus any slice set aside by `keep_partial`, over the replicate axis.
 
         Returns:
             Bytes of the slice.
@@ -254,7 +255,7 @@ class Gradients:
         return running.out.nbytes
 
     def deliver(self, fill_unused: bool) -> list[torch.Tensor]:
-        """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
+        """Make the reduced slice the sharded parameters' `.grad`, or add it to the existing ones.
 
         Args:
             fill_unused: give parameters that no rank used a gradient of zeros.
@@ -270,25 +271,25 @@ class Gradients:
                 reduced.mul_(scaling.after)
             if scaling.divides_slice is not None:
                 reduced.div_(scaling.divides_slice)
-        given = self.delivery.deliver(reduced, fill_unused)
+        receivers = self.delivery.deliver(reduced, fill_unused)
         self.running, self.state = None, NONE
         if self.own is not None:
             self._version = self._shown_version()
         turns.give()
-        return given
+        return receivers
 
     def _shown_version(self) -> int:
-        """Rises when the user writes to the gradients that are shown: in place of None they may be made zeros.
+        """Return a number that rises when users write to shown gradients: they may zero them instead of setting None.
 
-        Not where they are on the host, and written when they arrive there: always 0.
+        Always 0 if gradients are on the host, where they are written as they arrive.
         """
         current = self.delivery.set
         return current.version() if current is not None and self.bucket.home is None else 0
 
-    # Letting go.
+    # Giving up.
 
     def discard(self) -> None:
-        """Drop whatever autograd left, is in the buffer or in flight (after an exception)."""
+        """Drop all gradients: autograd's, those in the buffer, and those in flight (after an exception)."""
         for member in self.bucket.members:
             if member.unsharded is not None:
                 member.unsharded.grad = None
@@ -313,7 +314,7 @@ class Gradients:
             self.state = NONE
 
     def give_up_parameters(self, parameters: set[int]) -> int:
-        """`give_up` for these sharded parameters, or views over them, by id; how many bytes are no longer held."""
+        """Run `give_up` for these sharded parameters, or views over them, by id; return the bytes released."""
         bucket, live = self.bucket, self.live_bytes
         whole = id(bucket.flat_parameter) in parameters
         viewed = {i for view in self.delivery.views if id(view.tensor) in parameters for i in view.members}
@@ -321,7 +322,7 @@ class Gradients:
         return live - self.live_bytes
 
     def give_up(self, members: Sequence[Member]) -> None:
-        """Discard what was accumulated for these members and not delivered yet; nothing while it is being reduced."""
+        """Discard undelivered gradients accumulated for these members; does nothing while they are being reduced."""
         if not self.accumulates:
             return
         if len(members) == len(self.bucket.members):
@@ -338,7 +339,7 @@ class Gradients:
         ]
 
     def release(self) -> None:
-        """Give back the memory of gradients if nobody else holds it; not the host's. All `.grad` are None."""
+        """Release the memory of gradients if nobody else holds it, except host memory. All `.grad` must be None."""
         bucket, current = self.bucket, self.delivery.set
         if current is None or self.state is REDUCING or bucket.home is not None:
             return
@@ -355,7 +356,7 @@ class Gradients:
         return self.delivery.set.storage.nbytes() if self.delivery.set is not None else 0
 
     def forget(self) -> None:
-        """After the shard moved: buffers and sets of the old device or dtype are made anew when needed."""
+        """Drop buffers and sets of the old device or dtype after the shard moved; they are recreated when needed."""
         self.discard()
         self.buffer = self.own = None
         self.delivery.forget()
@@ -366,7 +367,7 @@ _TURNS = attrgetter("bucket.turns")
 
 
 def release_all(every: Sequence[Gradients]) -> None:
-    """`release` of each. All `.grad` are None."""
+    """Run `release` on each. All `.grad` must be None."""
     sets: list[Any] = [*map(_SETS, every)]
     alike = (
         all(map(is_, map(_STATES, every), repeat(NONE)))
@@ -374,12 +375,12 @@ def release_all(every: Sequence[Gradients]) -> None:
         and all(map(is_, map(_TURNS, every), repeat(ONE_STREAM)))
     )
     if None in sets or not sets or not alike or not free_all(sets):
-        for each in every:
-            each.release()
+        for gradients in every:
+            gradients.release()
 
 
 def has_gradients(every: Sequence[Gradients]) -> bool:
-    """Whether gradients of a unit wait to be reduced: autograd's, or collected ones."""
+    """Whether gradients of a unit wait to be reduced, collected or still autograd's."""
     for gradients in every:  # noqa: SIM110 - a comprehension costs a call, in every backward
         if gradients.state is PENDING or gradients.waiting():
             return True
@@ -387,23 +388,23 @@ def has_gradients(every: Sequence[Gradients]) -> bool:
 
 
 def has_gradient(member: Member) -> bool:
-    """Whether the sharded parameter has a `.grad` now."""
+    """Whether the sharded parameter has a `.grad`."""
     return read_grad(member.sharded) is not None
 
 
 def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: str) -> None:
-    """Raise if a unit holds gradients that were accumulated without sync, or are in flight.
+    """Raise if a unit has gradients that were accumulated without sync, or are in flight.
 
     Args:
-        unit: its name.
-        gradients: of its buckets.
-        what: cannot be done to it then ("copied").
-        do: the same, as a remedy says it ("copy the model").
+        unit: the unit's name.
+        gradients: those of its buckets.
+        what: what is refused, as a participle ("copied").
+        do: the same, as an instruction ("copy the model").
 
     Raises:
-        PhaseError: names the parameters.
+        PhaseError: there are such gradients; names the parameters.
     """
-    for one in gradients:
-        if one.state is not NONE or one.partial is not None or one.waiting():
-            bucket = one.bucket
+    for of_bucket in gradients:
+        if of_bucket.state is not NONE or of_bucket.partial is not None or of_bucket.waiting():
+            bucket = of_bucket.bucket
             raise not_reduced_yet(unit, [member.name for member in bucket.members], bucket.axes.global_rank, what, do)

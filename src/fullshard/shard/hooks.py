@@ -1,4 +1,4 @@
-"""Hooks that users put on sharded parameters (`register_hook`): they see a reduced gradient, and may replace it."""
+"""Users' hooks on sharded parameters (`register_hook`): they see a reduced gradient, and may replace it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _attributes, _ATTACHED = attrgetter("__dict__"), repeat(ATTACHED_OPTIMIZERS)
 
 
 def sees_gradients(parameters: Sequence[Any]) -> bool:
-    """Whether users' code runs when one of these gets a gradient: hooks of either kind, or an attached optimizer."""
+    """Whether users' code runs when any of these gets a gradient: hooks of either kind, or an attached optimizer."""
     attached = map(contains, map(_attributes, parameters), _ATTACHED)
     return any(chain(map(read_hooks, parameters), map(read_post_hooks, parameters), attached))
 
 
 @contextlib.contextmanager
 def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
-    """Let a parameter of which this rank holds nothing show an empty gradient, if it shows none."""
+    """Show an empty gradient on a parameter of which this rank has no part, if it shows none."""
     empty = torch.zeros_like(parameter) if parameter.numel() == 0 and parameter.grad is None else None
     if empty is not None:
         parameter.grad = empty
@@ -39,48 +39,49 @@ def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def hooked_member(form: Form, member: Member, local: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
-    """Run a member's hooks on this rank's part of a reduced gradient, and write what they give into it.
+    """Run a member's hooks on this rank's part of a reduced gradient, and write their result into it.
 
     Args:
-        form: of the member's bucket.
+        form: form of the member's bucket.
+        member: the member.
         local: the part; may be empty.
-        dtype: of `.grad`.
-        rank: for errors.
+        dtype: dtype of `.grad`.
+        rank: this rank, for errors.
 
     Raises:
         ConfigError: see `_checked`.
     """
-    found = _given(member.sharded, form.view(member, local.to(dtype)), member.name, rank)
-    local.copy_(form.local(member, found))
+    result = _run_hooks(member.sharded, form.view(member, local.to(dtype)), member.name, rank)
+    local.copy_(form.local(member, result))
 
 
 def hooked_flat(flat: torch.Tensor, names: str, reduced: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
     """Run the hooks of a `FlatParameter` on the reduced slice [shard_numel]; see `hooked_member`."""
-    reduced.copy_(_given(flat, reduced.to(dtype), names, rank))
+    reduced.copy_(_run_hooks(flat, reduced.to(dtype), names, rank))
 
 
-def _given(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-    """What the hooks make of `grad`, one after another; `grad` itself if they give nothing."""
+def _run_hooks(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    """Apply the hooks to `grad` one after another; returns `grad` itself if they return nothing."""
     hooks: Any = parameter._backward_hooks
     for hook in list(hooks.values()):
         with torch._C._EnableTorchFunction():
-            found: Any = hook(grad)
-        if found is not None:
-            grad = _checked(found, grad, name, rank)
+            result: Any = hook(grad)
+        if result is not None:
+            grad = _checked(result, grad, name, rank)
     return grad
 
 
-def _checked(found: Any, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-    """What a hook gave in place of `grad`, split as that is.
+def _checked(result: Any, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    """Return a hook's replacement for `grad`, sharded like `grad`.
 
     Raises:
-        ConfigError: it is of another kind or shape.
+        ConfigError: it has a different class or shape.
     """
-    split = isinstance(found, type(grad)) or (isinstance(grad, DTensor) and isinstance(found, DTensor))
-    if not split or found.shape != grad.shape:
-        kinds = [f"{type(each).__name__} of shape {tuple(getattr(each, 'shape', ()))}" for each in (grad, found)]
+    split = isinstance(result, type(grad)) or (isinstance(grad, DTensor) and isinstance(result, DTensor))
+    if not split or result.shape != grad.shape:
+        kinds = [f"{type(tensor).__name__} of shape {tuple(getattr(tensor, 'shape', ()))}" for tensor in (grad, result)]
         raise not_a_gradient(name, rank, *kinds)
-    if isinstance(grad, DTensor) and found.placements != grad.placements:
-        found = found.redistribute(placements=grad.placements)
-    checked: torch.Tensor = found
+    if isinstance(grad, DTensor) and result.placements != grad.placements:
+        result = result.redistribute(placements=grad.placements)
+    checked: torch.Tensor = result
     return checked

@@ -1,4 +1,4 @@
-"""From a model or a parameter to the unit that owns it."""
+"""Finds the units that own a model's parameters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BUCKETS, _IS_META = attrgetter("buckets"), attrgetter("shard.is_meta")
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units that own sharded parameters of `model`, in the order of its parameters."""
-    found: dict[int, Unit] = {}
+    """Return the units that own sharded parameters of `model`, in the order of its parameters."""
+    units: dict[int, Unit] = {}
     for parameter in model.parameters():
         unit = owner_of(parameter)
         if unit is not None:
-            found.setdefault(id(unit), unit)
-    return list(found.values())
+            units.setdefault(id(unit), unit)
+    return list(units.values())
 
 
 def members_of(model: nn.Module) -> list[tuple[Bucket, Gradients, Member]]:
-    """Every sharded parameter of `model`, with what holds it."""
+    """Return every sharded parameter of `model`, with its bucket and gradients."""
     return [
         (bucket, gradients, member)
         for unit in units_of(model)
@@ -39,7 +39,7 @@ def members_of(model: nn.Module) -> list[tuple[Bucket, Gradients, Member]]:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Qualified names of `model`'s parameters, by id; a tied parameter has its first name."""
+    """Return the qualified names of `model`'s parameters, by id; a tied parameter has its first name."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
@@ -47,22 +47,22 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether every rank gets gradients for some of these parameters of `unit`, once all of them have gradients."""
-    ids, found = {id(parameter) for parameter in parameters}, 0
+    """Whether every rank gets a gradient for any of these parameters of `unit`, when all of them have gradients."""
+    ids, count = {id(parameter) for parameter in parameters}, 0
     for bucket in unit.buckets:
         members = [member for member in bucket.members if id(member.sharded) in ids]
-        found += len(members)
+        count += len(members)
         ranks = set[int]().union(*[bucket.layout.holders(member.slot) for member in members])
         if members and (bucket.form.gives_empty or len(ranks) == bucket.axes.shard.size):
             return True
-    return found < len(ids)  # one is a view, or a flat parameter, of which every rank has a part
+    return count < len(ids)  # some are views or a flat parameter, of which every rank has a part
 
 
 def refuse_meta(units: Sequence[Unit]) -> None:
-    """Raise if any of these units holds parameters without values.
+    """Raise if any of these units has parameters without values.
 
     Raises:
-        PhaseError: names all of them.
+        PhaseError: there are such parameters; names all of them.
     """
     if True not in map(_IS_META, chain.from_iterable(map(_BUCKETS, units))):
         return

@@ -1,4 +1,4 @@
-"""What units, buckets and gradients say to users, in the order of the code: the wording of errors and warnings."""
+"""The wording of every error and warning of `shard/`, in the order of the code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ..errors import (
 def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
     """The error for a forward that wrote to its own parameters."""
     return PhaseError(
-        "A gathered parameter was written to: a copy, which ranks would keep or lose apart.",
+        "A gathered parameter was written to: the change is in a temporary copy, which "
+        "each rank keeps or loses on its own.",
         parameter=", ".join(dict.fromkeys(parameters)),
         rank=rank,
-        expected="parameters that change between steps only",
+        expected="parameters that change only between steps",
         got="a change in place, or of .data, while it was gathered",
-        remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a changed "
-        "copy; Embedding(max_norm=) renormalises rows in its forward: leave it out, or put the weight in "
+        remedy="change the sharded parameter between steps (under torch.no_grad()), or compute with a changed "
+        "copy; Embedding(max_norm=) renormalises rows in its forward: omit max_norm, or put the weight in "
         "ignored_params",
         topic="weights-changed-in-a-step",
     )
@@ -36,12 +37,12 @@ def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
 def assigned_in_forward(parameter: str, rank: int, unit: str) -> PhaseError:
     """The error for a Parameter that was assigned to a module while forwards run."""
     return PhaseError(
-        "A parameter was assigned to a module of a sharded model inside a forward: ranks would train it apart.",
+        "A parameter was assigned to a module of a sharded model inside a forward: each rank would train its own.",
         parameter=parameter,
         rank=rank,
         expected="parameters that are assigned between steps",
-        got=f"another object in its place, in or before the forward of unit {unit or '(root)'!r}",
-        remedy="assign it between steps, or change values in place then (copy_)",
+        got=f"a different object in its place, in or before the forward of unit {unit or '(root)'!r}",
+        remedy="assign it between steps, or change its values in place between steps (copy_)",
         topic="parameter-replaced",
     )
 
@@ -50,7 +51,7 @@ def assigned_in_forward(parameter: str, rank: int, unit: str) -> PhaseError:
 
 
 def partly_on_meta(parameters: Iterable[str]) -> ConfigError:
-    """The error for a unit of which only a part was given values."""
+    """The error for a unit with values for only some of its parameters."""
     return ConfigError(
         "Some parameters of a unit are on the meta device and others are not.",
         parameter=", ".join(parameters),
@@ -60,22 +61,22 @@ def partly_on_meta(parameters: Iterable[str]) -> ConfigError:
 
 
 def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
-    """The error for a cast of some of a bucket's parameters: the dtype of each is the same on every rank.
+    """The error for a cast of only some of a bucket's parameters; the dtype of each is the same on every rank.
 
     Args:
         named: each parameter's name and dtype.
-        rank: this one.
+        rank: this rank.
     """
     names: dict[str, list[str]] = {}
     for name, dtype in named:
         names.setdefault(dtype, []).append(name)
     return ConfigError(
-        "Some parameters of a unit, which lie in one buffer, were cast to another dtype, and others were not.",
+        "Some parameters of a unit, which lie in one buffer, were cast to a different dtype, and others were not.",
         parameter=", ".join([name for name, dtype in named if dtype != named[0][1]]),
         rank=rank,
         expected="one dtype",
         got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
-        remedy="cast the whole unit; or cast a part of it before the model is sharded, or make it a unit of its own",
+        remedy="cast the whole unit; or cast part of it before the model is sharded, or make that part a separate unit",
         topic="mixed-dtypes",
     )
 
@@ -84,9 +85,9 @@ def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
 
 
 def not_reduced_yet(unit: str, parameters: Iterable[str], rank: int, what: str, do: str) -> PhaseError:
-    """The error for what cannot be done to a unit that holds gradients; see `refuse_unreduced`."""
+    """The error for an operation that a unit with unreduced gradients refuses; see `refuse_unreduced`."""
     return PhaseError(
-        f"Unit {unit or '(root)'!r} cannot be {what} now: it holds gradients not yet reduced.",
+        f"Unit {unit or '(root)'!r} cannot be {what} now: it has gradients not yet reduced.",
         parameter=", ".join(parameters),
         rank=rank,
         remedy=f"{do} after the backward that reduces them (set_requires_gradient_sync(True)), "
@@ -103,7 +104,7 @@ def not_dense(parameter: str) -> PhaseError:
         "A parameter has a sparse gradient, which cannot be reduced into shards.",
         parameter=parameter,
         expected="a dense gradient",
-        got="a sparse one",
+        got="a sparse gradient",
         remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
         "ignored_params and reduce its gradient yourself",
     )
@@ -113,14 +114,14 @@ def not_dense(parameter: str) -> PhaseError:
 
 
 def not_a_gradient(parameter: str, rank: int, expected: str, got: str) -> ConfigError:
-    """The error for a hook that gave something else than a gradient."""
+    """The error for a hook that returned an invalid gradient."""
     return ConfigError(
-        "A hook on a sharded parameter gave something else than a gradient of it.",
+        "A hook on a sharded parameter returned an invalid gradient.",
         parameter=parameter,
         rank=rank,
-        expected=f"None, or {expected}, as the gradient that it was given",
+        expected=f"None, or {expected}, like the gradient passed to it",
         got=got,
-        remedy="compute what is returned from the gradient that the hook is given (torch.zeros_like(grad))",
+        remedy="compute the result from the gradient passed to the hook (torch.zeros_like(grad), for instance)",
     )
 
 
@@ -128,21 +129,21 @@ def not_a_gradient(parameter: str, rank: int, expected: str, got: str) -> Config
 
 
 def two_gradients(parameter: str, rank: int) -> ConfigError:
-    """The error for a parameter and an optimizer view over it that were given different gradients."""
+    """The error for different gradients assigned to a parameter and to an optimizer view over it."""
     return ConfigError(
-        "Both a parameter and the optimizer view over it were given a gradient.",
+        "Gradients were assigned to both a parameter and the optimizer view over it.",
         parameter=parameter,
         rank=rank,
-        expected="one of them: they share their .grad",
+        expected="an assignment to only one of them: they share their .grad",
         got="two different tensors since the last step or backward",
         remedy="assign to the parameter's .grad or to the view's, or add one to the other",
     )
 
 
 def view_of_another_shape(parameter: str, expected: tuple[int, ...], got: tuple[int, ...]) -> ConfigError:
-    """The error for the `.data` of an optimizer view that was set to another shape."""
+    """The error for the `.data` of an optimizer view that was set to a tensor of a different shape."""
     return ConfigError(
-        "The .data of an optimizer view was set to a tensor of another shape.",
+        "The .data of an optimizer view was set to a tensor of a different shape.",
         parameter=parameter,
         expected=f"shape {expected}",
         got=f"shape {got}",
@@ -153,11 +154,11 @@ def view_of_another_shape(parameter: str, expected: tuple[int, ...], got: tuple[
 def zero_in_a_view(parameter: str) -> str:
     """The warning for a parameter without a gradient, whose neighbours in an optimizer view have one."""
     return message(
-        "A parameter got no gradient in this step, but others in its optimizer view did: to the "
-        "optimizer it is zero, so that weight decay and momentum still move the parameter.",
+        "A parameter got no gradient in this step, but others in its optimizer view did: the optimizer "
+        "sees a zero gradient, and weight decay and momentum still move the parameter.",
         parameter=parameter,
-        remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
-        "optimizer model.parameters(); said once per unit",
+        remedy="if they must not, exclude it from the view (optimizer_view(model, params=...)), or pass "
+        "model.parameters() to the optimizer; this warning appears once per unit",
     )
 
 
@@ -165,9 +166,9 @@ def zero_in_a_view(parameter: str) -> str:
 
 
 def offloaded_subclass(parameter: str, kind: str) -> ConfigError:
-    """The error for a tensor subclass in a unit that is offloaded."""
+    """The error for a tensor subclass in an offloaded unit."""
     return ConfigError(
-        "CPU offload does not work with parameters of tensor subclasses yet.",
+        "CPU offload does not support parameters of tensor subclasses yet.",
         parameter=parameter,
         got=kind,
         remedy="shard their unit without CPUOffloadPolicy",
@@ -175,18 +176,18 @@ def offloaded_subclass(parameter: str, kind: str) -> ConfigError:
 
 
 def offloaded_tensor_parallel(parameter: str) -> ConfigError:
-    """The error for a tensor-parallel parameter in a unit that is offloaded."""
+    """The error for a tensor-parallel parameter in an offloaded unit."""
     return ConfigError(
-        "CPU offload does not work with tensor-parallel parameters yet.",
+        "CPU offload does not support tensor-parallel parameters yet.",
         parameter=parameter,
         remedy="shard their unit without CPUOffloadPolicy",
     )
 
 
 def unusable_override(parameter: str, param_dtype: Any, own: Any, chosen: Any) -> ConfigError:
-    """The error for what `param_dtype_override_fn` returned."""
+    """The error for an invalid result of `param_dtype_override_fn`."""
     return ConfigError(
-        "param_dtype_override_fn returned something that cannot be used.",
+        "param_dtype_override_fn returned an invalid value.",
         parameter=parameter,
         expected=f"None, param_dtype ({param_dtype}) or the parameter's own dtype ({own})",
         got=repr(chosen),
@@ -204,9 +205,9 @@ def not_cut_into_blocks(name: str, parameter: Any) -> ConfigError:
 
 
 def unusable_placement(parameter: str, placement: Any, layout: Any) -> ConfigError:
-    """The error for a placement that `shard_placement_fn` returned."""
+    """The error for an unsupported placement from `shard_placement_fn`."""
     return ConfigError(
-        "shard_placement_fn returned a placement that cannot be used.",
+        "shard_placement_fn returned an unsupported placement.",
         parameter=parameter,
         expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
         got=f"{placement!r} with layout={layout!r}",
@@ -214,9 +215,9 @@ def unusable_placement(parameter: str, placement: Any, layout: Any) -> ConfigErr
 
 
 def mesh_on_another_device(parameter: str, expected: Any, device: Any) -> ConfigError:
-    """The error for a mesh that `shard_placement_fn` returned."""
+    """The error for a mesh on a different device from `shard_placement_fn`."""
     return ConfigError(
-        "shard_placement_fn returned a mesh on another device.", parameter=parameter, expected=expected, got=device
+        "shard_placement_fn returned a mesh on a different device.", parameter=parameter, expected=expected, got=device
     )
 
 
@@ -245,13 +246,13 @@ def lazy_parameter(name: str) -> ConfigError:
 def inner_tensors(name: str, kind: str) -> ConfigError:
     """The error for a tensor subclass that cannot be cut."""
     return ConfigError(
-        "A parameter is a tensor subclass with inner tensors of its own (a quantised weight, say), which "
-        "cannot be cut here without losing them.",
+        "A parameter is a tensor subclass with inner tensors (a quantised weight, for instance), which "
+        "would be lost by cutting it.",
         parameter=name,
         expected="a plain tensor, or for fully_shard a class with fsdp_pre_all_gather and "
-        "fsdp_post_all_gather that is not within a DTensor",
+        "fsdp_post_all_gather that is not inside a DTensor",
         got=kind,
-        remedy="shard it by fully_shard, after fullshard.integrations.quantised.by_rows(model) if it is frozen; "
+        remedy="shard it with fully_shard, after fullshard.integrations.quantised.by_rows(model) if it is frozen; "
         "implement these two methods; or put it in ignored_params (ignored_states)",
     )
 
@@ -269,22 +270,22 @@ def on_another_device(name: str, home: Any, device: Any) -> ConfigError:
 
 
 def tied_between_units(parameter: str) -> LayoutError:
-    """The error for a tie between units that cannot be moved."""
+    """The error for a parameter tied between units that cannot move from one to the other."""
     return LayoutError(
-        "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
+        "A parameter that is tensor-parallel, or of a tensor subclass, is tied between units.",
         parameter=parameter,
         remedy="let one fully_shard call take all modules that use it: shard the module around them, "
-        "or a list of them, before any of them by itself",
+        "or a list of them, before sharding any of them on its own",
         topic="tied-weights",
     )
 
 
 def is_a_dtensor(parameter: str, layout: Any) -> ConfigError:
-    """The error for a DTensor in another layout than rows."""
+    """The error for a DTensor in a layout other than rows."""
     return ConfigError(
-        "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
+        "fully_shard was given a parameter that is already a DTensor (tensor parallelism).",
         parameter=parameter,
-        expected='layout="rows", whose sharded parameters say how they are split twice',
+        expected='layout="rows", whose sharded parameters can describe both splits',
         got=f"layout={layout!r}",
         remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
         topic="mesh-dims",
@@ -294,7 +295,7 @@ def is_a_dtensor(parameter: str, layout: Any) -> ConfigError:
 def share_memory(other: str, name: str) -> LayoutError:
     """The error for two Parameter objects that share memory."""
     return LayoutError(
-        "Two Parameter objects share one memory: sharded separately they would drift apart.",
+        "Two Parameter objects share the same memory: sharded separately, they would drift apart.",
         parameter=f"{other} and {name}",
         remedy="tie them by assigning the same Parameter object to both modules",
         topic="tied-weights",
@@ -305,9 +306,9 @@ def share_memory(other: str, name: str) -> LayoutError:
 
 
 def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
-    """The error for a deep copy of a part whose weight is tied to a module outside of it."""
+    """The error for a deep copy of a part whose weight is tied to a module outside it."""
     return PhaseError(
-        "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
+        "A part of a sharded model was deep-copied, and one of its parameters is tied to a module outside it.",
         parameter=parameter,
         rank=rank,
         remedy="deep-copy the whole model",
@@ -319,12 +320,12 @@ def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
 
 
 def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
-    """The error for a weight that is used outside of its unit, too."""
+    """The error for a weight that is also used outside its unit."""
     return LayoutError(
-        f"A weight of unit {unit!r} is also used outside of it, where it is not gathered.",
+        f"A weight of unit {unit!r} is also used outside the unit, where it is not gathered.",
         parameter=parameter,
         expected="one unit around all uses of a tied weight",
-        remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
+        remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
         topic="tied-weights",
     )
 
@@ -333,13 +334,13 @@ def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
 
 
 def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
-    """The error for a forward of parameters that hold no values."""
+    """The error for a forward with parameters that have no values."""
     return PhaseError(
-        "A forward was called while parameters are on the meta device and hold no values.",
+        "A forward was called while parameters are on the meta device and have no values.",
         parameter=", ".join(parameters),
         remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
-        "owns: with one seed all would draw the same), and initialise every module (reset_parameters()); or load a "
-        "state dict",
+        "owns: with the same seed all would draw the same values), and initialise every module "
+        "(reset_parameters()); or load a state dict",
         topic="weights-on-meta",
     )
 
@@ -347,27 +348,27 @@ def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
 # tokens.py
 
 
-def other_counts_of_batches(rank: int, mine: int, everyone: int, world: int) -> DivergenceError:
-    """The error for ranks that counted tokens of different numbers of micro-batches."""
+def other_counts_of_batches(rank: int, count: int, total: int, world: int) -> DivergenceError:
+    """The error for ranks that counted tokens for different numbers of micro-batches."""
     return DivergenceError(
         "Ranks called set_token_count with different numbers of micro-batches.",
         rank=rank,
         expected="the same number on every rank",
-        got=f"{mine} on this one, {everyone} on {world} ranks together",
+        got=f"{count} on this rank, {total} on all {world} ranks together",
         remedy="give one count per backward on every rank, 0 where a rank has no tokens",
         topic="token-counts",
     )
 
 
 def tokens_not_counted(backwards: int | None) -> UsageError:
-    """The error for a backward whose tokens were not counted; of how many the last count was, if there was one."""
+    """The error for a backward without a token count; `backwards`: how many the last count covered, if any."""
     if backwards is None:
-        what, got = 'A backward with reduction="tokens" began before its tokens were counted.', "no count"
+        summary, got = 'A backward with reduction="tokens" began before its tokens were counted.', "no count"
     else:
-        what = 'A backward with reduction="tokens" began after all that its tokens were counted for.'
+        summary = 'A backward with reduction="tokens" began after all backwards covered by the last count.'
         got = f"one more than the {backwards} of the last count"
     return UsageError(
-        what,
+        summary,
         expected="set_token_count(model, counts) once per step, with a count for each of its backwards",
         got=got,
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
@@ -380,9 +381,9 @@ def tokens_not_counted(backwards: int | None) -> UsageError:
 
 
 def view_on_meta(parameters: Iterable[str]) -> ConfigError:
-    """The error for an optimizer view of parameters that hold no values."""
+    """The error for an optimizer view of parameters that have no values."""
     return ConfigError(
-        "An optimizer view was asked for while parameters are on the meta device.",
+        "An optimizer view was requested while parameters are on the meta device.",
         parameter=", ".join(parameters),
         remedy="call model.to_empty(device=...) first",
         topic="weights-on-meta",
@@ -390,11 +391,11 @@ def view_on_meta(parameters: Iterable[str]) -> ConfigError:
 
 
 def viewed_twice(parameter: str) -> ConfigError:
-    """The error for a parameter that has an optimizer view already."""
+    """The error for a parameter that already has an optimizer view."""
     return ConfigError(
         "A parameter already has an optimizer view: two optimizers would update it.",
         parameter=parameter,
-        remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
+        remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
     )
 
 
@@ -406,8 +407,8 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
     return ConfigError(
         "Parameters of a unit, which are reduced in one buffer, have different values of grad_dtype.",
         expected="the same grad_dtype for all of them",
-        got="; ".join(f"{dtype or 'unset'}: {', '.join(some[:3])}" for dtype, some in names.items()),
-        remedy="set grad_dtype before fully_shard, which gives each value a buffer of its own",
+        got="; ".join(f"{dtype or 'unset'}: {', '.join(group[:3])}" for dtype, group in names.items()),
+        remedy="set grad_dtype before fully_shard, which creates a separate buffer for each value",
         topic="mixed-dtypes",
     )
 
@@ -416,7 +417,7 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
 
 
 def parked_asked_to_compute(units: Iterable[str]) -> PhaseError:
-    """The error for a model that should compute while its shards are parked."""
+    """The error for a forward, backward or unshard() of a parked model."""
     return PhaseError(
         "A model whose shards are parked in host memory was asked to compute.",
         expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",

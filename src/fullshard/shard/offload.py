@@ -1,9 +1,9 @@
-"""Where a bucket's shard and reduced gradients live when that is not where it computes.
+"""The home of a bucket's shard and reduced gradients when they do not live on the compute device.
 
-A bucket knows two devices then: home, where `shard`, the sharded parameters and their gradients are; and the device it
-gathers, computes and reduces on. What crosses between them crosses here: a shard before its gather, a reduced slice
-after its reduction. Page-locked memory crosses on streams of its own (`comm/lanes.py`), beside what is computed. The
-host waits at the end of a pass or backward (`settle`), before anybody reads a gradient or writes a shard.
+Such a bucket has two devices: home, with `shard`, the sharded parameters and their gradients; and the device on which
+it gathers, computes and reduces. All copies between them are made here: of a shard before its gather, and of a reduced
+slice after its reduction. Page-locked memory is copied on separate streams (`comm/lanes.py`), in parallel with compute.
+The host waits at the end of a pass or backward (`settle`), before anyone reads a gradient or writes a shard.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..policies import CPUOffloadPolicy, OffloadPolicy
 
 
 class Home:
-    """Memory for shards and gradients apart from the compute device.
+    """Memory for shards and gradients that is not on the compute device.
 
     Args:
-        device: where it is.
+        device: the device of the memory.
         compute: the compute device.
-        pinned: whether it is page-locked; needs an accelerator.
+        pinned: whether the memory is page-locked; needs an accelerator.
 
     Attributes:
-        for_good: whether shards are here while the model trains, or for a while.
+        for_good: whether shards stay here during training, not only for a while.
     """
 
     for_good = True
@@ -35,11 +35,11 @@ class Home:
 
     @property
     def _lanes(self) -> Lanes | None:
-        """Asked for at use, so that a home can be copied and pickled."""
+        """The copy streams; looked up at each use, so that a home can be copied and pickled."""
         return lanes_of(self.compute) if self.pinned else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel], not initialised."""
+        """Allocate [numel], not initialised."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -47,20 +47,20 @@ class Home:
         return tensor.device == self.device and (not self.pinned or tensor.is_pinned())
 
     def begin(self, unit: str) -> None:
-        """A gather of this unit is about to begin."""
+        """Called before a gather of this unit; may refuse it."""
 
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of `shard` [shard_numel] on the compute device in `dtype`, cast there; for `gathering` alone."""
+        """Return a copy of `shard` [shard_numel] on the compute device, cast there to `dtype`; only for `gathering`."""
         if (lanes := self._lanes) is not None:
             return lanes.copy_in(shard, dtype)
         return shard.to(self.compute, copy=True).to(dtype)
 
     def gathering(self, comm: Gathers) -> Gathers:
-        """Gathers what `to_device` copies."""
+        """Return collectives that gather the copies made by `to_device`."""
         return comm if (lanes := self._lanes) is None else lanes.gathering(comm)
 
     def fetch(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `to_device`, on the compute stream, for whoever is there to wait for: the host waits, too."""
+        """As `to_device`, on the compute stream; the host waits for it."""
         return shard.to(self.compute, copy=True).to(dtype)
 
     def bring(
@@ -73,10 +73,10 @@ class Home:
         """Copy `reduced` [shard_numel] into `target`, memory of this kind; complete after `settle`.
 
         Args:
-            target: what it is copied into; the caller keeps it.
-            reduced: held until nobody needs it.
-            turns: the bucket's.
-            then: what the host does with it when it is there.
+            target: destination; the caller keeps it alive.
+            reduced: source; kept alive until the copy is done.
+            turns: the bucket's turns.
+            then: called on the host when the copy is complete.
         """
         if (lanes := self._lanes) is not None:
             lanes.copy_out(target, reduced, turns, then)
@@ -86,20 +86,20 @@ class Home:
             then()
 
     def settle(self) -> None:
-        """Wait until everything that was brought is there, and no shard is read any more."""
+        """Wait until all copies are complete and no shard is being read."""
         if (lanes := self._lanes) is not None:
             lanes.settle()
 
 
 def settle(homes: Iterable[Home | None]) -> None:
-    """See `Home.settle`."""
+    """Run `Home.settle` on each home."""
     for home in homes:
         if home is not None:
             home.settle()
 
 
 def home_of(policy: OffloadPolicy, device: torch.device) -> Home | None:
-    """The home that `policy` asks for where units compute on `device`; None if the two are one place."""
+    """Return the home that `policy` requests for units on `device`; None if shards stay on the compute device."""
     if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":
         return Home(torch.device("cpu"), device, policy.pin_memory)
     return None

@@ -1,4 +1,4 @@
-"""Plain tensors over runs of a shard that optimizers update in place of sharded parameters."""
+"""Optimizer views: plain tensors over runs of a shard that optimizers update in place of sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..forms import FlatParameterForm
 class OptimizerView:
     """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
 
-    The optimizer owns the tensor; when it is gone, so is the view.
+    The optimizer owns the tensor; the view ends with it.
 
     Args:
         tensor: [length], a Parameter over `shard[offset : offset + length]`.
@@ -22,12 +22,12 @@ class OptimizerView:
         members: indices of the parameters that lie in the run.
 
     Attributes:
-        adopted: the `.grad` that it shared with its parameters last, if a program gave it: held, so that nothing else
-            comes to lie there.
-        cleared: whether `zero_grad()` came last: what a parameter shows since then was assigned.
+        adopted: the user-assigned `.grad` that it last shared with its parameters; kept alive so that its address is
+            not reused.
+        cleared: whether `zero_grad()` came last: gradients that parameters show since then were assigned.
 
     Class attributes:
-        alone: whether users see the view only, so that its gradient is the one that counts.
+        alone: whether users see only the view, so that its gradient is the one that counts.
     """
 
     alone = False
@@ -44,17 +44,17 @@ class OptimizerView:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it is alive and has a `.grad`."""
+        """Whether the tensor is alive and has a `.grad`."""
         tensor = self.tensor
         return tensor is not None and tensor.grad is not None
 
 
 class FlatView(OptimizerView):
-    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place.
+    """The `FlatParameter` of a bucket, whichever object it currently is: users may replace it.
 
     Args:
-        form: of the bucket.
-        count: of its parameters.
+        form: the bucket's form.
+        count: number of its parameters.
     """
 
     alone = True

@@ -1,7 +1,7 @@
-"""A unit whose shards and gradients lie in host memory for a while, so that the device has room for something else.
+"""Parks a unit: moves its shards and gradients to host memory for a while, to make room on the device.
 
-A parked bucket is one that is offloaded (`Home`) and refuses to be gathered. Its sharded parameters, their gradients
-and optimizer views stay the objects they are: their memory is another. What shares memory shares it there, too.
+A parked bucket is offloaded (`Home`) and refuses to be gathered. Its sharded parameters, their gradients and optimizer
+views stay the same objects with different memory. Tensors that share memory still do after the move.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Parking(Home):
     """The home of a parked bucket.
 
     Args:
-        compute: the device that the bucket computes on.
-        pinned: whether it is page-locked memory.
+        compute: the bucket's compute device.
+        pinned: whether the memory is page-locked.
         before: the bucket's home when it is not parked.
-        apart: what the bucket's form said then of shards apart from the mesh's device.
+        apart: the form's `apart` then: whether shards lie apart from the mesh's device.
 
     Attributes:
-        alive: all there are, copies of parked models included: while it is empty nobody need look for parked units.
+        alive: all instances, including those of copied parked models; while it is empty, no unit is parked.
     """
 
     alive: ClassVar[weakref.WeakSet[Parking]] = weakref.WeakSet()
 
     def __new__(cls, *_: Any, **__: Any) -> Parking:
-        """Also what `copy` and `pickle` make comes by here."""
-        made = super().__new__(cls)
-        cls.alive.add(made)
-        return made
+        """Register the instance; `copy` and `pickle` call this too."""
+        parking = super().__new__(cls)
+        cls.alive.add(parking)
+        return parking
 
     def __init__(self, compute: torch.device, pinned: bool, before: Home | None, apart: bool) -> None:
         super().__init__(torch.device("cpu"), compute, pinned)
@@ -48,34 +48,34 @@ class Parking(Home):
         self.before, self.apart = before, apart
 
     def begin(self, unit: str) -> None:
-        """Refused: also to a backward whose forward was before parking."""
+        """Refuse the gather, even of a backward whose forward ran before parking."""
         raise parked_asked_to_compute([unit])
 
 
 class Mover:
-    """Moves tensors to a device, each storage once: views of one memory are views of one memory there.
+    """Moves tensors to a device, each storage once: tensors that share memory still do there.
 
     Args:
-        device: to where.
-        pinned: to page-locked memory; a storage that is not counts as one that is elsewhere.
+        device: the destination.
+        pinned: whether the destination is page-locked memory; other memory of the device is then moved too.
 
     Attributes:
-        moved: bytes that were copied.
+        moved: bytes copied.
         stayed: bytes that were there already.
     """
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
         self.device, self.pinned = device, pinned
         self.moved = self.stayed = 0
-        self._known: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by address: the old one, its copy
-        self._seen: set[int] = set()  # addresses of what stays, or was made here
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by address: the old storage, its copy
+        self._seen: set[int] = set()  # addresses of storages that stay, or were created here
 
     def needed(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is not where it is to be."""
+        """Whether a storage must be moved."""
         return storage.device != self.device or (self.pinned and not storage.is_pinned())
 
     def move(self, plain: torch.Tensor) -> torch.Tensor:
-        """The same elements there, in the same order in memory; `plain` itself if it is there."""
+        """Return the same elements at the destination, in the same memory order; `plain` itself if it is there."""
         storage = plain.untyped_storage()
         at = storage.data_ptr()
         if plain.is_meta:
@@ -88,32 +88,32 @@ class Mover:
             self.stayed += storage.nbytes()
             self._seen.add(at)
             return plain
-        if at not in self._known:
+        if at not in self._copies:
             source = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
             copy.copy_(source)
             self._seen.add(copy.data_ptr())
-            self._known[at] = storage, copy  # the old one is held: its address is not used again meanwhile
+            self._copies[at] = storage, copy  # the old storage is kept alive so that its address is not reused
             self.moved += storage.nbytes()
-        target = self._known[at][1].untyped_storage()
-        made = torch.empty(0, dtype=plain.dtype, device=self.device)
-        return made.set_(target, plain.storage_offset(), plain.shape, plain.stride())
+        target = self._copies[at][1].untyped_storage()
+        moved = torch.empty(0, dtype=plain.dtype, device=self.device)
+        return moved.set_(target, plain.storage_offset(), plain.shape, plain.stride())
 
     def move_inside(self, tensor: torch.Tensor) -> None:
-        """Move the memory of a tensor of any class, which stays the object it is."""
+        """Move the memory of a tensor of any class; the tensor stays the same object."""
         with plain_access(), torch.no_grad():
             for plain in plain_tensors(tensor):
-                for one in (view_base(plain), plain):
-                    if one is not None and (found := self.move(one)) is not one:
-                        one.data = found
+                for inner in (view_base(plain), plain):
+                    if inner is not None and (moved := self.move(inner)) is not inner:
+                        inner.data = moved
         follow_local(tensor)
 
 
 def refuse_parked(units: Iterable[Unit]) -> None:
-    """Raise if any of these units is parked. Costs nothing while none is in this process: it is asked once a step.
+    """Raise if any of these units is parked. Called every step; costs nothing while no unit of this process is.
 
     Raises:
-        PhaseError: names the units, and `fullshard.resume`.
+        PhaseError: units are parked; names them, and `fullshard.resume`.
     """
     if not Parking.alive:
         return
@@ -128,7 +128,7 @@ def is_parked(unit: Unit) -> bool:
 
 
 def park_unit(unit: Unit, mover: Mover) -> None:
-    """Move a unit's shards and gradients to where `mover` brings things. The unit must be idle; it is freed."""
+    """Move a unit's shards and gradients to the destination of `mover`. The unit must be idle; it is freed."""
     unit.drop_kept()
     unit.reshard()
     settle([bucket.home for bucket in unit.buckets])
@@ -140,13 +140,13 @@ def park_unit(unit: Unit, mover: Mover) -> None:
 
 
 def resume_unit(unit: Unit) -> tuple[int, int]:
-    """Bring a parked unit back.
+    """Move a parked unit back to its home.
 
     Returns:
-        Bytes that were copied to the device, and bytes that were where they belong.
+        Bytes copied to the device, and bytes that were there already.
     """
     unit.refresh()
-    found = [0, 0]
+    nbytes = [0, 0]
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         home, form = bucket.home, bucket.form
         if type(home) is not Parking:
@@ -155,9 +155,9 @@ def resume_unit(unit: Unit) -> tuple[int, int]:
         before = home.before
         mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
         _move_bucket(unit, bucket, gradients, mover)
-        found = [found[0] + mover.moved, found[1] + mover.stayed]
+        nbytes = [nbytes[0] + mover.moved, nbytes[1] + mover.stayed]
     unit.drop_plans()
-    return found[0], found[1]
+    return nbytes[0], nbytes[1]
 
 
 def _move(unit: Unit, mover: Mover) -> None:
@@ -167,7 +167,7 @@ def _move(unit: Unit, mover: Mover) -> None:
 
 
 def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
-    """Values, then gradients. To the engine nothing has changed: versions go on as they were."""
+    """Move values, then gradients. Versions continue unchanged: to the engine nothing has happened."""
     before = unit.version()
     bucket.turns.take()
     with plain_access(), torch.no_grad():
@@ -188,19 +188,19 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
 
 
 def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
-    """Those that users see: parts of the delivered slice, and their own."""
+    """Move the gradients that users see: parts of the delivered slice, and those that they assigned."""
     delivery = gradients.delivery
     delivery.follow()
     holders: list[Any] = [member.sharded for member in bucket.members]
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
     current, delivery.set = delivery.set, None
-    astray = current is not None and current.astray()  # then it is no longer what users see
+    astray = current is not None and current.astray()  # then users no longer see it
     for grad in grads:
         mover.move_inside(grad)
     if current is None or astray or not grads or not current.storage.nbytes():
         return
-    for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
+    for shows in (current.flat, *current.parts, *current.views):  # those shown as `.grad` have moved already
         mover.move_inside(shows)
     moved = GradientSet(current.flat, current.parts, current.views)
     moved.shown, moved.receivers, moved.received = current.shown, current.receivers, current.received

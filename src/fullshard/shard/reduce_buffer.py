@@ -1,6 +1,6 @@
-"""Where a bucket's gradients go on their way to a reduction: one buffer, rank-major, as the reduction needs it.
+"""The buffer into which a bucket's gradients are copied for a reduction: rank-major, as the reduction needs it.
 
-The world's slices lie one after the other, segment by segment. What depends on shapes alone is worked out once.
+The world's slices lie one after the other, segment by segment. Everything that depends only on shapes is planned once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FORM = attrgetter("layout", "dtype")
 class ReduceBuffer(Scratch):
     """The buffer [world * shard_numel], memory on demand, and the places of members' gradients in it.
 
-    Ownership: allocated at the first gradient of a backward, given back when the reduction is done.
+    Ownership: allocated at the first gradient of a backward, released when the reduction is done.
 
     Args:
-        bucket: whose gradients these are.
-        dtype: of the reduction.
+        bucket: the bucket of the gradients.
+        dtype: dtype of the reduction.
 
     Attributes:
-        segments: per segment of the layout, its part of the buffer [world * slice_numel].
+        segments: for each segment of the layout, its part of the buffer [world * slice_numel].
     """
 
     __slots__ = ("_adds", "_copies", "_gaps", "_padding", "_places", "_strewn", "bucket", "segments")
@@ -50,10 +50,11 @@ class ReduceBuffer(Scratch):
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
+        self._strewn = layout.padding_is_strewn  # `padding` then lists whole segments, zeroed before the copies
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # Where all members have a gradient, each in one piece: indices of some, what copies them in, and which zeros
-        # after them; of others; likewise what adds them. `_gaps`: padding that none of the copies writes.
+        # For when all members have a gradient, each in one piece. `_copies`: groups of member indices, the call that
+        # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_gaps`: padding that no
+        # copy writes.
         self._copies: list[tuple[list[int], Callable[[Any], Any], _Zeros]] = []
         self._adds: list[tuple[list[int], Callable[[Any], Any]]] = []
         self._gaps: list[torch.Tensor] = []
@@ -64,40 +65,40 @@ class ReduceBuffer(Scratch):
     def _plan_fill(self) -> None:
         layout, places, device = self.bucket.layout, self._places, self.tensor.device
         columns = columns_of(layout)
-        rest = {i for i, place in enumerate(places) if place.targets}.difference(*[each.slots for each in columns])
+        rest = {i for i, place in enumerate(places) if place.targets}.difference(*[group.slots for group in columns])
         if not all([places[i].whole for i in rest]):
             return
-        for each in columns:
-            padding = [layout.world * width for width in each.widths[len(each.slots) :]]
-            matrix = self.segments[each.segment].view(layout.world, -1)
-            self._copies.append((list(each.slots), columns_in(matrix), _Zeros(padding, device)))
+        for group in columns:
+            padding = [layout.world * width for width in group.widths[len(group.slots) :]]
+            matrix = self.segments[group.segment].view(layout.world, -1)
+            self._copies.append((list(group.slots), columns_in(matrix), _Zeros(padding, device)))
         adds = all([place.whole for place in places if place.targets])
         for alike in (True, False):
-            mine = [i for i, place in enumerate(places) if place.targets and place.alike[0] is alike]
-            if adds and mine:
-                self._adds.append((mine, partial(add_all, [places[i].targets[0] for i in mine])))
-            mine = [i for i in mine if i in rest]
+            indices = [i for i, place in enumerate(places) if place.targets and place.alike[0] is alike]
+            if adds and indices:
+                self._adds.append((indices, partial(add_all, [places[i].targets[0] for i in indices])))
+            indices = [i for i in indices if i in rest]
             behind = self._padding if alike and not self._strewn else []
-            if mine or behind:
-                targets = [places[i].targets[0] for i in mine]
+            if indices or behind:
+                targets = [places[i].targets[0] for i in indices]
                 zeros = _Zeros([padding.numel() for padding in behind], device)
-                self._copies.append((mine, copies_to([*targets, *behind]), zeros))
+                self._copies.append((indices, copies_to([*targets, *behind]), zeros))
         if self._strewn:
-            written = {layout.world * layout.segments[each.segment].shard_offset for each in columns}
+            written = {layout.world * layout.segments[group.segment].shard_offset for group in columns}
             self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
 
     def _pairs(self) -> list[tuple[_Places, Member]]:
         return list(zip(self._places, self.bucket.members, strict=True))
 
     def fill(self, grads: list[Any], first: bool) -> bool:
-        """Copy autograd's gradients in, or add them to what is there.
+        """Copy autograd's gradients in, or add them to those already collected.
 
         Args:
-            grads: by member, None where there is none.
-            first: whether nothing is there: padding, and what has no gradient, becomes zero.
+            grads: by member, None if it has no gradient.
+            first: whether nothing was collected yet: padding, and members without a gradient, become zero.
 
         Returns:
-            Whether every member has one.
+            Whether every member has a gradient.
 
         Raises:
             PhaseError: a gradient is sparse.
@@ -108,13 +109,13 @@ class ReduceBuffer(Scratch):
             layout, dtype = forms.pop()
             if layout is torch.strided and not forms:
                 if not first:
-                    for mine, add in self._adds:
-                        add([*map(grads.__getitem__, mine)])
+                    for indices, add in self._adds:
+                        add([*map(grads.__getitem__, indices)])
                     return True
                 if self._gaps:
                     zero_all(self._gaps)
-                for mine, copy, zeros in self._copies:
-                    copy([*map(grads.__getitem__, mine), *zeros[dtype]])
+                for indices, copy, zeros in self._copies:
+                    copy([*map(grads.__getitem__, indices), *zeros[dtype]])
                 return True
         targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
@@ -127,7 +128,7 @@ class ReduceBuffer(Scratch):
         return everyone
 
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
-        """Targets and sources of the same form, which one kernel copies, and others."""
+        """Return targets and sources of the same form, which one kernel copies, then the other targets and sources."""
         pairs: tuple[list[Any], ...] = ([], [], [], [])
         for grad, (place, member) in zip(grads, self._pairs(), strict=True):
             if grad is None:
@@ -137,13 +138,13 @@ class ReduceBuffer(Scratch):
             if grad.layout is not torch.strided:
                 raise not_dense(member.name)
             parts = [grad] if place.whole else _cut(grad, member, place.pieces)
-            for to, come, alike in zip(place.targets, parts, place.alike, strict=True):
-                pairs[0 if alike else 2].append(to)
-                pairs[1 if alike else 3].append(come)
+            for target, source, alike in zip(place.targets, parts, place.alike, strict=True):
+                pairs[0 if alike else 2].append(target)
+                pairs[1 if alike else 3].append(source)
         return pairs
 
     def magnitudes(self) -> torch.Tensor:
-        """The largest absolute value in each place, NaN if there is one: [len(self.owners)], real, of this dtype."""
+        """Return the largest absolute value in each place, NaN if it has one: [len(self.owners)], real, this dtype."""
         places = [as_real(to) for place in self._places for to in place.targets if to.numel()]
         if not places:
             return torch.zeros(0, device=self.tensor.device)
@@ -151,34 +152,34 @@ class ReduceBuffer(Scratch):
 
     @property
     def owners(self) -> list[int]:
-        """For each of `magnitudes`, the index of the member that it is of."""
+        """For each of `magnitudes`, the index of its member."""
         return [index for index, place in enumerate(self._places) for to in place.targets if to.numel()]
 
     def zero(self, members: Sequence[Member]) -> None:
-        """Make what was collected for these members zero."""
+        """Set the gradients collected for these members to zero."""
         chosen = set(map(id, members))
         zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
 
 
 class _Zeros(dict[torch.dtype, list[torch.Tensor]]):
-    """By dtype, zeros for padding: of these lengths. A copy of many is one kernel if all of them have one dtype."""
+    """By dtype, zeros of these lengths for padding: one kernel copies many tensors if all have the same dtype."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths, self._device = lengths, device
 
     def __missing__(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        found = self[dtype] = [torch.zeros(numel, dtype=dtype, device=self._device) for numel in self._lengths]
-        return found
+        zeros = self[dtype] = [torch.zeros(numel, dtype=dtype, device=self._device) for numel in self._lengths]
+        return zeros
 
 
 class _Places:
-    """Where one member's gradient goes.
+    """The place of one member's gradient in the buffer.
 
     Attributes:
         whole: whether it goes in as one tensor of its own shape.
-        targets: where to.
-        pieces: what each target takes of it, if it is not whole.
-        alike: for each target, whether a gradient with the parameter's strides, which autograd gives, has its form.
+        targets: views of the buffer.
+        pieces: the piece of the gradient for each target, if it is not whole.
+        alike: for each target, whether a gradient with the parameter's strides, autograd's default, has the same form.
     """
 
     __slots__ = ("alike", "pieces", "targets", "whole")
@@ -200,7 +201,7 @@ class _Places:
 
 
 def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
+    """Return the pieces of a whole gradient as views; copied first if its memory format is not the parameter's."""
     slot = member.slot
     if grad.stride() != slot.stride:
         grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
@@ -215,13 +216,13 @@ class PlannedReduction:
         comm: collectives.
         axis: the ranks.
         out: [shard_numel], the slice.
-        buffer: its memory may come and go.
+        buffer: the source; its memory may be released and allocated again.
         mean: whether the collective averages.
 
     Attributes:
         start: starts the collectives.
-        scratch: bytes that they allocate until they are waited for.
-        rules, scaling: how it ran last, and what that was chosen from.
+        scratch: bytes that the collectives allocate until they are waited for.
+        rules, scaling: the settings of its last run, and the scaling chosen from them.
     """
 
     __slots__ = ("buffer", "comm", "mean", "out", "rules", "scaling", "scratch", "start")

@@ -1,4 +1,4 @@
-"""How a sum of gradients over ranks becomes the gradient. `docs/gradients.md` has the formulas."""
+"""How a sum of gradients over ranks is scaled. `docs/gradients.md` has the formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .tokens import TokenCount
 
 REDUCTIONS = ("mean", "sum", "tokens")
-"""What `reduction=` may be: the mean over ranks, their sum, or the sum divided by a step's count of tokens."""
+"""Values of `reduction=`: the mean over ranks, the sum, or the sum divided by the step's token count."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class ReduceSettings:
 
     Attributes:
         sync: reduce after backward; False keeps gradients unsharded, without communication.
-        all_reduce: reduce over the replicate axis too; False: over the shard axis only, for now.
-        reduction: "mean" over ranks, "sum", or "tokens": the sum divided by the step's count of tokens.
-        divide_factor: divides the sum over ranks; None: the number of ranks. With "mean" only, as `force_sum`.
-        force_sum: sum and scale apart, in place of the backend's averaging.
+        all_reduce: also reduce over the replicate axis; False: over the shard axis only, for now.
+        reduction: "mean" over ranks, "sum", or "tokens": the sum divided by the step's token count.
+        divide_factor: divides the sum over ranks; None: the number of ranks. Only with "mean", as is `force_sum`.
+        force_sum: sum and scale separately, instead of the backend's averaging.
         hook: called with each reduced slice [shard_numel] before it becomes `.grad`.
         fill_unused: parameters that no rank used get zeros, and the unit takes part in every reduction.
-        max_in_flight: units whose reduction buffers may be alive at once.
-        check_nonfinite: note which of this rank's own gradients are not finite, before they are reduced.
-        tokens: the step's count, of a root whose units divide by it; None: none was given yet.
-        usual: whether a reduction starts and ends as most do, see `runtime/usual.py`.
+        max_in_flight: number of units whose reduction buffers may be alive at once.
+        check_nonfinite: record which of this rank's gradients are not finite, before they are reduced.
+        tokens: the step's token count, set on the root; None: not set yet.
+        usual: whether reductions start and end the usual way; see `runtime/usual.py`.
     """
 
     sync: bool = True
@@ -50,20 +50,20 @@ class ReduceSettings:
 
     @property
     def fact(self) -> str:
-        """What ranks compare of it, where it is not the default."""
+        """The part of these settings that ranks compare; empty if it is the default."""
         return "" if self.reduction == "mean" else f", reduction {self.reduction}"
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum over ranks becomes the gradient.
+    """How a sum over ranks is scaled to the gradient.
 
     Attributes:
-        mean: the collective itself averages, on every axis of more than one rank.
+        mean: the collective itself averages, on every axis with more than one rank.
         before: factor applied to the buffer before the reduction.
         after: factor applied to the reduced slice.
-        divides_buffer, divides_slice: [1], float32 or float64, on the device; None: nothing. With one dim, so that a
-            buffer of 16 bits is divided in that precision: a count of tokens does not fit into 8 or 11 bits.
+        divides_buffer, divides_slice: [1], float32 or float64, on the device; None: no division. They have one dim so
+            that a 16-bit buffer is divided in their precision: a token count does not fit into 8 or 11 bits.
     """
 
     mean: bool
@@ -78,15 +78,18 @@ MEAN = Scaling(True)
 
 
 def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: ReduceSettings, total: TokenCount | None) -> Scaling:
-    """How a sum of `dtype` over the `world` ranks of a bucket becomes the gradient.
+    """Return how to scale a sum of `dtype` over the `world` ranks of a bucket.
 
-    In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division is split:
-    by a power of two near the square root before, the rest after (as PyTorch's FSDP documents). The sum over a rank's
-    tokens is brought to the size of a mean first.
+    In float16 a sum over many ranks overflows, and dividing by all of them first underflows, so the division is split:
+    by a power of two near the square root before, by the rest after (as PyTorch's FSDP documents). A rank's sum over
+    tokens is first scaled to the size of a mean.
 
     Args:
-        comm: collectives; a hook scales by itself.
-        total: what sums are divided by; None: nothing.
+        comm: collectives; a communication hook does its own scaling.
+        world: number of ranks.
+        dtype: dtype of the reduction.
+        rules: the unit's settings.
+        total: the token count that divides sums; None: no division.
     """
     half, factor = dtype == torch.float16, rules.divide_factor
     if getattr(comm, "scales_itself", False):
@@ -105,7 +108,7 @@ def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: ReduceSettings,
 
 
 def _power_near_root(world: int) -> float:
-    """The largest power of two that divides `world` and is at most about its square root."""
+    """Return the largest power of two that divides `world` and is at most about its square root."""
     power = 1.0
     while world % (power * 2) == 0 and world / (power * 2) > power:
         power *= 2

@@ -1,7 +1,7 @@
 """Which parameters modules show: a unit's sharded ones, or the unsharded ones while it is gathered.
 
-What users assign to a module meanwhile is theirs. It stands where they put it whenever sharded parameters are shown, so
-that the next forward looks at it, and takes it over or refuses it, as what was assigned between steps.
+A parameter that users assign while unsharded ones are shown stays assigned: it is in its place whenever sharded
+parameters are shown, so the next forward takes it over or refuses it, as if it had been assigned between steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..forms import Member, Place
 from .bucket import Bucket
 
 _HOOK_KEY = "fullshard"
-"""Of our hook among a module's forward pre-hooks: it comes and goes with every pass, at the price of an entry."""
+"""Key of our hook among a module's forward pre-hooks; adding and removing it each pass costs one dict entry."""
 
 
 class ShowPlan:
-    """What shows the parameters of a unit's members, by place, and what is compared before. Holds no memory of its own.
+    """The calls that show a unit's parameters, and the comparisons before them. Holds no memory of its own.
 
     Args:
-        members: of all buckets.
+        members: members of all buckets.
 
     Attributes:
-        places: where a parameter is registered, and whose that is.
-        read: what is there now.
-        sharded, unsharded: what is to be there while the unit is sharded, and while it is gathered.
-        show, hide: what puts the unsharded parameters there, and the sharded ones; a call for each module.
+        places: every place where a parameter is registered, with its member.
+        read: by place, returns the object registered there.
+        sharded, unsharded: by place, the expected object while the unit is sharded, and while it is gathered.
+        show, hide: calls that register the unsharded parameters, and the sharded ones; one per module.
     """
 
     __slots__ = ("hide", "places", "read", "sharded", "show", "unsharded")
@@ -59,14 +59,15 @@ class Showing:
         buckets: the unit's own list of them.
 
     Attributes:
-        takes: the turns of its buckets' memory, where there are streams.
+        takes: take the turns of the buckets' memory, where there are streams.
         unsharded: whether modules show the unsharded parameters.
-        summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
-        whole_here: whether it does so on this rank.
-        generation: how often parameters, or where they are registered, have become others.
-        plan: what shows parameters; None: to be made.
-        is_planned: whether the plan serves the next time they are shown.
-        covered: of places where users had put something before unsharded ones were shown: number, and what it was.
+        summoned: whether modules show whole parameters at the user's request: the unit then takes nothing over.
+        whole_here: whether they do so on this rank.
+        generation: how often parameters, or their places, have changed.
+        plan: the plan that shows parameters; None: not created yet.
+        is_planned: whether the plan is valid for the next time.
+        covered: places to which users had assigned before unsharded parameters were shown: index, and the assigned
+            object.
     """
 
     __slots__ = (
@@ -85,12 +86,12 @@ class Showing:
         self._guard: tuple[dict[Any, Any], Any] | None = None  # a module's forward pre-hooks, and ours
 
     def forget(self) -> None:
-        """Parameters, or where they are registered, are others now."""
+        """Drop the plan: parameters, or their places, have changed."""
         self.is_planned = False
         self.takes = [bucket.turns.take for bucket in self._buckets if bucket.turns is not ONE_STREAM]
         self.generation += 1
 
-    def _made_plan(self) -> ShowPlan:
+    def _new_plan(self) -> ShowPlan:
         plan, self.is_planned = ShowPlan([member for bucket in self._buckets for member in bucket.members]), True
         if self._guard is not None:
             hooks, hook = self._guard
@@ -100,7 +101,7 @@ class Showing:
         return plan
 
     def summon(self, summoned: bool, here: bool = False) -> None:
-        """Whole parameters that the user asked for are shown, on this rank if `here`; or no more."""
+        """Note that whole parameters are shown at the user's request, on this rank if `here`; or no longer."""
         self.summoned, self.whole_here = summoned, here
         self._hook(not here and not self.unsharded)
 
@@ -118,11 +119,11 @@ class Showing:
                 hooks.pop(_HOOK_KEY, None)
 
     def show_unsharded(self) -> Member | None:
-        """Register the unsharded parameters on the modules, if that is not so yet; the unit must be gathered.
+        """Register the unsharded parameters on the modules, if they are not shown; the unit must be gathered.
 
         Returns:
-            The first parameter in whose place users had put something since sharded ones were shown; that is put back
-            by `show_sharded`.
+            The first parameter whose place users had assigned to since sharded ones were shown; `show_sharded` restores
+            the assigned object.
         """
         if self.takes:
             drain(map(call, self.takes))
@@ -130,7 +131,7 @@ class Showing:
             return None
         plan = self.plan
         if plan is None or not self.is_planned:
-            plan = self._made_plan()
+            plan = self._new_plan()
         first = None
         if not all(map(is_, map(call, plan.read), plan.sharded)):
             first = self._cover(plan)
@@ -139,17 +140,17 @@ class Showing:
         return first
 
     def _cover(self, plan: ShowPlan) -> Member:
-        """Note what users had put in the places of sharded parameters; returns the first such parameter."""
+        """Record the objects that users assigned to places of sharded parameters; return the first such parameter."""
         for index, (place, _) in enumerate(plan.places):
             if plan.read[index]() is not plan.sharded[index]:
                 self.covered.append((index, place.registered()))
         return plan.places[self.covered[0][0]][1]
 
     def show_sharded(self) -> Member | None:
-        """Register the sharded parameters on the modules, and what users put in their places, if that is not so yet.
+        """Register the sharded parameters, or the objects that users assigned, if unsharded ones are shown.
 
         Returns:
-            The first parameter in whose place users had put something since unsharded ones were shown; it stays there.
+            The first parameter whose place users had assigned to since unsharded ones were shown; that object stays.
         """
         plan = self.plan
         if not self.unsharded or plan is None:
@@ -161,7 +162,7 @@ class Showing:
         return None
 
     def _uncover(self, plan: ShowPlan) -> Member | None:
-        """As `show_sharded`, where users have put something."""
+        """As `show_sharded`, when users have assigned to a place."""
         first = None
         for index, (place, member) in enumerate(plan.places):
             if plan.read[index]() is plan.unsharded[index]:
@@ -169,14 +170,14 @@ class Showing:
             else:
                 first = first or member
         covered, self.covered = self.covered, []
-        for index, found in covered:
-            if plan.read[index]() is plan.sharded[index]:  # users have put nothing there since
-                plan.places[index][0].register(found)
+        for index, assigned in covered:
+            if plan.read[index]() is plan.sharded[index]:  # users have not assigned to it since
+                plan.places[index][0].register(assigned)
         self._hook(True)
         return first
 
     def disturbed(self) -> bool:
-        """Whether unsharded parameters are shown, and users have put something else in the place of one."""
+        """Whether unsharded parameters are shown, and users have assigned to the place of one."""
         if not self.unsharded or self.plan is None or not self.is_planned:
             return False
         return bool(self.covered) or not all(map(is_, map(call, self.plan.read), self.plan.unsharded))

@@ -1,4 +1,4 @@
-"""A step's count of tokens, which `reduction="tokens"` divides sums of gradients by."""
+"""A step's token count, by which `reduction="tokens"` divides sums of gradients."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .messages import other_counts_of_batches
 
 
 class TokenCount:
-    """A step's count of tokens over all ranks of a mesh, and how many backwards it is for.
+    """A step's token count over all ranks of a mesh, and the number of backwards that it covers.
 
-    One all-reduce of three integers per axis of the mesh, issued when this is made and waited for by the first
+    Costs one all-reduce of three integers per axis of the mesh, issued on construction and waited for by the first
     reduction. The host never waits for an accelerator: the sum stays on the device.
 
-    Ownership: `_sums` is allocated here, on the stream that is current, and read under any.
+    Ownership: `_sums` is allocated here, on the current stream, and read under any stream.
 
     Args:
         own: this rank's count over all micro-batches of the step, [1], int64, on the mesh's device.
-        backwards: how many micro-batches these are.
-        axes: of the root.
+        backwards: number of these micro-batches.
+        axes: the root's axes.
         comm: collectives.
 
     Attributes:
-        backwards: how many backwards the count is for.
-        left: how many of them are still to come.
+        backwards: number of backwards that the count covers.
+        left: number of them that have not run yet.
     """
 
     def __init__(self, own: torch.Tensor, backwards: int, axes: MeshAxes, comm: Comm) -> None:
@@ -45,13 +45,13 @@ class TokenCount:
                 self._pending = comm.all_reduce(axis, self._sums, False)
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
-        """The count over all ranks and micro-batches, at least 1: [1], on the device, to divide a buffer of `dtype` by.
+        """Return the count over all ranks and micro-batches, at least 1, as a divisor for a buffer of `dtype`.
 
         Returns:
-            float64 for buffers of double precision, else float32, which holds counts below 2**24 exactly.
+            [1], on the device: float64 for double-precision buffers, else float32, which is exact below 2**24.
 
         Raises:
-            DivergenceError: ranks gave numbers of micro-batches that differ; looked at on a CPU only.
+            DivergenceError: ranks counted different numbers of micro-batches; checked on a CPU only.
         """
         self._turns.take()
         if self._pending is not None:
@@ -65,12 +65,12 @@ class TokenCount:
         return self._by_dtype[kind]
 
     def _compare(self) -> None:
-        _, everyone, squares = self._sums.tolist()
-        if squares * self._axes.world != everyone**2:  # equal only if all numbers are (Cauchy-Schwarz)
-            raise other_counts_of_batches(self._axes.global_rank, self.backwards, everyone, self._axes.world)
+        _, total, squares = self._sums.tolist()
+        if squares * self._axes.world != total**2:  # equal only if all ranks' numbers are equal (Cauchy-Schwarz)
+            raise other_counts_of_batches(self._axes.global_rank, self.backwards, total, self._axes.world)
 
     def let_go(self) -> None:
-        """Its memory may be given to others: its all-reduce and the streams that it was read under are waited for."""
+        """Wait for the all-reduce and for the streams that read the count, so that its memory can be reused."""
         if self._pending is not None:
             self._pending.wait()
         self._turns.take()

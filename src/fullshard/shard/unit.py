@@ -1,9 +1,9 @@
-"""One unit: the buckets that are gathered together, and the one state machine of their memory.
+"""One unit: the buckets that are gathered together, and the state machine of their memory.
 
     sharded --issue_gather--> gathering --finish_gather--> gathered --free--> sharded
 
-An illegal transition is asserted not to happen; a gather that fails, because memory runs out, leaves the unit sharded.
-Gradients have their own cycle, in `gradients.py`; when things happen is the affair of `runtime/`.
+Assertions rule out illegal transitions; a gather that fails because memory runs out leaves the unit sharded.
+Gradients have their own cycle, in `gradients.py`; `runtime/` decides when things happen.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class Unit:
 
     Args:
         buckets: one per class of parameters.
-        dtypes: of gradients.
+        dtypes: the dtypes of gradients.
 
     Attributes:
-        name: from the root, for events and errors; set when the root is known.
+        name: qualified name from the root, for events and errors; set when the root is known.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
-        moving: whether the model's own code changes the weights within a forward: they are not gathered ahead in one.
-        touched: what users' code is known to have done to the shards; see `changes.py`.
+        moving: whether the model's own code changes the weights within a forward: the unit is then not gathered ahead.
+        touched: known changes to the shards by users' code; see `forms/changes.py`.
         ledger: the root's account of transient bytes.
-        plan: what its gathers to come call; None until the first, and where each is planned anew.
-        gathered: the plan of what is gathered now, or being so.
+        plan: the plan of future gathers; None before the first, and if each gather is planned anew.
+        gathered: the plan of the current gather, finished or in flight.
         pending: the gather in flight.
-        usual: what `runtime` compares and calls in a step as long as nothing unusual happens; None: not known.
-        gathered_version: `version()` of what is gathered, or was last.
-        counting: the buckets whose forms count changes that their shards' own counters do not tell.
+        usual: the comparisons and calls of a usual step in `runtime`; None: not planned.
+        gathered_version: `version()` of the shards at the current, or last, gather.
+        counting: the buckets whose forms count changes that their shards' own counters do not register.
     """
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
@@ -88,9 +88,9 @@ class Unit:
         self.pending: Any = None  # a `Pending`
         self.usual: Any = None  # a `UsualStep`
         self._keeps_storage = False
-        self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
+        self._idle_bytes = 0  # kept allocated while sharded; see `keep_storage`
         self.showing = Showing(self.buckets)
-        self.gathered_version = 0  # `version()` when what is gathered was
+        self.gathered_version = 0
         self.settle_dtypes()
         self.drop_plans()
 
@@ -118,14 +118,14 @@ class Unit:
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     def emit(self, verb: str, nbytes: int) -> None:
-        """Tell listeners, of whom there are some."""
-        if self.buckets:  # a root whose parameters are all in units below does nothing worth telling
+        """Emit an event; call only if there are listeners."""
+        if self.buckets:  # a root whose parameters are all in units below does nothing worth an event
             stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger.live)
 
     # Gather and free.
 
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
-        """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
+        """Start gathering; the unit must be sharded. `apart`: the user asked for it, possibly on this rank only."""
         assert self.state is SHARDED, f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered"
         plan = self.plan
         try:
@@ -151,7 +151,7 @@ class Unit:
             self.emit("gather", self.gathered_bytes)
 
     def _planned_gather(self, comm: Comm, apart: bool) -> GatherPlan:
-        """What a gather calls, for all buckets; kept if it serves again."""
+        """Plan a gather of all buckets; store the plan if it can be reused."""
         plan = GatherPlan(comm)
         for bucket in self.buckets:
             bucket.turns.take()
@@ -171,24 +171,24 @@ class Unit:
         return plan
 
     def _take_idle(self) -> None:
-        """What was kept while the unit was sharded counts as gathered from now on."""
+        """Count memory that was kept while the unit was sharded as gathered from now on."""
         self.ledger.gathered -= self._idle_bytes
         self._idle_bytes = 0
 
     def _frees(self) -> list[Callable[[], object]]:
-        """What gives back what is gathered, but for what `keep_storage` keeps."""
+        """Return the calls that release gathered memory, except what `keep_storage` keeps."""
         frees: list[Callable[[], object]] = []
         for bucket in self.buckets:
             if bucket.full is not None:
-                mine = bucket.full.frees(bucket.keeps_storage)
-                frees += mine if bucket.turns is ONE_STREAM else [bucket.turns.take, *mine, bucket.turns.give]
+                releases = bucket.full.frees(bucket.keeps_storage)
+                frees += releases if bucket.turns is ONE_STREAM else [bucket.turns.take, *releases, bucket.turns.give]
         return frees
 
     def finish_gather(self, keep: bool = False) -> None:
         """Wait for the gather; the unit must be gathering.
 
         Args:
-            keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
+            keep: keep this rank's slice for the gather among the ranks of `kept_axis` in backward.
         """
         assert self.state is GATHERING, f"unit {self.name!r} is {self.state.value}; there is no gather to wait for"
         plan, pending = self.gathered, self.pending
@@ -212,14 +212,14 @@ class Unit:
             received = sum([full.received_bytes for full in plan.varying])
             self.ledger.peak = max(self.ledger.peak, self.ledger.live + received)
         self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
-        ledger.gathered += copied  # while what only the gather needs is still there
+        ledger.gathered += copied  # while memory that only the gather needs is still allocated
         ledger.note()
         ledger.gathered += plan.live_bytes - copied - plan.issued_bytes
         if stream.listeners:
             self.emit("gathered", self.gathered_bytes)
 
     def _keep_part(self, axis: Axis) -> None:
-        """Keep this rank's slice of what the ranks of `axis` hold together, to gather it from them."""
+        """Keep this rank's slice of the full buffers, to gather them again among the ranks of `axis`."""
         for bucket in self.buckets:
             if bucket.kept is None and bucket.full is not None:
                 bucket.kept = bucket.full.cut(axis)
@@ -227,7 +227,7 @@ class Unit:
                 self.ledger.gathered += bucket.kept_bytes
 
     def free(self, failed: bool = False) -> None:
-        """Release the gathered parameters; waits first if the gather is still in flight. `failed`: it could not be."""
+        """Release the gathered parameters; wait first if the gather is in flight. `failed`: the gather failed."""
         assert failed or self.state is not SHARDED, f"unit {self.name!r} is already sharded; there is nothing to free"
         plan, pending = self.gathered, self.pending
         try:
@@ -246,7 +246,7 @@ class Unit:
             self.emit("free", self.gathered_bytes)
 
     def is_plain(self) -> bool:
-        """Whether what a step compares and calls is known from its plans."""
+        """Whether the plans determine everything that a step compares and calls."""
         plan, showing = self.plan, self.showing
         if self._keeps_storage or self.kept_axis is not None or self.moving or showing.summoned:
             return False
@@ -255,7 +255,7 @@ class Unit:
         return not any([bucket.form.reassigned(bucket.members, bucket.shard) for bucket in self.counting])
 
     def open(self, usual: Any) -> None:
-        """As `finish_gather`, and show the unsharded parameters; where `usual` is what the unit was gathered by."""
+        """Finish the gather, which was planned as in `usual`, and show the unsharded parameters."""
         pending, self.pending = self.pending, None
         try:
             pending.wait()
@@ -271,7 +271,7 @@ class Unit:
         ledger.gathered = gathered + usual.settles
 
     def close(self, usual: Any) -> None:
-        """Show the sharded parameters, and `free`; the unit was opened."""
+        """Show the sharded parameters, and free; the unit was opened."""
         drain(map(call, usual.closes))
         self.ledger.gathered -= usual.gather.live_bytes
         self.state, self.gathered, self.showing.unsharded = SHARDED, None, False
@@ -287,11 +287,11 @@ class Unit:
         self.showing.unsharded = False
 
     def _forget_plan(self) -> None:
-        """The next gather is planned anew."""
+        """Drop the gather plan: the next gather is planned anew."""
         self.plan = self.usual = None
 
     def keep_storage(self, keep: bool) -> None:
-        """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
+        """Keep the memory of gathered parameters allocated while the unit is sharded, or release it, from now on."""
         self._keeps_storage = keep
         self._forget_plan()
         for bucket in self.buckets:
@@ -308,13 +308,13 @@ class Unit:
         self._idle_bytes = kept
 
     def differs(self) -> torch.Tensor:
-        """[members], bool: whether what is gathered is not what this rank's shards hold now."""
+        """Return, for each member, whether the gathered values differ from this rank's shards: [members], bool."""
         if self.state is GATHERING:
             self.finish_gather()
         return torch.cat([bucket.differs() for bucket in self.buckets])
 
     def drop_kept(self) -> None:
-        """Release what a reshard to a smaller group kept."""
+        """Release the slices kept by a reshard to fewer ranks."""
         for bucket in self.buckets:
             if bucket.kept is not None:
                 self.ledger.gathered -= bucket.kept_bytes
@@ -322,20 +322,20 @@ class Unit:
                 bucket.drop_kept()
 
     def reshard(self) -> None:
-        """Show the sharded parameters and release what is gathered, if anything."""
+        """Show the sharded parameters, and free the unit if it is not sharded."""
         self.showing.show_sharded()
         if self.state is not SHARDED:
             self.free()
 
     def drop_plans(self) -> None:
-        """What they were made from has changed: shards, parameters, or where these are registered."""
+        """Drop all plans: shards, parameters, or their places have changed."""
         self._forget_plan()
         for bucket in self.buckets:
             bucket.drop_plans()
         self.showing.forget()
 
     def written(self) -> list[Member]:
-        """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
+        """Return the parameters that a forward wrote to, in gathered memory that is about to be released."""
         if not self.showing.unsharded or self.gathered.is_intact():
             return []
         fulls: list[Any] = [bucket.full for bucket in self.buckets]  # none is None while the parameters are shown
@@ -353,28 +353,28 @@ class Unit:
         return assigned_in_forward(member.name, self.rank, self.name)
 
     def version(self) -> int:
-        """Differs between two times if users' code is known to have changed the shards in between."""
+        """Return a number that changes if users' code is known to have changed the shards."""
         counters = chain.from_iterable([bucket.counters() for bucket in self.buckets])
         return sum(map(read_version, counters), self.touched.changes)
 
     def note_gathered(self) -> None:
-        """What is gathered is what the shards hold now."""
+        """Note that the gathered values equal the shards."""
         self.gathered_version = self.version()
 
     def changed_since_gather(self) -> bool:
-        """Whether users' code is known to have changed the shards since what is gathered was."""
+        """Whether users' code is known to have changed the shards since the gather."""
         return self.version() != self.gathered_version
 
     def replaced(self) -> bool:
-        """Whether a sharded parameter or its storage is not the one that was made here; not asked since `unshard()`."""
+        """Whether a sharded parameter or its storage was replaced; False, unchecked, while unsharded ones are shown."""
         return not self.showing.unsharded and any([bucket.replaced() for bucket in self.buckets])
 
     def checksum(self) -> int:
-        """Of the shards' bytes; of equal value for equal shards. Reads them to the host."""
+        """Return a checksum of the shards' bytes, equal for equal shards. Reads it to the host."""
         return sum([bucket.checksum() for bucket in self.buckets])
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a plain one that lies in the gathered memory, which `free` gives back."""
+        """Whether a tensor is plain and lies in gathered memory, which `free` releases."""
         plan = self.gathered
         if plan is None or tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
             return False
@@ -386,16 +386,16 @@ class Unit:
         return bool(plan.varying) and any([at in full.addresses() for full in plan.varying])
 
     def refresh(self) -> None:
-        """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
+        """Take over storage that the user replaced, and changes of `requires_grad`. Called once per step.
 
         Raises:
-            ConfigError: a parameter was replaced by something that is not its shard.
+            ConfigError: a parameter was replaced by a tensor that cannot be its shard.
         """
         showing = self.showing
         if showing.summoned:
             return
         self.touched.assigned = False
-        if showing.unsharded and showing.disturbed():  # since unshard()
+        if showing.unsharded and showing.disturbed():  # after unshard()
             showing.show_sharded()
         for gradients in self.gradients:
             bucket, delivery = gradients.bucket, gradients.delivery
@@ -404,7 +404,7 @@ class Unit:
                 before = self.version()
                 alike = bucket.take_over(views)
                 if self.state is not SHARDED and not alike:
-                    self.free()  # else as after a change in place: a rank that holds no element notices neither
+                    self.free()  # if alike, treat it as a change in place: a rank without elements notices neither
                 for member in bucket.members:  # `_apply` swaps attributes too
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 if alike:
@@ -414,7 +414,7 @@ class Unit:
                 self.settle_dtypes()
                 self.drop_plans()
                 self.touched.move(1 + before - self.version())  # the new shard counts from zero
-            if showing.unsharded:  # since unshard()
+            if showing.unsharded:  # after unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
             if delivery.all_none():
@@ -430,26 +430,26 @@ class Unit:
         self.drop_plans()
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[], None]]:
-        """For `nn.Module._apply`: `fn` as it acts on this unit's sharded parameters, a whole shard at once.
+        """For `nn.Module._apply`: adapt `fn` to this unit's sharded parameters, applying it to whole shards.
 
         Moving or materialising a bucket then costs one new shard, not one tensor per parameter and a copy.
 
         Returns:
-            What to apply, and what to call when it has been applied to all parameters.
+            The function to apply, and a function to call when it has been applied to all parameters.
         """
         self.reshard()
         if self.replaced():
             self.refresh()
         owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
         moved: dict[int, Any] = {}
-        # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
+        # `_apply` swaps each parameter with a new tensor, including attributes: keep these to restore them.
         identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
-            found = owner.get(id(tensor))
-            if found is None:
+            owned = owner.get(id(tensor))
+            if owned is None:
                 return fn(tensor)
-            bucket, member = found
+            bucket, member = owned
             if id(bucket) not in moved:
                 moved[id(bucket)] = bucket.shard_after(fn)
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
@@ -469,7 +469,7 @@ class Unit:
         return applied, finish
 
     def materialize(self, bucket: Bucket) -> None:
-        """Give zeroed memory to one of this unit's buckets on the meta device. Its parameters stay the same objects."""
+        """Allocate zeroed memory for one of this unit's buckets on meta. Its parameters stay the same objects."""
         applied, finish = self.apply(lambda shard: torch.zeros_like(shard, device=bucket.shard_device))
         for member in bucket.members:
             with_memory = nn.Parameter(applied(member.sharded), requires_grad=member.sharded.requires_grad)
@@ -478,7 +478,7 @@ class Unit:
         finish()
 
     def give_up_gradients(self, parameters: set[int]) -> None:
-        """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
+        """Discard undelivered gradients accumulated without sync for these sharded parameters, by id."""
         for gradients in self.gradients:
             if gradients.accumulates:
                 self.ledger.reducing -= gradients.give_up_parameters(parameters)
@@ -486,10 +486,10 @@ class Unit:
     # Ties across units.
 
     def give_up(self, parameter: torch.Tensor) -> tuple[list[Place], torch.Tensor]:
-        """Take a parameter out of this unit, for a unit above it that shares it. Collective over the mesh.
+        """Remove a parameter from this unit, for a unit above that shares it. Collective over the mesh.
 
         Returns:
-            Where it was registered, and its whole value.
+            Its places, and its whole value.
         """
         for index, bucket in enumerate(self.buckets):
             for member in bucket.members:
@@ -507,11 +507,11 @@ class Unit:
         raise AssertionError(f"unit {self.name!r} lacks what it should give up")
 
     def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
-        """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""
+        """Register a parameter of this unit in additional places, on modules elsewhere that are tied to it."""
         for member in self.members:
             if member.sharded is parameter:
                 for place in places:
-                    if not any(place.same_as(known) for known in member.places):
+                    if not any(place.same_as(existing) for existing in member.places):
                         member.places.append(place)
                         place.show(parameter)
         self.drop_plans()
@@ -519,7 +519,7 @@ class Unit:
     # Recovery.
 
     def reset(self) -> None:
-        """After an exception: back to sharded, with every gradient in flight dropped."""
+        """Return to sharded after an exception, and drop every gradient in flight."""
         try:
             for gradients in self.gradients:
                 live = gradients.live_bytes

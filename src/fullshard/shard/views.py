@@ -1,4 +1,4 @@
-"""Making optimizer views: plain tensors over runs of a shard, with the gradients that their parameters have."""
+"""Creates optimizer views: plain tensors over runs of a shard, with the gradients of their parameters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .optimizer_view import OptimizerView
 
 
 def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
-    """Make optimizer views of runs (offset, length, member indices) of the shard.
+    """Create optimizer views of runs (offset, length, member indices) of the shard.
 
     Raises:
-        ConfigError: one of the parameters has a view already, whose optimizer is alive, or has no values yet.
+        ConfigError: a parameter already has a view whose optimizer is alive, or has no values yet.
     """
     if delivery.bucket.shard.is_meta:
         raise view_on_meta(member.name for member in delivery.bucket.members)
@@ -37,34 +37,34 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
     delivery.views = views
-    delivery.drop_set()  # its views are the old ones; the gradients it gave out live on
+    delivery.drop_set()  # it has the old views; gradients it delivered live on
     delivery.follow()
     return tensors
 
 
 def _describe_to_dcp(tensor: nn.Parameter, bucket: Bucket, indices: Sequence[int]) -> None:
-    """Say which part of all ranks' runs this is, as `CheckpointableTensor` of torch 2.15's DCP documents."""
+    """Describe the tensor's part of all ranks' runs, as documented for `CheckpointableTensor` in DCP of torch 2.15."""
     axis, described = bucket.axes.shard, tensor.__dict__
     lengths = [run_of(bucket, indices, rank)[1] for rank in range(axis.size)]
-    mine = lengths[axis.rank]
+    length = lengths[axis.rank]
     described["global_shape"] = (sum(lengths),)
-    described["global_offsets"] = ((sum(lengths[: axis.rank]),),) if mine else ()
-    described["local_offsets"] = ((0,),) if mine else ()
-    described["local_sizes"] = ((mine,),) if mine else ()
+    described["global_offsets"] = ((sum(lengths[: axis.rank]),),) if length else ()
+    described["local_offsets"] = ((0,),) if length else ()
+    described["local_sizes"] = ((length,),) if length else ()
 
 
 def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]:
-    """The run (offset, length) of a rank's shard that holds these members, which are neighbours."""
+    """Return the run (offset, length) of a rank's shard that contains these members, which must be neighbours."""
     if len(indices) == len(bucket.members):
         return 0, bucket.layout.shard_numel
     parts = [bucket.layout.part(bucket.members[i].slot, rank) for i in indices]
-    held = [part for part in parts if part.numel]
-    start = min((part.offset for part in held), default=0)
-    return start, max((part.offset + part.numel for part in held), default=0) - start
+    nonempty = [part for part in parts if part.numel]
+    start = min((part.offset for part in nonempty), default=0)
+    return start, max((part.offset + part.numel for part in nonempty), default=0) - start
 
 
 def follow_views(parameters: Iterable[torch.Tensor]) -> None:
-    """Let what users assigned to gradients under those of these parameters that are optimizer views count there."""
+    """Take over gradients that users assigned to parameters under optimizer views; `parameters` may include others."""
     for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
         for gradients in unit.gradients:
             if gradients.delivery.views:
