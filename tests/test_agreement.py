@@ -199,7 +199,9 @@ def unused_on_a_device() -> bool:
 
 @pytest.mark.parametrize(("build", "world"), [(block_by_block, 2), (dense_and_experts, 4)])
 def test_ranks_that_really_differ_are_told_so(run_ranks, build, world):
-    assert set(run_ranks(different_steps, build, world=world)) == {("optimizers did not step alike on all ranks", 3)}
+    assert set(run_ranks(different_steps, build, world=world)) == {
+        ("optimizers stepped differently on different ranks", 3)
+    }
 
 
 def different_steps(build: Any) -> tuple[str, int]:
@@ -347,7 +349,9 @@ class DataSGD(torch.optim.Optimizer):
 def test_a_change_that_nobody_saw_is_an_error_some_forwards_later(run_ranks):
     """The values of one unit are looked at in each, and read two forwards later."""
     (what, done), other = run_ranks(unseen_on_a_device)
-    assert (what, done) == tuple(other) and "changed in a way that cannot be seen" in what and 2 <= done <= 2 + BLOCKS
+    assert (
+        (what, done) == tuple(other) and "changed in a way that cannot be detected" in what and 2 <= done <= 2 + BLOCKS
+    )
 
 
 def unseen_on_a_device() -> list[Any]:

@@ -99,7 +99,7 @@ def prefetch_of_another() -> bool:
     second(x)
     first[1].set_modules_to_forward_prefetch([second[2], first[3]])
     first[2].set_modules_to_backward_prefetch([second[2]])
-    with pytest.warns(UserWarning, match="prefetch units of another model"), fullshard.record_events() as events:
+    with pytest.warns(UserWarning, match="prefetch units of a different model"), fullshard.record_events() as events:
         first(x).sum().backward()
     gathers = [event.unit for event in events if event.verb == "gather"]
     assert sorted(gathers) == sorted([*map(str, range(4)), *map(str, range(4))]), gathers

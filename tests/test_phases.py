@@ -113,7 +113,9 @@ def test_an_impossible_pair_names_the_unit() -> None:
     refuse, following = ROWS[Phase.FORWARD][Happening.RESHARD]
     runner = mock.Mock()
     runner.unit.name = "blocks.3"
-    with pytest.raises(PhaseError, match=r"reshard is not allowed for unit 'blocks\.3'[\s\S]*RESHARD while FORWARD"):
+    with pytest.raises(
+        PhaseError, match=r"reshard\(\) is not allowed for unit 'blocks\.3'[\s\S]*RESHARD while FORWARD"
+    ):
         refuse(runner)
     assert following is Phase.FORWARD
     refuse, _ = ROWS[Phase.IDLE][Happening.LEAVE]  # nobody asks for that one

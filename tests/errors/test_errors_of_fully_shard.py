@@ -52,7 +52,7 @@ def a_root_of_fewer_ranks() -> nn.Module:
 
 META = {"device": "meta"}
 CALLS = [
-    (lambda: unit(check="always"), "ConfigError: check is none of its kinds"),
+    (lambda: unit(check="always"), "ConfigError: Invalid value for check."),
     (lambda: unit(sync_module_states="yes"), "ConfigError: sync_module_states must be True or False"),
     (
         lambda: unit(mp_policy=torch.bfloat16),
@@ -128,7 +128,7 @@ CALLS = [
         sharded,
         lambda m: m.set_custom_all_gather(Own()),
         run,
-        "ConfigError: allocate() of the custom collective Own returned another tensor",
+        "ConfigError: allocate() of the custom collective Own returned a",
     ),
     (
         lambda: sharded()[0].set_allocate_memory_from_process_group_for_comm(True),
@@ -142,7 +142,7 @@ CALLS = [
     ),
     (
         lambda: unit(reshard_after_forward=3),
-        "ConfigError: reshard_after_forward=3 does not cut 2 ranks into smaller groups",
+        "ConfigError: reshard_after_forward=3 does not divide 2 ranks into",
     ),
     (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "ConfigError: MixedPrecisionPolicy.param_dtype must be a"),
     (
@@ -150,7 +150,7 @@ CALLS = [
         lambda m: fully_shard(m[0], reduction="sum"),
         fully_shard,
         run,
-        "ConfigError: Units of one model have different settings of reduction= ... 'sum' of '0' ... 'mean' of '(root)'",
+        "ConfigError: Units of one model have different values of reduction=. ... 'sum' of '0' ... 'mean' of '(root)'",
     ),
     (
         a_root_of_fewer_ranks,
@@ -163,7 +163,10 @@ CALLS = [
         run,
         "ConfigError: Some parameters of a unit are on the meta device and others are",
     ),
-    (lambda: unit(shard_placement_fn=lambda _: "dim 0"), "ConfigError: shard_placement_fn returned a placement that"),
+    (
+        lambda: unit(shard_placement_fn=lambda _: "dim 0"),
+        "ConfigError: shard_placement_fn returned an unsupported placement.",
+    ),
     (lambda: unit(shard_placement_fn=lambda _: Shard(2)), "AssertedError: shard_placement_fn returned a placement on"),
     (lambda: fully_shard(nn.LazyLinear(4)), "ConfigError: A parameter of a lazy module has no shape yet ... weight"),
     (lambda: unit(ignored_params={"weight"}), "ArgumentTypeError: ignored_params must hold Parameters"),
@@ -186,14 +189,14 @@ CALLS = [
         run,
         "PhaseError: Kept gradients cannot be reduced while the model runs",
     ),
-    (sharded, lambda m: m[0](ONE), run, "PhaseError: Unit '0' was called by itself before the model that it is part"),
+    (sharded, lambda m: m[0](ONE), run, "PhaseError: Unit '0' was called on its own before the model that"),
     (lambda: fully_shard(nn.Linear(4, 4, **META))(ONE), "PhaseError: A forward was called while parameters are on the"),
     (lambda: unit(reshard_after_forward=1), "UserWarning: reshard_after_forward=1 (int) keeps whole units until their"),
     (
         lambda: nn.Sequential(unit(unused="zeros"), nn.Linear(4, 4)),
         fully_shard,
         run,
-        "UserWarning: unused= of units below the root counts for nothing",
+        "UserWarning: unused= of units below the root is ignored: only the",
     ),
 ]
 
@@ -221,7 +224,7 @@ def test_a_module_whose_parameters_a_unit_around_it_has():
 @pytest.mark.parametrize(("ranks", "given", "told"), [(12, 5, "one of 2, 3, 4, 6"), (7, 3, "True or False")])
 def test_the_divisors_are_told(ranks, given, told):
     axes: Any = SimpleNamespace(shard=SimpleNamespace(size=ranks))
-    with raises(f"ConfigError: does not cut {ranks} ranks into smaller groups of equal size ... expected:  {told}"):
+    with raises(f"ConfigError: does not divide {ranks} ranks into smaller groups of equal size ... expected:  {told}"):
         subdivide(axes, given)
 
 

@@ -69,7 +69,7 @@ def weights_that_one_rank_loaded(rank: int, folder: Path) -> None:
     fully_shard(model)(ONE)
 
 
-@PROGRAMS.raise_("DivergenceError: optimizers did not step alike on all ranks")
+@PROGRAMS.raise_("DivergenceError: optimizers stepped differently on different ranks: their")
 def other_learning_rates(rank: int, folder: Path) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
@@ -78,7 +78,7 @@ def other_learning_rates(rank: int, folder: Path) -> None:
         optimizer.step()
 
 
-@PROGRAMS.raise_("DivergenceError: ranks go on differently (step 0)")
+@PROGRAMS.raise_("DivergenceError: ranks are about to issue different collectives (step 0).")
 def a_forward_beside_a_backward(rank: int, folder: Path) -> None:
     model = sharded()
     loss = model(ONE).sum()
@@ -113,7 +113,7 @@ class Uneven(GatheredInt8):
         return (torch.ones(3 + dist.get_rank(), 4),), None
 
 
-@PROGRAMS.raise_("DivergenceError: fsdp_pre_all_gather sends what cannot be gathered")
+@PROGRAMS.raise_("DivergenceError: fsdp_pre_all_gather returned tensors that cannot be")
 def rows_that_are_neither_alike_nor_chunks(rank: int, folder: Path) -> None:
     layer = nn.Linear(4, 5, bias=False)
     layer.weight = nn.Parameter(Uneven(layer.weight.detach()))
@@ -132,7 +132,7 @@ class Repeats(nn.Sequential):
         return x
 
 
-@PROGRAMS.raise_("DivergenceError: Unit '1' runs at another place")
+@PROGRAMS.raise_("DivergenceError: Unit '1' runs at a different point, or more often, than")
 def a_layer_that_runs_once_more(rank: int, folder: Path) -> None:
     model = Repeats(*two_layers())
     for layer in model:

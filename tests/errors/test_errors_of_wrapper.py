@@ -133,7 +133,7 @@ CALLS = [
         originals,
         lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(3))),
         run,
-        "ReplacementError: A sharded parameter was replaced by something that does not fit it",
+        "ReplacementError: A sharded parameter was replaced by an object of the",
     ),
     (
         lambda: wrapped(process_group=world(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
@@ -159,12 +159,12 @@ CALLS = [
     ),
     (wrapped, hook, hook, "UsageError: a communication hook is already registered"),
     (hybrid, hook, "UsageError: Communication hooks do not work with hybrid strategies"),
-    (flat, lambda m: m.module[0].weight + 1, "PhaseError: add was asked of a parameter whose instance is not"),
+    (flat, lambda m: m.module[0].weight + 1, "PhaseError: add was used on a parameter whose instance is not"),
     (
         flat,
         lambda m: _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1}),
         step,
-        "PhaseError: An optimizer was attached to a tensor over several parameters",
+        "PhaseError: An optimizer to be stepped in backward was attached to a",
     ),
     (lambda: setattr(wrapped(), "_is_root", True), "UsageError: _is_root cannot be set"),
     (wrapped, fully_shard, "AssertedError: fully_shard was already applied to this ... once"),

@@ -41,7 +41,7 @@ def saved_in_parts(folder: Path) -> None:
         pickle.loads(pickle.dumps(state))  # as queues of other processes do
         dcp.save({"model": state, "settings": {"lr": 0.1}}, checkpoint_id=folder / "dcp")
         written(dict(fullshard.full_parameters(model)))
-    with pytest.warns(UserWarning, match="writes this rank's part of a sharded state dict"):
+    with pytest.warns(UserWarning, match="writes only this rank's part of a sharded state dict"):
         written(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,6 +86,6 @@ def named() -> None:
     with pytest.raises(PhaseError, match=r"parameter: +1\.2\.weight"):
         model[1][2](x)
     model = shard(layers(), "wrapper", but_last)
-    with pytest.raises(PhaseError, match=r"data was asked of[^:]*\n +parameter: +1\.2\.weight"):
+    with pytest.raises(PhaseError, match=r"data was used on[^:]*\n +parameter: +1\.2\.weight"):
         model.module[1].module[2].weight.data.norm()
     model(mine(0))

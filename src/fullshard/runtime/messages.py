@@ -31,10 +31,10 @@ def refused_transform(unit: str) -> PhaseError:
 def not_while_it_runs(phase: str, event: str, unit: str) -> PhaseError:
     """The error for a `reshard` or `unshard` that the table of phases refuses."""
     return PhaseError(
-        f"Unit {named(unit)} cannot serve {event.lower()} now.",
+        f"{event.lower()}() is not allowed for unit {named(unit)} in its current phase.",
         expected="reshard() and unshard() between, before or after the unit's forward and backward",
         got=f"{event} while {phase}",
-        remedy="call it when the unit's own forward or backward is over",
+        remedy="call it after the unit's own forward or backward has ended",
         topic="called-in-a-step",
     )
 
