@@ -190,6 +190,19 @@ def test_the_command_runs_a_script_and_what_it_starts(tmp_path):
     assert "child 0 __mp_main__" in told
 
 
+def test_the_command_runs_a_module_and_what_it_starts(tmp_path):
+    """A part of a package, which imports from beside it; and a package, by its `__main__`."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "beside.py").touch()
+    for name in ("program", "__main__"):
+        (package / f"{name}.py").write_text("from . import beside\n" + PROGRAM)
+    for name in ("package.program", "package"):
+        told = script("-m", "fullshard", "adopt", "-m", name, "one", code=3, PYTHONPATH=str(tmp_path))
+        assert "main fullshard.api.functional.module ['one']" in told and "child 0 __mp_main__" in told
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert command([str(tmp_path / "none.py")]) == 2 and "there is no file" in capsys.readouterr().err
     assert command(["--strict"]) == 2 and "there is no option '--strict'" in capsys.readouterr().err

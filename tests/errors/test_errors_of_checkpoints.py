@@ -114,6 +114,16 @@ def ring() -> list[object]:
     return found
 
 
+def with_buffer(values: torch.Tensor) -> nn.Module:
+    model = two_layers()
+    model.register_buffer("extra", values)
+    return model
+
+
+def quantised() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 CALLS = [
     (lambda: fullshard.save(None, two_layers()), "ConfigError: Checkpoints are kept in a folder"),
     (
@@ -135,6 +145,8 @@ FOLDERS = [
     (two_optimizers, "ConfigError: Two optimizers update one parameter"),
     (save(optimizers=torch.optim.AdamW(two_layers().parameters())), "CheckpointError: The optimizer holds a tensor"),
     (lambda f: fullshard.save(f, nn.Linear(4, 4, device="meta")), "CheckpointError: A tensor of the model has no"),
+    (lambda f: fullshard.save(f, with_buffer(quantised())), "CheckpointError: A tensor of torch's own ... model.extra"),
+    (save(state={"scaled": quantised()}), "CheckpointError: A tensor of torch's own quantized ... state.scaled"),
     (save(state={"ring": ring()}), "CheckpointError: A value cannot be kept in a checkpoint ... at most 60 containers"),
     (save(state={"path": Path("/a/path")}), "CheckpointError: A value cannot be kept in a checkpoint ... state.path"),
     # Loading.
@@ -155,6 +167,11 @@ FOLDERS = [
         saved,
         lambda f: fullshard.load(f, nn.Linear(4, 4)),
         "CheckpointError: A checkpoint does not fit the model ... model.weight",
+    ),
+    (
+        lambda f: fullshard.save(f, with_buffer(torch.ones(3).expand(4, 3))),
+        lambda f: fullshard.load(f, with_buffer(torch.ones(3).expand(4, 3))),
+        "CheckpointError: Elements of a tensor share memory ... model.extra",
     ),
     (save(), load_an_optimizer, "CheckpointError: A checkpoint was saved without an optimizer; nothing was loaded"),
     (

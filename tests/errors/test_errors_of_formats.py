@@ -47,6 +47,12 @@ WHOLE = two_layers().state_dict()
 OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
 ASKED = [
     (lambda f: converted(f, dtype=torch.int8), "ConfigError: Weights can only be cast to a floating-point dtype"),
+    (lambda f: converted(f, dtype="bf16"), "ConfigError: Weights can only be cast to a floating-point dtype ... bf16"),
+    (
+        save_small,
+        lambda f: fullshard.convert(next(f.glob("**/rank-0.safetensors")), f / "b.pt"),
+        "CheckpointError: is one file of a checkpoint ... rank-0.safetensors",
+    ),
     (lambda f: converted(f, to="deepspeed"), "ConfigError: Cannot write the format"),
     (lambda f: fullshard.convert(f / "a", f), "CheckpointError: already exists, and is not overwritten"),
     (lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"), "CheckpointError: does not exist ... create it first"),
@@ -169,6 +175,7 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (no_storage, "CheckpointError: it refers to something that is no"),
     (saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}), "CheckpointError: the state of an optimizer is"),
     (lambda f: parts(f, key="average"), "CheckpointError: a sharded tensor that is of no model or optimizer"),
+    (saved({"weight": torch.ones(4, dtype=torch.complex64).conj()}), "CheckpointError: a conjugated or negated view"),
     (saved(["nothing", "of", "a", "model"]), "CheckpointError: holds no state dict"),
 ]
 

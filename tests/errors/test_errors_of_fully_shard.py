@@ -170,6 +170,7 @@ CALLS = [
     (lambda: unit(shard_placement_fn=lambda _: Shard(2)), "AssertedError: shard_placement_fn returned a placement on"),
     (lambda: fully_shard(nn.LazyLinear(4)), "ConfigError: A parameter of a lazy module has no shape yet ... weight"),
     (lambda: unit(ignored_params={"weight"}), "ArgumentTypeError: ignored_params must hold Parameters"),
+    (lambda: unit(ignored_params=3), "ArgumentTypeError: ignored_params must hold Parameters ... int 3"),
     (
         lambda: nn.Linear(4, 4),
         lambda m: setattr(m, "scale", nn.Parameter(torch.tensor(1.0))),

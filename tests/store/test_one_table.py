@@ -255,3 +255,35 @@ def test_whole_values_in_bounded_batches() -> list[str]:
         if got[0] != want[0] or not all(torch.equal(got[1][name], value) for name, value in want[1].items()):
             problems.append(f"{way}: other values")
     return problems
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_state_that_was_saved_apart_becomes_that_of_a_tied_parameter(tmp_path, stepped):
+    """Of equal values under both names, single values among them."""
+
+    def made(tied: bool, step: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Tied(tied)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if step:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    tied, apart, again = made(True, True), made(False, False), made(True, stepped)
+    fullshard.save(tmp_path / "tied", *tied)
+    fullshard.load(tmp_path / "tied", *apart)
+    fullshard.save(tmp_path / "apart", *apart)
+    fullshard.load(tmp_path / "apart", *again)
+    (want,), (got,) = (optimizer.state.values() for _, optimizer in (tied, again))
+    assert all(torch.equal(got[key], want[key]) for key in want)

@@ -8,7 +8,6 @@ adopts them, too, before it runs the script.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -30,7 +29,7 @@ With Accelerate: accelerate launch ... -m fullshard adopt SCRIPT ARGS...
 What it took over is printed first; docs/adopt.md tells about each client library.
 Exit code: the program's; 2 bad input."""
 
-LENIENT, SCRIPT = "FULLSHARD_ADOPT_LENIENT", "FULLSHARD_ADOPT_SCRIPT"
+LENIENT, SCRIPT, PACKAGE = "FULLSHARD_ADOPT_LENIENT", "FULLSHARD_ADOPT_SCRIPT", "FULLSHARD_ADOPT_PACKAGE"
 """Set in the environment of processes that an adopted program starts, which cannot be given arguments."""
 
 
@@ -57,11 +56,17 @@ def _script(path: Path, arguments: list[str], lenient: bool) -> int:
         return refuse(f"there is no file {path}")
     if (code := _adopt(lenient)) is not None:
         return code
-    sys.argv = [str(path), *arguments]
-    os.environ[SCRIPT] = str(path.resolve())
     sys.path[0] = str(path.resolve().parent)  # as `python path` would
+    return _run(path, arguments, None)
+
+
+def _run(path: Path, arguments: list[str], package: str | None) -> int:
+    """Run a file as `__main__`, in this process and in those that it starts; `package`: of a module."""
+    sys.argv = [str(path), *arguments]
+    os.environ[SCRIPT], os.environ[PACKAGE] = str(path.resolve()), package or ""
     main = ModuleType("__main__")
     main.__file__, main.__builtins__ = str(path), __builtins__  # type: ignore[attr-defined]
+    main.__package__ = package
     main.__spec__ = ModuleSpec(f"{__package__}.adopted_main", None)  # for processes that it starts
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec"), vars(main))
@@ -71,16 +76,16 @@ def _script(path: Path, arguments: list[str], lenient: bool) -> int:
 def _module(name: str, arguments: list[str], lenient: bool) -> int:
     if (code := _adopt(lenient)) is not None:
         return code
-    sys.argv = [name, *arguments]
     sys.path[0] = os.getcwd()  # as `python -m name` would
     try:
-        found = find_spec(name)
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # of a package, its `__main__`
+            spec = find_spec(f"{name}.__main__")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return refuse(f"there is no module {name}")
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-    return 0
+    return _run(Path(spec.origin), arguments, spec.parent)
 
 
 def _adopt(lenient: bool) -> int | None:

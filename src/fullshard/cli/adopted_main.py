@@ -6,9 +6,9 @@
 import os
 from pathlib import Path
 
-from fullshard.cli.adopt import LENIENT, SCRIPT
+from fullshard.cli.adopt import LENIENT, PACKAGE, SCRIPT
 from fullshard.integrations.adopt import adopt
 
 adopt(lenient=bool(os.environ.get(LENIENT)))
-__file__ = os.environ[SCRIPT]
+globals().update(__file__=os.environ[SCRIPT], __package__=os.environ[PACKAGE] or None)
 exec(compile(Path(__file__).read_bytes(), __file__, "exec"), globals())

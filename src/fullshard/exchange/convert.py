@@ -70,7 +70,7 @@ def convert(
     """
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists, and is not overwritten.", remedy="choose a different path")

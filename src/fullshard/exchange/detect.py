@@ -47,6 +47,8 @@ def kind_of(path: Path) -> str:
 
 
 def _kind_of_file(path: Path) -> str:
+    if path.name.startswith("rank-") and path.with_name(MANIFEST).exists():
+        raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"pass its folder, {path.parent}")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
     with path.open("rb") as file:

@@ -211,6 +211,8 @@ def _imports(theirs: Container[int]) -> Iterator[str]:
         theirs: ids of PyTorch's objects, and of the modules that they are imported from.
     """
     for path, module in list(sys.modules.items()):
+        if path == "__mp_main__":  # `__main__` once more
+            continue
         if path in adopted.ADJUSTED:
             yield f"{path} is imported"
         elif _top(module) not in ("", "torch", "fullshard"):

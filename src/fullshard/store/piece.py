@@ -75,7 +75,18 @@ Key = tuple[str, tuple[int, ...]]
 
 
 def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
-    """A tensor that every rank has whole."""
+    """A tensor that every rank has whole.
+
+    Raises:
+        CheckpointError: a quantized tensor, whose scales would be lost.
+    """
+    if tensor.is_quantized:
+        raise CheckpointError(
+            "A tensor of torch's own quantized dtypes cannot be kept in a checkpoint.",
+            parameter=name,
+            got=tensor.dtype,
+            remedy="save tensor.int_repr(), and its scale and zero point, or a tensor that was dequantized",
+        )
     shape = tuple(tensor.shape)
     return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
 

@@ -78,9 +78,16 @@ class Reader:
         """Read a piece, which is kept under its own name or one of `names`; whether the checkpoint has it.
 
         Raises:
-            CheckpointError: see `check_shape`, `check_cast` and `check_tied`.
+            CheckpointError: an expanded tensor; and see `check_shape`, `check_cast` and `check_tied`.
             DamagedCheckpointError: the checkpoint lacks elements of it.
         """
+        if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
+            raise CheckpointError(
+                "Elements of a tensor share memory, so that values cannot be loaded into it; nothing was loaded.",
+                parameter=piece.name,
+                got="an expanded tensor",
+                remedy="make it a tensor of its own: tensor.clone()",
+            )
         index = self.files.index
         present = [name for name in map(self._kept_as, (piece.name, *names)) if name in index.entries]
         for name in present:
@@ -256,6 +263,7 @@ class Reader:
             else:
                 continue
             add_scalar(scalars, one.held, row, key, value, like, self._cast)
+            self.asks(f"{OPTIMIZER}{alias}.{key}" for alias in self._all_names(row))
             return
         if like is not None:
             self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
 
 def check_ignored(ignored_params: Any) -> None:
     """Raise if `ignored_params` contains anything but parameters."""
-    invalid = next((item for item in ignored_params or () if not isinstance(item, Tensor)), None)
+    items = [] if ignored_params is None else ignored_params
+    items = items if isinstance(items, Iterable) else [items]
+    invalid = next((item for item in items if not isinstance(item, Tensor)), None)
     if invalid is not None:
         raise messages.ignored_not_parameters(invalid)

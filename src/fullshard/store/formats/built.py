@@ -100,7 +100,10 @@ def build(function: Any, given: tuple[Any, ...]) -> Any:
     return Made(function.name, given) if known is None else known(*given)
 
 
-def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> Stored:
+def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> Stored:
+    _, _, metadata, *_ = (*rest, None, None, None)
+    if metadata:  # {"conj": True}: the elements are not the values
+        raise ValueError("a tensor that is a conjugated or negated view: save its resolve_conj().resolve_neg()")
     if storage.dtype is None:
         raise ValueError("a tensor of bytes without a dtype")
     return _stored(storage, storage.numel, storage.dtype, offset, shape, stride)
