@@ -188,7 +188,12 @@ FOLDERS = [
         "DamagedCheckpointError: A file of a checkpoint is truncated",
     ),
     (saved, flip_a_bit, load, "DamagedCheckpointError: A file of a checkpoint is damaged: it is not what was"),
-    (saved, put("latest", "step-00000200\n"), load, "DamagedCheckpointError: The file 'latest' names no whole"),
+    (
+        saved,
+        put("latest", "step-00000200\n"),
+        load,
+        "DamagedCheckpointError: The file 'latest' does not name a complete",
+    ),
     (
         forge(lambda made: made.manifest["values"]["state"].update(rng={"torch": 7})),
         load,
@@ -204,7 +209,7 @@ FOLDERS = [
         load,
         "DamagedCheckpointError: A file of a checkpoint is missing ... model.0.weight",
     ),
-    (lambda f: Files(LocalStorage(f)), "DamagedCheckpointError: A folder is no whole checkpoint"),
+    (lambda f: Files(LocalStorage(f)), "DamagedCheckpointError: A folder is not a complete checkpoint"),
     (
         saved,
         link_the_manifest,

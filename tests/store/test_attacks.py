@@ -229,8 +229,8 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
 
 AS_IT_IS: dict[str, tuple[Change, str]] = {
     "a file is a link": (linked(lambda f: f.folder / DATA), "missing"),
-    "the manifest is a link": (linked(lambda f: f.folder / "manifest.json"), "names no whole checkpoint"),
-    "the step is a link": (linked(lambda f: f.folder), "names no whole checkpoint"),
+    "the manifest is a link": (linked(lambda f: f.folder / "manifest.json"), "not name a complete checkpoint"),
+    "the step is a link": (linked(lambda f: f.folder), "not name a complete checkpoint"),
     "latest is a link": (replaced(latest, lambda path: path.symlink_to("/dev/zero")), "latest"),
     "latest is a pipe": (replaced(latest, os.mkfifo), "latest"),
     "the data is a pipe": (replaced(lambda f: f.folder / DATA, os.mkfifo), "missing"),

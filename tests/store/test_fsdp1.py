@@ -124,7 +124,7 @@ def test_files_of_ranks_that_are_missing_are_noticed(folder: Path, tmp_path: Pat
         where = tmp_path / str(rank)
         where.mkdir()
         (where / "a.pt").write_bytes((folder / "SHARDED-True" / f"rank{rank}.pt").read_bytes())
-        with pytest.raises(CheckpointError, match="half a checkpoint"):
+        with pytest.raises(CheckpointError, match="incomplete checkpoint"):
             PerRankSource(where)
 
 

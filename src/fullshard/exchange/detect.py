@@ -25,6 +25,7 @@ from ..store.formats.torch_file import SAVING, TorchFileSink, TorchFileSource
 from ..store.metadata import NAME as METADATA
 from ..store.source import Entry, Sink, Source
 from ..store.storage import MANIFEST, LocalStorage
+from ..store.write import RANK_FILE, file_of
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")
 """The formats that can be written."""
@@ -47,7 +48,8 @@ def kind_of(path: Path) -> str:
 
 
 def _kind_of_file(path: Path) -> str:
-    if path.name.startswith("rank-") and path.with_name(MANIFEST).exists():
+    of_ours = RANK_FILE.fullmatch(path.name) and path.with_name(MANIFEST).exists()
+    if of_ours or path.name in (METADATA, MANIFEST) or path.suffix == ".distcp":
         raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"pass its folder, {path.parent}")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
@@ -62,8 +64,6 @@ def _kind_of_file(path: Path) -> str:
         )
     if not start:
         raise CheckpointError(f"{path} is empty.")
-    if path.name in (METADATA, MANIFEST) or path.suffix == ".distcp":
-        raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"pass its folder, {path.parent}")
     raise CheckpointError(
         f"{path} is not a checkpoint of a known format.", expected="a file of torch.save or safetensors"
     )
@@ -77,7 +77,7 @@ def _kind_of_folder(path: Path) -> str:
         return "fullshard"
     if METADATA in names:
         return "dcp"
-    for ending, last in ((".distcp", METADATA), ("rank-0.safetensors", MANIFEST)):
+    for ending, last in ((".distcp", METADATA), (file_of(0), MANIFEST)):
         if any(name.endswith(ending) for name in names):
             raise CheckpointError(f"{path} is an incomplete checkpoint: it has no {last}, which is written last.")
     if is_deepspeed(path):

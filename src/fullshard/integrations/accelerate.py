@@ -93,7 +93,7 @@ class FullshardAccelerator(Accelerator):
                 expected="neither an FSDP, DeepSpeed or Megatron plugin nor a parallelism_config, also in the settings "
                 "of accelerate launch",
                 got=", ".join([*plugins, f"distributed type {kind}"]),
-                remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
+                remedy="omit it; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
             )
         self._sharding = check_sharding(sharding)

@@ -157,11 +157,6 @@ class Bucket:
         comm.gather(axis, whole, local).wait()
         return whole
 
-    def whole_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's view of the result of `gather_whole`, with the parameter's shape and strides."""
-        base = whole.storage_offset()
-        return [whole.as_strided(m.slot.shape, m.slot.stride, base + m.slot.offset) for m in self.members]
-
     # Memory.
 
     @property

@@ -178,7 +178,7 @@ class Folder:
     def names_nothing(self, text: str) -> CheckpointError:
         """What to raise for what `latest` says."""
         return DamagedCheckpointError(
-            "The file 'latest' names no whole checkpoint.",
+            "The file 'latest' does not name a complete checkpoint.",
             expected="the name of a folder beside it, such as step-000000100",
             got=repr(text),
             remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",

@@ -124,7 +124,7 @@ class Files:
             name = manifests.NAME if manifests.NAME in sizes else METADATA
             if name not in sizes:
                 raise DamagedCheckpointError(
-                    f"A folder is no whole checkpoint: it has neither {manifests.NAME} nor {METADATA}, written last.",
+                    f"A folder is not a complete checkpoint: it has no {manifests.NAME} or {METADATA}, written last.",
                     got=storage.called(""),
                     remedy="name another one",
                 )

@@ -8,6 +8,7 @@ reader of ours needs is in the manifest: it does not look at headers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,10 @@ from .hashed import Hashed
 from .piece import Piece
 from .source import Entry
 from .storage import Stored
+
+
+RANK_FILE = re.compile(r"rank-\d+\.safetensors")
+"""The names that `file_of` gives."""
 
 
 def file_of(rank: int) -> str:

@@ -74,7 +74,7 @@ def from_pretrained(
         The model, in evaluation mode as transformers' own; sharded, unless there is no process group.
 
     Raises:
-        ConfigError: no local folder, no class, a dtype that is none, or a quantised model.
+        ConfigError: no local folder, no class, an invalid dtype, or a quantised model.
         CheckpointError: names, shapes or dtypes that do not fit, on every rank; see `load_safetensors`.
     """
     where = Path(folder)

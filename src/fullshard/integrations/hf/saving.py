@@ -43,7 +43,7 @@ def save_pretrained(
         max_shard_size: of one file, in bytes or as "5GB", "200MiB".
 
     Raises:
-        ConfigError: a size that is none.
+        ConfigError: an invalid size.
         CheckpointError: the folder cannot be written, on any rank.
     """
     if converted(model):
@@ -84,7 +84,7 @@ def write_weights(
     get names that the index alone knows.
 
     Raises:
-        ConfigError: a size that is none.
+        ConfigError: an invalid size.
         CheckpointError: see `save_safetensors`.
     """
     size, where = bytes_of(max_shard_size), Path(folder)

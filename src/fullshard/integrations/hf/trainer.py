@@ -77,7 +77,7 @@ class ShardedTrainerMixin:
             raise ConfigError(
                 "ShardedTrainerMixin shards the model; the arguments say that something else does, too.",
                 got="fsdp" if self.args.fsdp else "deepspeed",
-                remedy="leave it away; or keep it with a plain Trainer, and run python -m fullshard adopt",
+                remedy="omit it; or keep it with a plain Trainer, and run python -m fullshard adopt",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._sharding)

@@ -112,7 +112,7 @@ def _opened(step: Path, archives: list[Archive]) -> tuple[list[Archive], list[Ar
     world = 1 + max([rank for files in found.values() for rank in files], default=0)
     for kind, files in found.items():
         if missing := sorted(set(range(world)) - files.keys()):
-            raise CheckpointError(f"{step} is half a checkpoint: {kind}_states.pt are missing.", rank=missing[0])
+            raise CheckpointError(f"{step} is an incomplete checkpoint: {kind}_states.pt are missing.", rank=missing[0])
     for rank in range(world):
         archives += [Archive(found["model"][rank]), Archive(found["optim"][rank])]
     return archives[::2], archives[1::2]
@@ -160,7 +160,7 @@ class _Reading:
             raise CheckpointError(f"{self._step} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=stage)
         if isinstance(parts, int) and parts != self._world:
             raise CheckpointError(
-                f"{self._step} is half a checkpoint: files of ranks are missing.",
+                f"{self._step} is an incomplete checkpoint: files of ranks are missing.",
                 expected=f"{parts} ranks",
                 got=f"{self._world} ranks",
             )
@@ -264,5 +264,5 @@ class _Reading:
 def _shape(told: Any) -> tuple[int, ...]:
     shape = tuple(told)
     if len(shape) > 64 or any(type(one) is not int or one < 0 for one in shape):
-        raise ValueError("a shape that is none")
+        raise ValueError("an invalid shape")
     return shape

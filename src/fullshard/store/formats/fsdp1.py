@@ -93,7 +93,7 @@ def sharded_tensor(made: Made) -> Sharded | None:
 def _integers(told: Any) -> tuple[int, ...]:
     found = tuple(told)
     if any(type(one) is not int or one < 0 for one in found):
-        raise TypeError("a size that is none")
+        raise TypeError("an invalid size")
     return found
 
 
@@ -167,7 +167,7 @@ class _Reading:
             at += rows
         if at != told.shape[0]:
             raise CheckpointError(
-                f"{self._path} is half a checkpoint: files of ranks are missing.",
+                f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
                 parameter=name,
                 expected=f"{told.world} parts",
                 got=f"{len(parts)} parts",
