@@ -20,7 +20,6 @@ from .piece import Piece
 from .source import Entry
 from .storage import Stored
 
-
 RANK_FILE = re.compile(r"rank-\d+\.safetensors")
 """The names that `file_of` gives."""
 
