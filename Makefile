@@ -8,10 +8,12 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-slow test-property test-torch test-torch-short test-clients test-clients-short bench lint docs clean help
+.PHONY: demo compare test test-simulated test-slow test-property test-torch test-torch-short test-clients test-clients-short bench lint docs clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
+	@echo "make compare  the same FSDP2 program on PyTorch's FSDP and on Fullshard, side by side"
 	@echo "make test   run the tests        make test-slow  those that take long"
+	@echo "make test-simulated  the tests of ranks on a simulated accelerator"
 	@echo "make test-property MINUTES=30  the day's random models, ways to shard them and sequences of events, for so long"
 	@echo "make test-torch TORCH=2.15.0  the tests on another version of torch, in an environment of its own"
 	@echo "make test-torch-short TORCH=2.15.0  a part of them that takes minutes"
@@ -30,8 +32,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) examples/pretrain.py $(ARGS)
 
+compare: $(STAMP)
+	$(BIN)/fullshard compare examples/fsdp2.py --steps 40 --ranks $(NPROC) $(ARGS)
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# The tests of ranks once more, on a simulated accelerator.
+test-simulated: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --simulated $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
@@ -77,7 +86,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

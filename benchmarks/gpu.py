@@ -230,15 +230,20 @@ def ask_steps(training: Training, setting: Setting) -> Figures:
 
 def ask_captures(training: Training, setting: Setting) -> Figures:
     """The first error is the finding: those after it, of ending the capture, are its consequences."""
-    graph = torch.cuda.CUDAGraph()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):  # no event from before may be waited for inside
+        for _ in range(3):
+            training.step()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             training.step()
     except Exception as error:
         first: BaseException = error
         while first.__context__ is not None:
             first = first.__context__
         at = traceback.extract_tb(first.__traceback__)[-1]
+        for generator in torch.cuda.default_generators:  # one that took part cannot be used any more
+            generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
         return {"finding": f"{type(first).__name__} at {Path(at.filename).name}:{at.lineno}: {first}"}
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -257,7 +262,7 @@ def ask_syncs(training: Training, setting: Setting) -> Figures:
             training.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [one for one in seen if "synchronizing" in str(one.message)]
+    waits = [one for one in seen if "called a synchronizing" in str(one.message)]  # once: that not all are noticed
     places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     return {"finding": ", ".join(f"{place} x{count}" for place, count in places.items()) or "none"}
 

@@ -18,6 +18,7 @@ from corpus import Corpus, standard_library
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+LOCAL_WORLD = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine
 
 
 def say(text: str) -> None:
@@ -124,8 +125,15 @@ def prepare_folder(out: Path) -> None:
 
 
 def start_process_group(name: str | None) -> torch.device:
-    """Choose this rank's device and start the process group: NCCL, gloo, or what else serves the device."""
+    """Choose this rank's device and start the process group: NCCL, gloo, or what else serves the device.
+
+    Without a name the CPU where there are fewer accelerators than ranks: NCCL refuses two ranks on one.
+    """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count()
+    if found is not None and name is None and count < LOCAL_WORLD:
+        say(f"{count} {found.type} for {LOCAL_WORLD} ranks: training on the CPU")
+        found = None
     try:
         device = torch.device(name) if name else found or torch.device("cpu")
     except RuntimeError:
@@ -133,7 +141,6 @@ def start_process_group(name: str | None) -> torch.device:
     if device.type != "cpu":
         if found is None or device.type != found.type:
             fail(f"--device {name}: what this machine has is {found.type if found else 'no accelerator'}")
-        count = torch.accelerator.device_count()
         if count <= LOCAL_RANK:
             fail(f"a rank needs a device of its own, and there are {count}: start fewer, or use --device cpu")
         device = torch.device(device.type, LOCAL_RANK)

@@ -95,6 +95,11 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def demo_model() -> GPT:
+    """The model of `make demo`: fullshard plan examples/model.py:demo_model --sequence 128"""
+    return GPT(GPTConfig(layers=6, width=128, heads=4, context=128))
+
+
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     """The whole starting value of one parameter, fp32 on the CPU: a function of its name and the seed alone.
 

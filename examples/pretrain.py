@@ -13,13 +13,12 @@ Run it again and it goes on from its checkpoint, on any number of ranks. Press C
 """
 
 # What is Fullshard's here: `build` shards the model and views it for the optimizer, `train_step` clips,
-# `train` measures memory, and checkpoint.py saves and loads. The rest is plain PyTorch.
+# `train` monitors the run, and checkpoint.py saves and loads. The rest is plain PyTorch.
 
 import argparse
 import math
 import signal
 import time
-from collections import deque
 from dataclasses import asdict
 
 import torch
@@ -37,12 +36,12 @@ from launch import (
     start_process_group,
 )
 from model import GPT, GPTConfig, initial_value
-from report import Progress, draw_loss, draw_memory, human_bytes
+from report import draw_loss, draw_memory, human_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, memory_use, optimizer_view
+from fullshard import MixedPrecisionPolicy, Monitor, clip_grad_norm_, fully_shard, memory_use, optimizer_view
 
 TARGET = 2.6  # nats per byte that the defaults must get below on held-out files
 
@@ -119,17 +118,17 @@ def train_step(
     step: int,
     options: argparse.Namespace,
     device: torch.device,
-) -> Tensor:
-    """One optimizer step; this rank's loss. Gradients stay, for the caller to measure and to clear."""
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step; this rank's loss, and the gradient norm. Gradients stay, to be measured and cleared."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, options)
     offsets = training_offsets(corpus.training, options.context, options.batch, options.seed, step)  # [B = 8]
     mine = rows_of_rank(offsets, RANK, WORLD)  # [B / W]: rank 0 of 2 takes sequences 0 to 3
     loss = model(*windows(corpus.training, mine, options.context, device))  # from two [B / W, T = 128]
     loss.backward()  # a unit's gradients are reduced while the next unit's are computed
-    clip_grad_norm_(model.parameters(), options.clip)  # by the norm over all ranks' gradients
+    norm = clip_grad_norm_(model.parameters(), options.clip)  # of all ranks' gradients together
     optimizer.step()
-    return loss.detach()
+    return loss.detach(), norm
 
 
 @torch.no_grad()
@@ -165,19 +164,19 @@ def train(
     device: torch.device,
 ) -> bool:
     """Train to the last step, keeping `record` and saving now and then. False if a signal came before."""
-    interrupt, recent = Interrupt(), deque[float](maxlen=20)  # seconds of the last steps
+    interrupt = Interrupt()
     tokens = options.batch * options.context  # in a step, over all ranks
-    with Progress(show=RANK == 0, done=record.step, total=options.steps) as progress:
+    every = max(options.steps // 20, 1)  # from one line to the next
+    with Monitor(model, optimizer, every=every, start_step=record.step, tokens_per_step=tokens // WORLD) as monitor:
         while record.step < options.steps:
             started = time.perf_counter()
-            loss = train_step(model, optimizer, corpus, step=record.step, options=options, device=device)
+            loss, norm = train_step(model, optimizer, corpus, step=record.step, options=options, device=device)
             mean, interrupted = mean_over_ranks(loss, float(interrupt.noted), device=device)
             if not math.isfinite(mean):
                 fail(f"the loss is {mean} at step {record.step + 1}: try a lower --learning-rate")
-            recent.append(time.perf_counter() - started)
-            record.add_step(mean, tokens, recent[-1])
+            record.add_step(mean, tokens, time.perf_counter() - started)
+            monitor.step(loss=mean, grad_norm=norm)
 
-            use = memory_use(model, optimizer) if progress.due(record.step) else None  # with gradients
             last = record.step == options.steps
             save_now = last or interrupted or record.step % options.save_every == 0
             if save_now:
@@ -187,13 +186,7 @@ def train(
             if record.step % options.validate_every == 0 and not last:
                 held_out_loss = validate(model, corpus, rounds=4, options=options, device=device)
                 record.validation.append((record.step, held_out_loss))
-            if use is not None:  # after the evaluation, whose loss the line tells
-                held_out = "held-out {1:.3f} at {0}  ".format(*record.validation[-1]) if record.validation else ""
-                progress.update(
-                    record.step,
-                    f"loss {mean:.3f}  {held_out}{tokens * len(recent) / sum(recent):,.0f} tokens/s  "
-                    f"{human_bytes(use.total)} a rank, {human_bytes(use.single_process)} unsharded",
-                )
+                say(f"step {record.step:>6,}  held-out loss {held_out_loss:.4f}")
             if save_now:
                 save(options.out, model, optimizer, record)
             if interrupted:

@@ -1,15 +1,12 @@
-"""What examples/pretrain.py shows: progress while it trains, the loss curve and the memory picture.
+"""What examples/pretrain.py shows when it has trained: the loss curve and the memory picture.
 
-rich and matplotlib are used where they are installed; without them there are plain lines and no pictures.
+matplotlib is used where it is installed; without it there are no pictures.
 """
 
 import importlib.util
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 PARTS = (  # fields of fullshard.memory_use, what a reader calls them, colour
     ("parameters", "parameters", "#3b6ea8"),
@@ -28,55 +25,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-class Progress:
-    """Shows the training steps on one rank: a live bar on a terminal, else some twenty lines."""
-
-    def __init__(self, *, show: bool, done: int, total: int) -> None:
-        self.show, self.total, self.every = show, total, max(total // 20, 1)
-        self.live: Any = None  # rich's display, on a terminal
-        if show and sys.stdout.isatty() and importlib.util.find_spec("rich"):
-            self.every = 5
-            self.open_bar(done)
-
-    def open_bar(self, done: int) -> None:
-        """Two lines that are redrawn in place: a bar, and below it the status."""
-        from rich import live, progress, text
-        from rich.console import Group
-
-        self.bar = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(bar_width=40),
-            progress.TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        self.task = self.bar.add_task("train", total=self.total, completed=done)
-        self.status = text.Text("the first step ...")
-        self.live = live.Live(Group(self.bar, self.status), refresh_per_second=4)
-
-    def __enter__(self) -> Self:
-        if self.live is not None:
-            self.live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def due(self, step: int) -> bool:
-        """Whether the state after `step` steps is shown; only then is it worth measuring."""
-        return self.show and (step in (1, self.total) or step % self.every == 0)
-
-    def update(self, step: int, status: str) -> None:
-        """Show the state after `step` steps."""
-        if self.live is None:
-            print(f"step {step:>5}/{self.total}  {status}", flush=True)
-        else:
-            self.bar.update(self.task, completed=step)
-            self.status.plain = status
 
 
 def smoothed(losses: Sequence[float], reach: int = 10) -> list[float]:

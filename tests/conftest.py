@@ -15,8 +15,10 @@ import hypothesis
 import pytest
 
 import memory_ranks
+import on_device
+import simulated
 from models import TORCH
-from ranks import RankPools
+from ranks import TASK_TIMEOUT, RankPools
 
 # How long an example takes says how loaded the machine is: nothing of ours.
 hypothesis.settings.register_profile(
@@ -27,10 +29,20 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gloo", action="store_true", help="ranks are processes over gloo in all tests")
+    parser.addoption("--simulated", action="store_true", help="ranks are threads, and compute on a simulated device")
+    parser.addoption(
+        "--gpu", choices=("tests", "ranks"), help="run tests/gpu; or let ranks, processes over gloo, share this GPU"
+    )
     parser.addoption("--property-seed", type=int, help="draw the examples of this number, and shrink what fails")
     parser.addoption(
         "--property-minutes", type=float, default=0, help="draw the day's examples for so many minutes (tests/property)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nobody else sees a GPU: programs that name no device are for CPUs here."""
+    if config.getoption("gpu") != "tests":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,7 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests on rank processes are two groups, so that not every worker starts processes of its own.
     """
+    unfit = ("cpu", "gloo") if config.getoption("--simulated") else ()
+    if unfit:  # nothing else computes on the device
+        config.hook.pytest_deselected(items=[item for item in items if "run_ranks" not in item.fixturenames])
+        items[:] = [item for item in items if "run_ranks" in item.fixturenames]
     for item in items:
+        for name in unfit:
+            if marker := item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"not on a simulated device: {marker.args[0]}"))
         if item.get_closest_marker("gloo") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(f"gloo {zlib.crc32(item.path.name.encode()) % 2}"))
         if group_of(item) and getattr(config.option, "loadgroup", False) and hasattr(item, "_id"):
@@ -68,9 +87,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+def rank_pools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     """The session's pools of gloo ranks, one per world size, each started on first use."""
-    pools = RankPools(tmp_path_factory.mktemp("ranks"))
+    pools = RankPools(tmp_path_factory.mktemp("ranks"), on_gpu=request.config.getoption("--gpu") == "ranks")
     yield pools
     pools.close()
 
@@ -80,8 +99,18 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable:
     """`run_ranks(fn, *args, world=2, timeout=60)`: a module-level function on every rank; results by rank.
 
     Ranks are threads (`memory_ranks.py`); processes over gloo for tests marked `gloo(reason)`, with `--gloo`, and on
-    torch 2.11, whose DTensor crashes where a thread that used it has ended.
+    torch 2.11, whose DTensor crashes where a thread that used it has ended. `--simulated`: on a device of
+    `simulated.py`. `--gpu=ranks`: see `on_device.py`.
     """
+    if request.config.getoption("--simulated"):
+        return lambda fn, *args, world=2, timeout=memory_ranks.PATIENCE, **kwargs: memory_ranks.run(
+            simulated.call, fn, args, kwargs, world=world, timeout=timeout
+        )
+    if request.config.getoption("--gpu") == "ranks":
+        run = request.getfixturevalue("rank_pools").run
+        return lambda fn, *args, world=2, timeout=TASK_TIMEOUT, **kwargs: run(
+            on_device.call, "cuda", fn, args, kwargs, world=world, timeout=timeout
+        )
     if request.config.getoption("--gloo") or request.node.get_closest_marker("gloo") or TORCH < (2, 13):
         return request.getfixturevalue("rank_pools").run
     return memory_ranks.run

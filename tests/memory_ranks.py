@@ -769,7 +769,9 @@ def poisoning(resize: Callable[..., Any]) -> Callable[..., Any]:
     """Storages are poisoned when their memory goes and when it comes."""
 
     def tail(storage: torch.UntypedStorage, start: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,))
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, start, (storage.nbytes() - start,)
+        )
 
     @unseen
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:

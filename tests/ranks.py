@@ -80,9 +80,10 @@ class Rank:
 class RankPool:
     """`world` rank processes whose default process group is exactly them. Owned by the session's fixture."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, on_gpu: bool = False) -> None:
         self.world = world
         self.folder = folder
+        self.on_gpu = on_gpu
         self.ranks: list[Rank] = []
         self.starts = 0
 
@@ -109,7 +110,7 @@ class RankPool:
         folder.mkdir(parents=True)
         for number in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(number, self.world, folder, theirs), daemon=True)
+            process = context.Process(target=serve, args=(number, self.world, folder, theirs, self.on_gpu), daemon=True)
             process.start()
             theirs.close()
             self.ranks.append(Rank(number, process, ours, folder / f"stacks{number}", folder / f"output{number}"))
@@ -187,14 +188,15 @@ def raise_first(failures: dict[int, tuple[bytes, str]], what: str, world: int, s
 class RankPools:
     """One pool per world size, each started when first asked for: a test's world is its default group."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_gpu: bool = False) -> None:
         self.folder = folder
+        self.on_gpu = on_gpu
         self.pools: dict[int, RankPool] = {}
 
     def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout: float = TASK_TIMEOUT, **kwargs: Any):
         """See RankPool.run."""
         __tracebackhide__ = True
-        pool = self.pools.setdefault(world, RankPool(world, self.folder))
+        pool = self.pools.setdefault(world, RankPool(world, self.folder, self.on_gpu))
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:
@@ -202,8 +204,10 @@ class RankPools:
             pool.close()
 
 
-def serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
+def serve(rank: int, world: int, folder: Path, connection: Connection, on_gpu: bool) -> None:
     """A rank process: joins its group, then runs tasks until the test process goes away."""
+    if on_gpu:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # hidden from the test process; CUDA reads it when it starts
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -218,7 +222,8 @@ def serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
+    backend = "cpu:gloo,cuda:gloo" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
     connection.send_bytes(pickle.dumps((True, None)))
     gc.collect()
     torch_caches()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import fully_shard
 from fullshard.errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
+from fullshard.shard import Bucket
 from models import WIDTH, OddMLP, Scorer, Shapes
 from training import LAYOUTS
 
@@ -81,6 +83,17 @@ def test_parameters_on_another_device_than_the_mesh(fake_world):
     fake_world(4)
     model, mesh = OddMLP(), init_device_mesh("cuda", (4,))
     refuses(model, lambda m: fully_shard(m, mesh=mesh))
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_shards_that_were_moved_away_from_their_mesh(fake_world, layout):
+    """On a GPU, `to_empty(device="cuda")` after sharding over a mesh of CPUs, or under another index."""
+    fake_world(4)
+    model = linear()
+    fully_shard(model, layout=layout)
+    with mock.patch.object(Bucket, "device", torch.device("cuda", 1)), pytest.raises(ConfigError) as raised:
+        model(torch.ones(2, 3))
+    says(raised.value, "not its mesh's", "expected:  cpu", "got:       cuda:1", "init_device_mesh('cuda'")
 
 
 def test_a_scalar_is_held_by_the_flat_layout(fake_world):

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,11 +26,13 @@ def demo() -> Iterator[Any]:
     try:
         import checkpoint
         import corpus
+        import launch
         import model
         import pretrain
         import report
 
-        yield SimpleNamespace(checkpoint=checkpoint, corpus=corpus, model=model, pretrain=pretrain, report=report)
+        names = {"checkpoint": checkpoint, "corpus": corpus, "launch": launch, "model": model}
+        yield SimpleNamespace(**names, pretrain=pretrain, report=report)
     finally:
         sys.path.remove(str(EXAMPLES))
         for name in ("checkpoint", "corpus", "launch", "model", "pretrain", "report"):
@@ -133,6 +136,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_alone_refused(demo: Any, tm
         demo.checkpoint.resume(tmp_path, model, optimizer, new)
 
 
+@pytest.mark.parametrize(("ranks", "chosen"), [(1, "cuda"), (2, "cpu")])
+def test_ranks_without_a_gpu_each_train_on_the_cpu(demo: Any, ranks: int, chosen: str) -> None:
+    """`make demo` starts two, on machines with one GPU, too."""
+    launch = demo.launch
+    there = {"is_available": lambda: True, "current_accelerator": lambda: torch.device("cuda")}
+    there |= {"device_count": lambda: 1, "set_device_index": lambda index: None}
+    with (
+        mock.patch.multiple(torch.accelerator, **there),
+        mock.patch.object(launch, "LOCAL_WORLD", ranks),
+        mock.patch.object(launch.dist, "init_process_group") as init,
+    ):
+        assert launch.start_process_group(None).type == chosen
+    assert init.call_args.args == ("nccl" if chosen == "cuda" else "gloo",)
+
+
 def test_sizes_are_readable(demo: Any) -> None:
     sizes = [demo.report.human_bytes(count) for count in (999, 1000, 999_960, 12_345_678, 2.5e12)]
     assert sizes == ["999 B", "1.0 kB", "1.0 MB", "12.3 MB", "2.5 TB"]
@@ -164,7 +182,12 @@ def test_demo_on_two_ranks_goes_on_on_one(run: Any, tmp_path: Path, text: Path) 
         [*launcher, str(EXAMPLES / "pretrain.py"), *given], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 x cpu (gloo)" in done.stdout and "step     6/6" in done.stdout and "Validation loss:" in done.stdout
+    assert (
+        "on 2 x cpu (gloo)" in done.stdout
+        and "step      6  loss " in done.stdout
+        and "tokens/s" in done.stdout
+        and "Validation loss:" in done.stdout
+    )
     assert sorted(path.name for path in two.iterdir()) == ["checkpoints", "loss.png", "memory.png"]
     run(one, "--steps", "6")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)

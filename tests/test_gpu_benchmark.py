@@ -110,14 +110,15 @@ wanted = {"peak_gb": 2.0, "reserved_gb": 3.0, "retries": 0, "growth_bytes": 10, 
 assert {name: figures.get(name) for name in wanted} == wanted and "exposed_ms" in figures, figures
 
 @contextlib.contextmanager
-def graph(given):
+def graph(given, stream):
+    Steps.step = lambda self: [].pop()
     try:
         yield
     finally:
         raise RuntimeError("operation failed due to a previous error during capture")
 
-Steps.step = lambda self: [].pop()
-with mock.patch("torch.cuda.CUDAGraph", object), mock.patch("torch.cuda.graph", graph):
+Steps.step = mock.Mock()
+with mock.patch.multiple(torch.cuda, CUDAGraph=object, graph=graph, Stream=object, stream=contextlib.nullcontext):
     finding = gpu.ask_captures(Steps(), None)["finding"]
 assert finding.startswith("IndexError at <string>:") and finding.endswith("pop from empty list"), finding
 

@@ -8,6 +8,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import torch
+
 import fullshard
 
 SOURCE = Path(fullshard.__file__).parent
@@ -24,10 +26,11 @@ FLOORS = {
     "runtime": 9,
     "checkpoint": 10, "optim": 10,
     "api": 11, "store": 11,
-    "insight": 12, "exchange": 12, "integrations": 12,
-    "cli": 13,
-    "wrap": 14, "comm_hooks": 14, "state_dict": 14, "__main__": 14,
-    "__init__": 15,
+    "insight": 12, "exchange": 12,
+    "integrations": 13,
+    "cli": 14,
+    "wrap": 15, "comm_hooks": 15, "state_dict": 15, "__main__": 15,
+    "__init__": 16,
 }  # fmt: skip
 
 ADOPT = "integrations/adopt.py"
@@ -37,11 +40,13 @@ FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.t
 PURE = ("layout", "runtime/trace.py", "agreement/log.py", "watcher/judge.py", "watcher/messages.py", "insight/doctor/")
 
 EXPORTS = [
+    "Plan", "Plans", "Rates", "Strategy", "explain_memory", "measure_rates", "plan", "solve",
     "BackwardPrefetch", "Blocks", "CPUOffload", "CPUOffloadPolicy", "CheckpointError", "Comm", "ConfigError",
     "DamagedCheckpointError", "DataParallelMeshDims", "DivergenceError", "Event", "FSDPModule", "FlatParameter",
     "FlatShard", "Folder", "FullOptimStateDictConfig", "FullStateDictConfig", "FullshardError",
     "FullyShardedDataParallel", "GradientReductionHandle", "LayoutError", "Loaded", "LocalOptimStateDictConfig",
-    "LocalStateDictConfig", "MemoryUse", "MixedPrecision", "MixedPrecisionPolicy", "Moved", "NonfiniteGradient",
+    "LocalStateDictConfig", "MemoryUse", "MixedPrecision", "MixedPrecisionPolicy", "Monitor", "Moved",
+    "NonfiniteGradient",
     "NullComm", "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "Owned", "PhaseError",
     "PrivateNameError", "RecordingComm", "RowShard", "Saving", "ShardPlacementResult", "ShardedGradScaler",
     "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
@@ -49,7 +54,7 @@ EXPORTS = [
     "describe", "free", "full_parameters", "fully_shard", "join", "keep_gathered", "load", "load_optimizer_state_dict",
     "load_safetensors", "memory_use", "nonfinite_gradients", "optimizer_state_dict", "optimizer_view", "owner_of",
     "park", "record_events", "register_fsdp_forward_method", "resume", "save", "save_safetensors",
-    "set_check_nonfinite", "set_token_count", "share_comm_ctx", "verify", "watch", "wrap",
+    "set_check_nonfinite", "set_token_count", "share_comm_ctx", "trace", "verify", "watch", "wrap",
 ]  # fmt: skip
 FACES = {"__init__", "__main__", "wrap", "comm_hooks", "state_dict"}  # names only
 
@@ -148,6 +153,23 @@ def test_no_environment_variable_changes_the_engine() -> None:
     for path in FILES:
         if package_of(path) != "cli":
             assert "environ" not in path.read_text() and "getenv" not in path.read_text(), path
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """`torch.set_default_device` is the user's: the host's own buffers would follow it."""
+    makers = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.linspace}
+    makers |= {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.empty_strided}
+    makers |= {torch.rand, torch.randn, torch.randint, torch.randperm}
+    names = {maker.__name__ for maker in makers}
+    unnamed = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in names}
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}  # None: **keywords
+    ]
+    assert not unnamed, unnamed
 
 
 def test_exported_names_are_these() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import free, keep_gathered, owner_of, record_events
-from fullshard.insight.facts import size
+from fullshard.names import size
 from fullshard.runtime import runners_in
 from training import assert_same
 from ways import (

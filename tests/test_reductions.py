@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -263,6 +264,7 @@ def recomputed() -> list[str]:
 # What is refused.
 
 
+@pytest.mark.cpu("different numbers of micro-batches are compared on a CPU alone: the host of a device would wait")
 def test_what_cannot_be_counted_is_refused_and_the_next_step_is_right(run_ranks) -> None:
     for problems in run_ranks(refused):
         assert not problems, problems

@@ -93,12 +93,15 @@ def launched(program: str, folder: Path) -> set[str]:
     return topics
 
 
+MARKS = {
+    IN_BACKGROUND: pytest.mark.gloo("saves beside ranks"),
+    "weights-changed-in-a-step": pytest.mark.cpu("refused at once on a CPU; on a device two backwards later"),
+}
+
+
 @pytest.mark.parametrize(
     "topic",
-    [
-        pytest.param(topic, marks=pytest.mark.gloo("saves beside ranks") if topic == IN_BACKGROUND else ())
-        for topic in TOPICS
-    ],
+    [pytest.param(topic, marks=MARKS.get(topic, ())) for topic in TOPICS],
 )
 def test_the_first_program_fails_with_the_topic_and_the_second_works(
     run_ranks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topic: str

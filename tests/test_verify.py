@@ -551,10 +551,12 @@ def test_the_command_line_starts_ranks(tmp_path, capfd):
 
 
 def test_the_rank_that_broke_is_named(capfd, monkeypatch):
-    monkeypatch.setattr("fullshard.cli.verify.GRACE", 0.0)
+    monkeypatch.setattr("fullshard.cli.ranks.GRACE", 0.0)
     program = "import os, time; os._exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, env: start([sys.executable, "-S", "-c", program], env=env))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, env, **outputs: start([sys.executable, "-S", "-c", program], env=env)
+    )
     assert main(["verify", "program.py:right", "--ranks", "2"]) == 2
     assert capfd.readouterr().err == "fullshard: rank 1 ended with exit code 7\n"
 

@@ -81,6 +81,8 @@ def sharded(world: int) -> list[Moment]:
         moments: list[Moment] = []
 
         def note(event: Event) -> None:
+            if event.verb.startswith("wait"):
+                return  # nothing comes or goes
             use = memory_use(model, optimizer)
             moments.append((use.parameters + use.optimizer, use.gradients, event.live))
 

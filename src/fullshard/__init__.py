@@ -58,8 +58,11 @@ if TYPE_CHECKING:
     from .exchange.convert import convert
     from .forms import FlatParameter, FlatShard, RowShard
     from .insight.describe import describe
-    from .insight.memory import MemoryUse, memory_use
+    from .insight.memory import MemoryUse, explain_memory, memory_use
+    from .insight.monitor import Monitor
     from .insight.owner import Owned, owner_of
+    from .insight.planner import Plan, Plans, Rates, Strategy, measure_rates, plan, solve
+    from .insight.trace import trace
     from .insight.verify import verify
     from .integrations.adopt import adopt
     from .layout import Blocks
@@ -103,8 +106,11 @@ _HOMES = {
         "exchange.convert": "convert",
         "forms": "FlatParameter FlatShard RowShard",
         "insight.describe": "describe",
-        "insight.memory": "MemoryUse memory_use",
+        "insight.memory": "MemoryUse explain_memory memory_use",
+        "insight.monitor": "Monitor",
         "insight.owner": "Owned owner_of",
+        "insight.planner": "Plan Plans Rates Strategy measure_rates plan solve",
+        "insight.trace": "trace",
         "insight.verify": "verify",
         "integrations.adopt": "adopt",
         "layout": "Blocks",
@@ -171,6 +177,7 @@ __all__ = [
     "MemoryUse",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "Monitor",
     "Moved",
     "NonfiniteGradient",
     "NullComm",
@@ -179,7 +186,10 @@ __all__ = [
     "OptimStateKeyType",
     "Owned",
     "PhaseError",
+    "Plan",
+    "Plans",
     "PrivateNameError",
+    "Rates",
     "RecordingComm",
     "RowShard",
     "Saving",
@@ -191,12 +201,14 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Strategy",
     "TorchComm",
     "UnshardHandle",
     "adopt",
     "clip_grad_norm_",
     "convert",
     "describe",
+    "explain_memory",
     "free",
     "full_parameters",
     "fully_shard",
@@ -205,12 +217,14 @@ __all__ = [
     "load",
     "load_optimizer_state_dict",
     "load_safetensors",
+    "measure_rates",
     "memory_use",
     "nonfinite_gradients",
     "optimizer_state_dict",
     "optimizer_view",
     "owner_of",
     "park",
+    "plan",
     "record_events",
     "register_fsdp_forward_method",
     "resume",
@@ -219,6 +233,8 @@ __all__ = [
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",
+    "solve",
+    "trace",
     "verify",
     "watch",
     "wrap",

@@ -17,14 +17,16 @@ class Event:
     """One action of the engine.
 
     Attributes:
-        verb: "gather" (an all-gather was issued), "gathered" (its result may be used), "free" (the full bucket was
-            released), "collect" (a backward's gradients were moved into the reduction buffer), "reduce" (a gradient
-            reduction was issued), "all_reduce" (over the replicate axis), "reduced" (gradients are in `.grad`).
+        verb: "gather" (an all-gather was issued), "wait_gather" (its result is needed now), "gathered" (its result may
+            be used), "free" (the full bucket was released), "collect" (a backward's gradients were moved into the
+            reduction buffer), "reduce" (a gradient reduction was issued), "all_reduce" (over the replicate axis),
+            "wait_reduce" (the result of one of the two is needed now), "reduced" (gradients are in `.grad`).
         unit: name of the unit relative to the root ("(root)" for the root itself).
         nbytes: bytes of the collective's gathered or reduced buffer, padding included (all ranks' slices together).
         rank: global rank of the process that recorded it.
         time: seconds, `time.perf_counter()` of that process.
         live: bytes of gathered units, staging and reduction buffers alive on this rank right after the event.
+        ranks: global ranks of the collective that was issued (gather, reduce, all_reduce); empty for other verbs.
     """
 
     verb: str
@@ -33,6 +35,7 @@ class Event:
     rank: int
     time: float
     live: int
+    ranks: tuple[int, ...] = ()
 
 
 class EventStream:
@@ -43,9 +46,9 @@ class EventStream:
     def __init__(self) -> None:
         self.listeners: list[Callable[[Event], None]] = []
 
-    def emit(self, verb: str, unit: str, nbytes: int, rank: int, live: int) -> None:
+    def emit(self, verb: str, unit: str, nbytes: int, rank: int, live: int, ranks: tuple[int, ...] = ()) -> None:
         """Pass an event to every listener; call only under `if stream.listeners`."""
-        event = Event(verb, unit, nbytes, rank, time.perf_counter(), live)
+        event = Event(verb, unit, nbytes, rank, time.perf_counter(), live, ranks)
         for listener in self.listeners:
             listener(event)
 

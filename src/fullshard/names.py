@@ -39,3 +39,13 @@ def plain_path(path: str) -> str:
 def clean_path(path: str) -> str:
     """`clean_name` for a module's name."""
     return clean_name(f"{path}.")[:-1]
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: `3.0 KiB`."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -199,6 +199,7 @@ def computed_with(way: str, lefts: dict[str, tuple[Callable[[nn.Module], object]
 
 
 @some_ways
+@pytest.mark.cpu("writes through numpy to units that stay gathered: of a device no such memory can be had")
 @on_ranks
 def test_a_change_is_computed_with(way: str) -> list[str]:
     return computed_with(way, {**LEFT, **(LEFT_BY_USER if way in LAYOUTS else {})})

@@ -201,6 +201,7 @@ def write_all(model: nn.Module) -> None:
             parameter.mul_(0.5)
 
 
+@pytest.mark.cpu("its last refusal comes at once on a CPU; on a device two backwards later")
 @on_ranks
 def test_whole_values_are_read_between_a_forward_and_its_backward() -> None:
     """`writeback` is on by default; only a write is a change."""

@@ -35,6 +35,7 @@ from ways import (
     whole_gradients,
 )
 
+LATE = "refused at once on a CPU; the host of a device reads what ranks agreed on two backwards later"
 three_ways = pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
 
 
@@ -81,6 +82,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], bool]] = {  # and whethe
 
 @three_ways
 @pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.cpu(LATE)
 @on_ranks
 def test_a_step_between_forward_and_backward_is_refused(how: str, way: str) -> list[str]:
     """As the unsharded model refuses it; `weight` is in the name of what needs the old values. Then all goes on."""
@@ -99,6 +101,7 @@ def test_a_step_between_forward_and_backward_is_refused(how: str, way: str) -> l
 
 
 @pytest.mark.parametrize("way", ["rows", "owner"])
+@pytest.mark.cpu(LATE)
 @on_ranks
 def test_a_step_of_one_ranks_part_is_refused_on_all(way: str) -> list[str]:
     """Owners update what they own: here one rank alone changes anything. No rank may go on, or wait for ever."""

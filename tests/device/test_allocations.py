@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from simulated import ENGINE, by_nccl, simulated
 from test_host_waits import backward, sharded
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullshard import MixedPrecisionPolicy
 from fullshard.shard import units_of
+from simulated import ENGINE, by_nccl, simulated
 
 WARM_UP, STEPS = 5, 3
 RESIZE = torch.UntypedStorage.resize_

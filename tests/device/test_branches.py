@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import CPU, Stream, by_nccl, simulated
 from test_host_waits import counted_tokens, default, kept_for_tokens
 from torch import nn
 
 import fullshard
 from fullshard.api.wrapper.setup import warn_of_host
 from fullshard.comm import lanes, objects
+from fullshard.forms import retire
 from fullshard.mesh import axes
 from fullshard.shard import Mover, units_of
 from fullshard.shard.offload import Home
+from simulated import CPU, Stream, by_nccl, simulated
 
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
@@ -32,12 +35,21 @@ BY_TYPE = {
     "checkpoint/optimizer.py: described_state": "whether state is made as it was described",
     "comm/lanes.py: page_lock": "CUDA's own call; entered below",
     "comm/objects.py: run": "who watches a wait, outside of steps; entered below",
+    "insight/compare.py: rows": "which memory a table names",
     "insight/memory.py: _host_bytes": "a report",
+    "insight/monitor/monitor.py: _mark": "whose clock is read: tests/test_monitor.py has both",
+    "insight/monitor/monitor.py: end": "the same",
+    "insight/monitor/monitor.py: known_peak_flops": "a report",
+    "insight/planner/plan.py: _costs": "the backend that a plan is for",
+    "insight/planner/plan.py: _optimizer": "whether a plan is for one kernel over many tensors",
+    "insight/planner/plan.py: assumed_rates": "the device that a plan is for",
+    "insight/planner/rates.py: _seconds": "whether a measured call is waited for",
     "insight/verify/compare.py: exact": "a report",
     "insight/verify/session.py: restore_generators": "random numbers of a report",
     "insight/verify/session.py: _device": "a report",
     "insight/verify/whole.py: _of_all": "a report",
     "mesh/axes.py: _device": "which device of its type",
+    "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
     "store/read.py: _fill": "whether a file is read straight into a tensor",
     "torch_private/sharded_tensor.py: _sharded_tensor": "the text of a device",
@@ -84,8 +96,12 @@ def entered() -> set[str]:
     places: set[str] = set()
     for trained, offload in ((default, True), (kept_for_tokens, False), (counted_tokens, False)):
         with by_nccl(), simulated(offload) as device:
-            _, step = trained()
+            model, step = trained()
             step()
+            statistics = {"allocated_bytes.all.current": 3 * 2**30, "reserved_bytes.all.current": 5 * 2**30}
+            with mock.patch.object(torch.accelerator, "memory_stats", mock.Mock(return_value=statistics)):
+                explained = fullshard.explain_memory(model)
+            assert "3.0 GiB in optimizer state, activations" in explained and "allocator has 2.0 GiB more" in explained
             target = device.give_to_host(torch.zeros(3), pinned=True)
             (event,) = lanes.copy_to_host([(target, torch.ones(3))], locked=True)  # a snapshot's
             assert target.isnan().all()
@@ -211,3 +227,16 @@ def test_a_module_on_the_host_that_computes_elsewhere_is_warned_of() -> None:
         with mock.patch("warnings.warn") as warned:
             warn_of_host(module, arguments)
         assert ["its values are copied there" in call.args[0] for call in warned.mock_calls] == [True] * count
+
+
+def test_a_parameter_tied_to_an_instance_below_is_not_on_the_host() -> None:
+    """Whoever looks for parameters on the host meets what is left of it: its values are the instance's below."""
+    tied = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    tied[1].weight = tied[0].weight
+    arguments: Any = mock.Mock(axes=mock.Mock(device=torch.device("cuda", 0)), ignored=set())
+    with pytest.warns(UserWarning, match="on the CPU"):
+        warn_of_host(tied, arguments)
+    retire(tied[0].weight, "0.weight", nn.Parameter(torch.zeros(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_host(tied, arguments)

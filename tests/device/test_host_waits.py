@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import Device, Event, ReadTooEarly, Stream, by_nccl, simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
 from fullshard.agreement import late
+from fullshard.errors import UsageError
+from simulated import Device, Event, ReadTooEarly, Stream, by_nccl, simulated
 
 WIDTH, BLOCKS, WARM_UP, STEPS = 4, 4, 5, 4
 
@@ -252,6 +253,133 @@ def test_weights_are_those_of_a_cpu(run_ranks: Callable, case: str) -> None:
 
 def weights_of_both(trained: Callable[[], tuple[nn.Module, Step]], offload: bool) -> Any:
     return weights_of(trained, offload), weights_of(trained, None)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_a_captured_step_has_no_host_in_it(run_ranks: Callable, layout: str) -> None:
+    """Neither waits, nor polls, nor copies for the host to read; ranks agree in the steps around it."""
+    for waits, sent, same in run_ranks(captured, layout):
+        assert waits == [] and sent == [1, 0, 0, 1] and same
+
+
+def captured(layout: str) -> tuple[list[str], list[int], bool]:
+    """The host's waits; how many sums it began in a step before, in two that are captured, and after; equal weights."""
+    sent = []
+    with by_nccl(), simulated() as device, mock.patch.object(late.LateSums, "send", counting_sums(sent)):
+        model = sharded(layout=layout)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = []
+        for number in range(WARM_UP + 4):
+            if number == WARM_UP:
+                device.waits.clear()
+            device.compute.capturing = WARM_UP < number < WARM_UP + 3
+            before = len(sent)
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(sent) - before)
+        weights = [parameter.full_tensor() for parameter in model.parameters()]
+        waits = list(device.waits)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+    plain.load_state_dict(sharded_values())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(WARM_UP + 4):
+        backward(plain, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    same = all(torch.allclose(a, b) for a, b in zip(weights, plain.parameters(), strict=True))
+    return waits, counts[WARM_UP:], same
+
+
+def counting_sums(sent: list[int]) -> Callable[..., torch.Tensor]:
+    send = late.LateSums.send
+
+    def call(sums: late.LateSums, values: torch.Tensor, facts: Any) -> torch.Tensor:
+        sent.append(values.numel())
+        return send(sums, values, facts)
+
+    return call
+
+
+def sharded_values() -> dict[str, torch.Tensor]:
+    """What `sharded` begins with."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+    return nn.Sequential(*blocks).state_dict()
+
+
+def test_a_captured_step_uses_every_parameter(run_ranks: Callable) -> None:
+    first, last = run_ranks(captured_with_an_unused_parameter)
+    assert not first and "captured as a graph" in last and "sometimes.weight, sometimes.bias" in last
+
+
+def captured_with_an_unused_parameter() -> str:
+    with by_nccl(), simulated() as device:
+        model, step = unused()
+        step()
+        model.zero_grad()
+        device.compute.capturing = True
+        try:
+            step()
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("case", ["default", "unused", "offload"])
+def test_the_default_device_is_the_users_own(run_ranks: Callable, case: str) -> None:
+    """`torch.set_default_device`: whatever the host keeps lies on the CPU. (On meta nothing has values.)"""
+    world, trained, offload, *_ = CASES[case]
+    assert all(run_ranks(elsewhere, trained, offload, world=world))
+
+
+def elsewhere(trained: Callable[[], tuple[nn.Module, Step]], offload: bool) -> bool:
+    with by_nccl(), simulated(offload):
+        model, step = trained()
+
+        def whole() -> None:
+            with torch.device("meta"):
+                fullshard.clip_grad_norm_(model.parameters(), 1.0)
+                fullshard.nonfinite_gradients(model)
+
+        real = torch.randn
+        with mock.patch.object(torch, "randn", lambda *size, **given: real(*size, device="cpu", **given)):
+            for _ in range(4):
+                with torch.device("meta"):
+                    step()
+                whole()
+        return all(bool(p.grad.to_local().isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("through", ["the parameter", ".data"])
+def test_a_unit_that_its_forward_wrote_to_is_gathered_anew(run_ranks: Callable, through: str) -> None:
+    """A root stays gathered after the forward that was refused; the next one is not, and computes with the shards."""
+    for refused, (got, want) in run_ranks(written, through):
+        assert refused and torch.equal(got, want)
+
+
+class Writes(nn.Linear):
+    writes = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            with torch.no_grad():
+                (self.weight.data if self.writes == ".data" else self.weight).mul_(0.5)
+        return super().forward(x)
+
+
+def written(through: str) -> tuple[bool, tuple[torch.Tensor, torch.Tensor]]:
+    with by_nccl(), simulated():
+        torch.manual_seed(0)
+        plain = nn.Linear(WIDTH, WIDTH)
+        model: Any = fully_shard(Writes(WIDTH, WIDTH))
+        model.load_state_dict(plain.state_dict())
+        model.writes = through
+        with contextlib.suppress(fullshard.PhaseError):
+            model(torch.ones(2, WIDTH))
+            return False, (torch.empty(0), torch.empty(0))
+        model.writes = ""
+        return True, (model(torch.ones(2, WIDTH)).detach(), plain(torch.ones(2, WIDTH)).detach())
 
 
 # What the simulated device sees, shown by what it is there to see.

@@ -82,7 +82,7 @@ ASKED = [
     (
         save_small,
         lambda f: CheckpointSource(f).read("model.2.weight"),
-        "CheckpointError: A checkpoint has no tensor of",
+        "DamagedCheckpointError: A checkpoint has no tensor of",
     ),
     (
         lambda f: CheckpointSink(f, ENTRIES, {}),

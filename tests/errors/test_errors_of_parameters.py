@@ -180,7 +180,11 @@ CALLS = [
         run,
         "ConfigError: Some parameters of a unit ... one dtype",
     ),
-    (on_another_accelerator, fully_shard, "ConfigError: A parameter is on a device that is neither this"),
+    (
+        on_another_accelerator,
+        fully_shard,
+        "ConfigError: A parameter is on a device that is not its mesh's ... init_device_mesh",
+    ),
     (
         tied_over_a_mesh,
         lambda both: fully_shard(both[0], mesh=both[1]),
@@ -190,7 +194,7 @@ CALLS = [
 ]
 SAVED = [
     (with_a_sum, "CheckpointError: A tensor is placed in a way that does not say which rank holds"),
-    (lambda: fully_shard(int8(Sealed)), "CheckpointError: A parameter of class Sealed does not say which tensors it"),
+    (lambda: fully_shard(int8(Sealed)), "CheckpointError: A parameter of class Sealed does not implement"),
 ]
 
 

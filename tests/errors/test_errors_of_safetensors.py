@@ -122,7 +122,7 @@ FOLDERS = [
     (
         lambda f: save_adapter(f, adapted(r=4)),
         lambda f: load(f, adapted(), adapter=True),
-        "CheckpointError: An adapter in a folder was made with another setting than the",
+        "CheckpointError: An adapter's settings differ from the model",
     ),
 ]
 

@@ -21,7 +21,7 @@ from fullshard.agreement import late
 from training import assert_same
 
 WIDTH, BLOCKS, STEPS = 64, 3, 3
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that --gpu=tests shows")
 PROCESSES = pytest.mark.gloo("collectives of a device, its memory and its threads")
 ON_GPU = [pytest.mark.gpu, NO_GPU, PROCESSES]
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -53,7 +53,8 @@ def shard(front: str, model: nn.Sequential, device: str, hybrid: bool = False) -
 
 
 def batch(step: int, rank: int, device: str, width: int = WIDTH) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    return torch.randn(4, width, generator=generator, device="cpu").to(device)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -94,6 +95,67 @@ def test_two_ranks_train_as_one_process(run_ranks, front, device):
 @FRONTS
 def test_a_hybrid_mesh_trains_as_one_process(run_ranks, front, device):
     assert_same(run_ranks(trains, front, device, True, world=4))
+
+
+@on_each_device
+@FRONTS
+def test_the_default_device_is_the_users_own(run_ranks, front, device):
+    """What the host keeps lies on the CPU, page-locked, all the same."""
+    assert_same(run_ranks(trains_by_default, front, device, world=2))
+
+
+def trains_by_default(front: str, device: str) -> list[str]:
+    with torch.device(device):
+        return trains(front, device, False)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_shards_moved_away_from_their_mesh_are_refused(run_ranks, layout, device):
+    """Of CPUs, as `gloo` alone says: nobody would wait for the device's streams, and gradients were wrong at random."""
+    for error in run_ranks(moved, layout, device, world=2):
+        assert "not its mesh's" in error and "init_device_mesh('cuda'" in error
+
+
+def moved(layout: str, device: str) -> str:
+    with torch.device("meta"):
+        model = shard(layout, build(), "cpu")
+    model.to_empty(device=device)
+    with pytest.raises(fullshard.ConfigError) as raised:
+        model(torch.ones(2, WIDTH, device=device))
+    return str(raised.value)
+
+
+@pytest.mark.gloo("saves in the background are another process's")
+@on_each_device
+@pytest.mark.parametrize("front", ["rows", "flat"])
+def test_a_save_in_the_background_keeps_what_was(run_ranks, tmp_path, front, device):
+    """Training goes on while it is written, and the same follows its load, bit by bit."""
+    assert_same(run_ranks(saves, str(tmp_path), front, device, world=2))
+
+
+def saves(folder: str, front: str, device: str) -> list[str]:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+        losses = []
+        for step in steps:
+            loss = loss_of(model, batch(step, dist.get_rank(), device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    model = shard(front, build().to(device), device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trained(model, optimizer, range(3))
+    saving = fullshard.save(folder, model, optimizer, step=3, asynchronous=True)
+    went_on = trained(model, optimizer, range(3, 6))
+    saving.wait()
+    other = shard(front, build().to(device), device)
+    again = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    fullshard.load(folder, other, again)
+    loaded = trained(other, again, range(3, 6))
+    return [] if torch.equal(torch.stack(loaded), torch.stack(went_on)) else [f"{front}: {loaded} after {went_on}"]
 
 
 def trains(front: str, device: str, hybrid: bool) -> list[str]:
@@ -170,7 +232,8 @@ def sums_late(device: str) -> list[str]:
     """
 
     def slow(values: Tensor, out: Tensor) -> torch.Event:
-        torch.cuda._sleep(50_000_000)
+        if values.is_cuda:
+            torch.cuda._sleep(50_000_000)
         return begin(values, out)
 
     mesh, begin = init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "edp")), late.begin_copy_to_host
@@ -230,7 +293,7 @@ def runs_out(front: str, clears: bool) -> list[str]:
         plain.zero_grad()
         loss_of(model, batch(1, dist.get_rank(), device, 1024)).backward()
         loss_of(plain, torch.cat([batch(1, rank, device, 1024) for rank in range(world)])).backward()
-        got = fullshard.clip_grad_norm_(model.parameters(), 1e9)
+        got = model.clip_grad_norm_(1e9) if front == "wrapper" else fullshard.clip_grad_norm_(model.parameters(), 1e9)
         want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
         if not torch.allclose(got.cpu(), want.cpu(), rtol=1e-3):
             problems.append(f"{left} bytes left: gradient norm {got} where {want} is right")

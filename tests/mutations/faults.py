@@ -375,15 +375,15 @@ FAULTS = (
     Fault(
         "a state dict shares memory with the model",
         "checkpoint/values.py",
-        "    return made.clone() if made.data_ptr() == value.data_ptr() else made",
-        "    return made",
+        "    return moved.clone() if moved.data_ptr() == value.data_ptr() else moved",
+        "    return moved",
         "tests/parity/test_wrapper_state.py",
     ),
     Fault(
         "a piece is read from where the stored one begins",
         "store/read.py",
-        "found.append(Copy(one, entry, tuple(a - b for a, b in zip(low, one.offsets, strict=True)), target))",
-        "found.append(Copy(one, entry, tuple(0 for _ in low), target))",
+        "begin = tuple(start - offset for start, offset in zip(common[0], part.offsets, strict=True))",
+        "begin = (0,) * len(part.offsets)",
         besides="tests/store/test_elastic.py",
     ),
     Fault(
@@ -438,14 +438,14 @@ FAULTS = (
     Fault(
         "a save in the background keeps the lock's descriptor open",
         "store/background.py",
-        "        finally:\n            if lock >= 0:\n                os.close(lock)\n\n    def _end_abandoned",
-        "        finally:\n            del lock\n\n    def _end_abandoned",
+        "        finally:\n            if lock >= 0:\n                os.close(lock)\n\n    def _room",
+        "        finally:\n            del lock\n\n    def _room",
         test="tests/store/test_background.py",
     ),
     Fault(
         "an optimizer keeps the state of a parameter that had none when it was saved",
         "store/reader.py",
-        "one.optimizer.state.pop(one.held.tensor, None)",
+        "target.optimizer.state.pop(target.held.tensor, None)",
         "pass",
         test="tests/store/test_save_and_load.py -k made_since",
     ),

@@ -155,7 +155,24 @@ def what_waits_for_a_reduction_is_set_to_zero(state: Training) -> None:
     state.step(1)
 
 
+def as_many_steps_as_once_before(state: Training) -> None:
+    """After which something else came then: ranks compare once more, until they have seen what comes now."""
+    state.start(ModelPlan((BlockPlan(),)), Way("rows", units=1432, hybrid=True, prefetch=0), 4)
+    state.scaled_step(batches=2, infinite=None)
+    state.out_of_memory(nth=14)
+    for batches in (2, 1):
+        state.scaled_step(batches=batches, infinite=None)
+    state.choose_optimizer("sgd")
+    state.out_of_memory(nth=17)
+    state.scaled_step(batches=1, infinite=None)
+    state.choose_optimizer("sgd")
+    state.scaled_step(batches=2, infinite=None)
+    state.out_of_memory(nth=1)
+    state.choose_optimizer("sgd")
+
+
 CASES = [
+    as_many_steps_as_once_before,
     what_waits_for_a_reduction_is_set_to_zero,
     units_of_several_layouts_are_changed_by_one_call_of_foreach,
     what_was_added_later_beside_a_block_that_some_ranks_leave_out,

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.agreement import log
 from fullshard.runtime import trace
 from fullshard.shard.parking import Mover
 from memory_ranks import HERE, ThreadRanks
@@ -684,9 +685,11 @@ class Training(RuleBasedStateMachine):
             model.zero_grad()
             return groups_of_this_rank()
 
-        for repetition in range(14):  # ten until ranks expect what they saw last and nothing else (agreement/course.py)
+        for repetition in range(14):  # ten until ranks expect what they saw last
             self.ranks.counts.clear()
-            with mock.patch.object(trace, "_MOST_PASSES", 4):  # of which no backward is called
+            # At most 4 passes without a backward are kept. What comes next follows from 8 passes: the program may have
+            # repeated as many steps before, and then gone on differently (agreement/log.py).
+            with mock.patch.object(trace, "_MOST_PASSES", 4), mock.patch.object(log, "_CONTEXT", 8):
                 groups = tuple(self.on_ranks(train))
             if repetition >= 10:
                 seen[repetition - 10] = {"groups": max(groups), **held_by_this_process()}

@@ -218,6 +218,18 @@ def different_steps(ranks: Sequence[int], steps: Sequence[str], differ: bool) ->
     )
 
 
+def undecided_in_graph(parameters: Iterable[str], rank: int) -> UsageError:
+    """The error for a parameter without a gradient in a step that is captured as a graph."""
+    return UsageError(
+        "A step was captured as a graph in which a parameter has no gradient on this rank: whether it gets the other "
+        "ranks' depends on what they computed, which the host has to read.",
+        parameter=", ".join(parameters),
+        rank=rank,
+        remedy="let the captured step use every trainable parameter, freeze those that it does not use, or do not "
+        "capture the step",
+    )
+
+
 def changed_before_backward(unit: str, parameters: Iterable[str], rank: int) -> UsageError:
     """The error for weights that were changed between a forward and its backward."""
     return UsageError(

@@ -9,13 +9,19 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from ..comm import Comm, has_streams
+from ..comm import Comm, captures, has_streams
 from ..containers import drain
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .aside import texts_of_all
 from .late import LateSums, sum_over
-from .messages import changed_before_backward, different_steps, different_units_reduced, steps_counted
+from .messages import (
+    changed_before_backward,
+    different_steps,
+    different_units_reduced,
+    steps_counted,
+    undecided_in_graph,
+)
 from .position import Position
 
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
@@ -92,7 +98,7 @@ class UseAgreement:
         for group in _by_groups(deliveries):
             used = [*chain.from_iterable(map(_USED, group))]
             asks = any(map(_UNDECIDED, group)) or any(map(_ASIDE, group))
-            present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
+            present = self._union(group, used, changed, fingerprint, asks, units)
             if not asks and not any(map(_VIEWS, group)):  # the usual case: `delivery.used = delivery.nobody`
                 drain(map(setattr, group, repeat("used"), map(_NOBODY, group)))
                 continue
@@ -108,7 +114,7 @@ class UseAgreement:
 
     def _union(
         self,
-        axes: MeshAxes,
+        group: Sequence[Delivery],
         used: list[bool],
         changed: list[bool],
         fingerprint: int,
@@ -116,12 +122,18 @@ class UseAgreement:
         units: Sequence[Unit],
     ) -> list[bool]:
         """Per parameter, whether any rank of the mesh used it; without `asks`, whether this rank did."""
+        axes = group[0].bucket.axes
         if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
             refuse_changed(units, changed)
             return used
+        on_device = has_streams(axes.device)
+        if on_device and captures(axes.device):  # the host is no part of a graph; ranks compared the steps before it
+            refuse_undecided(group)
+            refuse_changed(units, changed)
+            return used
         steps = self._steps
-        vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64)
-        if not has_streams(axes.device):
+        vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64, device="cpu")
+        if not on_device:
             sum_over(vector, axes, self.comm)
             self._compare(vector[len(used) :], fingerprint, steps, axes, units)
             return [bool(count) for count in vector[: len(used)].tolist()] if asks else used
@@ -162,6 +174,17 @@ def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
     for delivery in deliveries:
         by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
     return by_groups.values()
+
+
+def refuse_undecided(deliveries: Sequence[Delivery]) -> None:
+    """Raise for parameters without a gradient on this rank, in a step that is captured as a graph.
+
+    Raises:
+        UsageError: names them.
+    """
+    for delivery in deliveries:
+        if lacking := delivery.lacking():
+            raise undecided_in_graph(lacking, delivery.bucket.axes.global_rank)
 
 
 def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None:

@@ -55,7 +55,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     state = collect(table, held, optimizer, Form("sharded"), "where missing", agree=False)
     result = {row.name: state.get(row.name, {}) for one in held for row in one.rows}
     for own in result.values():
-        own.update({key: torch.tensor(v) for key, v in own.items() if not isinstance(v, torch.Tensor)})
+        own.update({key: torch.tensor(v, device="cpu") for key, v in own.items() if not isinstance(v, torch.Tensor)})
     settings: dict[str, dict[str, torch.Tensor]] = {}
     for group in named_groups(held, optimizer.param_groups):
         numbers = {

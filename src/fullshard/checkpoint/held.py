@@ -1,4 +1,4 @@
-"""What an optimizer holds on this rank, and what state of it exists on any."""
+"""Optimizer state: which tensors an optimizer updates on this rank, and which entries exist on any rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Held:
         row = self.rows[0]
         if row.bucket is None or row.member is None:
             return True
-        return self.view is None and values.has_whole_shape(row.bucket, row.member)
+        return self.view is None and (row.says_whole or row.bucket.layout.world == 1)
 
     def local(self, row: Named, value: torch.Tensor) -> torch.Tensor:
         """The local part of `row` in state like `tensor`."""
@@ -54,26 +54,26 @@ def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
     Raises:
         CheckpointError: a tensor that is neither a parameter of the model nor covers some.
     """
-    known: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}
-    known |= {key: ([row], None) for key, row in table.by_tensor.items()}
+    covered: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}  # by the id of a tensor
+    covered |= {key: ([row], None) for key, row in table.by_tensor.items()}
     for unit, _ in table.units:
         for tensor, begin, length, members in values.views_of(unit):
             rows = [row for member in members if (row := table.of(member)) is not None]
             if rows:
-                known[id(tensor)] = (rows, (begin, length))
-    found: list[Held] = []
+                covered[id(tensor)] = (rows, (begin, length))
+    held: list[Held] = []
     for g, group in enumerate(groups):
         for tensor in group["params"]:
-            if id(tensor) not in known:
+            if id(tensor) not in covered:
                 raise CheckpointError(
                     "The optimizer holds a tensor that is not the model's.",
                     got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
                     remedy="build it from model.parameters() or optimizer_view(model) after sharding the model",
                     topic="optimizer-state",
                 )
-            rows, view = known[id(tensor)]
-            found.append(Held(tensor, rows, g, len(found), view))
-    return found
+            rows, view = covered[id(tensor)]
+            held.append(Held(tensor, rows, g, len(held), view))
+    return held
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,23 @@ Kinds = dict[str, dict[str, Kind]]  # by parameter name and key
 
 
 def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
-    found: Kinds = {row.name: {} for row in held.rows}
+    """Of each key of a tensor's state, what it is; the same for all of the tensor's parameters.
+
+    Raises:
+        CheckpointError: state of a shape that has no meaning for parts of parameters.
+    """
+    kinds: Kinds = {row.name: {} for row in held.rows}
     expected = tuple(held.tensor.shape) if held.view is None else (held.view[1],)
     for key, value in state.items():
-        what: str
+        what: Literal["element", "value", "other"]
         detail: Any
-        if isinstance(value, FlatShard) and tuple(value.shape) == expected:  # of a parameter without dims, too
+        # A FlatShard without dims holds one element of a parameter; other tensors without dims are one value for all.
+        if not isinstance(value, torch.Tensor):
+            what, detail = "value", value
+        elif tuple(value.shape) == expected and (value.dim() or isinstance(value, FlatShard)):
             what, detail = "element", value.dtype
-        elif not isinstance(value, torch.Tensor) or value.dim() == 0:
-            what, detail = "value", value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        elif tuple(value.shape) == expected:
-            what, detail = "element", value.dtype
+        elif value.dim() == 0:
+            what, detail = "value", value.detach().cpu()
         elif held.takes_any_shape:
             what, detail = "other", None
         else:
@@ -120,24 +126,25 @@ def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
             )
         for row in held.rows:
             owns = row.bucket is None or row.member is None or row.member.part.numel > 0
-            found[row.name][key] = Kind(what, detail, owns)  # type: ignore[arg-type]
-    return found
+            kinds[row.name][key] = Kind(what, detail, owns)
+    return kinds
 
 
 def structure_of(held: Iterable[Held], groups: int) -> list[list[str]]:
     """The names in each of an optimizer's groups, in an order that is the same on every rank."""
-    found: list[list[str]] = [[] for _ in range(groups)]
-    for one in held:
-        found[one.group].extend(row.name for row in one.rows)
-    return [sorted(names) for names in found]
+    structure: list[list[str]] = [[] for _ in range(groups)]
+    for tensor in held:
+        structure[tensor.group].extend(row.name for row in tensor.rows)
+    return [sorted(names) for names in structure]
 
 
-def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: FullshardError | None) -> Kinds:
-    """What state there is on any rank: one that holds nothing of a parameter learns of it from the others. Collective.
+def agreed(table: Table, structure: list[list[str]], kinds: Kinds, error: FullshardError | None) -> Kinds:
+    """The kinds of all ranks: one that holds nothing of a parameter learns its state's from the others. Collective.
 
     Args:
         structure: see `structure_of`.
-        error: what went wrong on this rank; raised on all.
+        kinds: this rank's.
+        error: of this rank; raised on all.
 
     Raises:
         DivergenceError: ranks' optimizers hold different parameters, or group them differently; on every rank.
@@ -145,33 +152,35 @@ def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: Fullsha
     """
     axes = {id(b.axes.shard.group): b.axes.shard for b in table.buckets() if b.axes.shard.size > 1}
     for axis in axes.values():  # all of them, whatever is wrong, for ranks of the next one to learn of it
-        everyone = objects_of_all((structure, mine, error), axis.group, "optimizers' state")
-        mine, error = {}, None
-        for rank, (theirs, kinds, failed) in enumerate(everyone):
+        everyone = objects_of_all((structure, kinds, error), axis.group, "optimizers' state")
+        kinds, error = {}, None
+        for rank, (theirs, kinds_there, failed) in enumerate(everyone):
             if theirs != everyone[0][0]:
                 failed = failed or _structure_error(axis.ranks[0], everyone[0][0], axis.ranks[rank], theirs)
             error = error or failed
-            for name, own in kinds.items():
-                known = mine.setdefault(name, {})
-                known |= {k: kind for k, kind in own.items() if k not in known or (kind.owns and not known[k].owns)}
+            for name, entries in kinds_there.items():
+                merged = kinds.setdefault(name, {})
+                for key, kind in entries.items():
+                    if key not in merged or (kind.owns and not merged[key].owns):
+                        merged[key] = kind
     if error is not None:
         raise error
-    return mine
+    return kinds
 
 
-def _structure_error(first: int, known: list[list[str]], rank: int, theirs: list[list[str]]) -> DivergenceError:
-    there, here = ({name: g for g, names in enumerate(groups) for name in names} for groups in (known, theirs))
+def _structure_error(first: int, expected: list[list[str]], rank: int, theirs: list[list[str]]) -> DivergenceError:
+    there, here = ({name: g for g, names in enumerate(groups) for name in names} for groups in (expected, theirs))
     name = min((n for n in {*there, *here} if there.get(n) != here.get(n)), default=None)
 
-    def said(groups: dict[str, int]) -> str:
+    def described(groups: dict[str, int]) -> str:
         return f"{len(groups)} parameters, this one in group {groups[name]}" if name in groups else "without it"
 
     return DivergenceError(
         "Ranks' optimizers hold different parameters, or group them differently: their state cannot be put together.",
         parameter=name,
         rank=rank,
-        expected=f"as on rank {first}: {said(there)}",
-        got=said(here),
+        expected=f"as on rank {first}: {described(there)}",
+        got=described(here),
         remedy="build the optimizer from the same parameters in the same groups on every rank, in any order",
         topic="models-differ",
     )

@@ -104,7 +104,7 @@ def _marked(runner: Runner) -> Iterator[None]:
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for member in runner.unit.members:
-            mark = torch.Tensor._make_subclass(_Mark, torch.empty(0))
+            mark = torch.Tensor._make_subclass(_Mark, torch.empty(0, device="cpu"))
             mark.member = member
             for place in member.places:
                 before.append((place.registry, place.name, place.registry.get(place.name)))

@@ -196,32 +196,28 @@ def _collect_bucket(
     wanted: bool,
     result: States,
 ) -> None:
-    for key, what, dtype in dict.fromkeys(
-        (key, kind.what, kind.detail if kind.what == "element" else None)
-        for _, _, _, kinds in rows
-        for key, kind in kinds.items()
-    ):
-        mine = [
-            (row, one, state.get(key), kinds[key])
-            for row, one, state, kinds in rows
-            if key in kinds and kinds[key].what == what and (what != "element" or kinds[key].detail == dtype)
-        ]
+    alike: dict[tuple[str, str, Any], list[tuple[Named, Held, Any, Any]]] = {}  # by key, kind, and dtype of elements
+    for row, tensor, state, kinds in rows:
+        for key, kind in kinds.items():
+            dtype = kind.detail if kind.what == "element" else None
+            alike.setdefault((key, kind.what, dtype), []).append((row, tensor, state.get(key), kind.detail))
+    for (key, what, dtype), entries in alike.items():
         if what == "value":
-            for row, one, value, kind in mine:
-                own = value if one.takes_any_shape and value is not None else kind.detail
-                result.setdefault(row.name, {})[key] = _copied(own)
-        elif what == "other" or (form.kind == "sharded" and mine[0][0].says_whole) or not bucket.form.plain:
-            for row, one, value, _ in mine:
+            for row, tensor, value, detail in entries:
+                single = value if tensor.takes_any_shape and value is not None else detail
+                result.setdefault(row.name, {})[key] = _copied(single)
+        elif what == "other" or (form.kind == "sharded" and entries[0][0].says_whole) or not bucket.form.plain:
+            for row, tensor, value, _ in entries:
                 if value is not None:
-                    result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form, bucket.axes.device)
+                    result.setdefault(row.name, {})[key] = _as_shown(row, tensor, value, form, bucket.axes.device)
         else:
             nothing = torch.zeros((), dtype=dtype, device=bucket.shard.device)  # where the rank has no state
-            parts = [nothing if value is None else one.local(row, value) for row, one, value, _ in mine]
-            wanted_rows = (Wanted(row.name, row, local=own) for (row, *_), own in zip(mine, parts, strict=True))
-            for (row, *_), (_, whole) in zip(mine, wholes(wanted_rows), strict=True):
+            parts = [nothing if value is None else tensor.local(row, value) for row, tensor, value, _ in entries]
+            wanted_rows = (Wanted(row.name, row, local=part) for (row, *_), part in zip(entries, parts, strict=True))
+            for (row, *_), (_, whole) in zip(entries, wholes(wanted_rows), strict=True):
                 assert row.member is not None
-                kept = values.saved_form(bucket, row.member, whole, form, wanted)
-                result.setdefault(row.name, {})[key] = kept
+                saved = values.saved_form(bucket, row.member, whole, form, wanted)
+                result.setdefault(row.name, {})[key] = saved
                 del whole
 
 

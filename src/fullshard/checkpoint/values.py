@@ -62,9 +62,9 @@ def part(bucket: Bucket, buffer: torch.Tensor, member: Member, begin: int = 0) -
     """This rank's part of `member` in `buffer`, whose first element is element `begin` of the shard. Shares memory."""
     if not begin or type(buffer) is not torch.Tensor:
         return bucket.part(buffer, member)
-    found = member.part
-    at = buffer.storage_offset() + (found.offset - begin if found.numel else 0)
-    return buffer.as_strided(found.shape, found.stride, at)
+    local = member.part
+    at = buffer.storage_offset() + (local.offset - begin if local.numel else 0)
+    return buffer.as_strided(local.shape, local.stride, at)
 
 
 def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
@@ -77,20 +77,20 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
         return chunk
-    found = member.part
-    made = torch.empty_strided(found.shape, found.stride, dtype=whole.dtype, device=bucket.shard_device)
-    if found.numel and not whole.is_meta:
-        made.copy_(bucket.cut(whole, member))
-    return made
+    shape, stride = member.part.shape, member.part.stride
+    local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=bucket.shard_device)
+    if member.part.numel and not whole.is_meta:
+        local.copy_(bucket.cut(whole, member))
+    return local
 
 
 def fit(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
     """This rank's local part of a value in any form, to be read only. Collective unless whole, or split likewise."""
-    mine: Any = member.sharded
-    if isinstance(value, FlatShard) and isinstance(mine, FlatShard) and value._run.same_as(mine._run):
+    sharded: Any = member.sharded
+    if isinstance(value, FlatShard) and isinstance(sharded, FlatShard) and value._run.same_as(sharded._run):
         return value._local_tensor
-    if isinstance(value, DTensor) and isinstance(mine, DTensor) and value.shape == mine.shape:
-        if value.placements == mine.placements and value.device_mesh == mine.device_mesh:
+    if isinstance(value, DTensor) and isinstance(sharded, DTensor) and value.shape == sharded.shape:
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value._local_tensor
     return cut(bucket, whole_of(value, bucket.axes.device), member)
 
@@ -98,11 +98,6 @@ def fit(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
 def says_whole(member: Member) -> bool:
     """Whether the shown form tells the whole's shape and can be made whole: of `fully_shard`, not of the wrapper."""
     return hasattr(member.sharded, "full_tensor")
-
-
-def has_whole_shape(bucket: Bucket, member: Member) -> bool:
-    """Whether optimizers see the whole shape, so that state of any shape keeps its meaning."""
-    return says_whole(member) or bucket.layout.world == 1
 
 
 # A bucket.
@@ -144,8 +139,7 @@ def whole_of(value: Any, device: torch.device) -> torch.Tensor:
         whole: torch.Tensor = value.full_tensor()
         return whole.detach()
     if not isinstance(value, torch.Tensor):  # weights that are read when they are copied
-        made = torch.empty(tuple(value.shape), dtype=getattr(value, "dtype", None), device=device)
-        return made.copy_(value)
+        return torch.empty(tuple(value.shape), dtype=getattr(value, "dtype", None), device=device).copy_(value)
     return value.detach()
 
 
@@ -158,9 +152,9 @@ def is_array(value: Any) -> bool:
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor in any form; None if `value` is none."""
-    found = value.size() if is_sharded_tensor(value) else getattr(value, "shape", None)
-    return None if found is None else tuple(found)
+    """The shape of a tensor in any form; None if `value` is not a tensor."""
+    shape = value.size() if is_sharded_tensor(value) else getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -180,9 +174,9 @@ def same(first: Any, second: Any) -> bool:
 
 
 def kept(value: torch.Tensor, form: Form) -> torch.Tensor:
-    """A copy of a whole value, where `form` says."""
-    made = value.detach().cpu() if form.to_cpu else value.detach()
-    return made.clone() if made.data_ptr() == value.data_ptr() else made
+    """A copy of a whole value, on the device that `form` asks for."""
+    moved = value.detach().cpu() if form.to_cpu else value.detach()
+    return moved.clone() if moved.data_ptr() == value.data_ptr() else moved
 
 
 def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, wanted: bool = True) -> Any:
@@ -206,11 +200,11 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
     if parallel is None and not form.dtensor:
         return chunk_sharded_tensor(view, axes.shard.group, axes.shard.ranks, axes.shard.rank)
     chunks = view.chunk(axes.shard.size) if view.dim() else (view,)
-    mine = chunks[axes.shard.rank].clone() if axes.shard.rank < len(chunks) else view.new_empty((0, *view.shape[1:]))
+    local = chunks[axes.shard.rank].clone() if axes.shard.rank < len(chunks) else view.new_empty((0, *view.shape[1:]))
     if parallel is None:
         placements = [Shard(0)] if axes.replicate is None else [Replicate(), Shard(0)]
         stride = view.contiguous().stride()
-        return DTensor.from_local(mine, axes.mesh, placements, run_check=False, shape=view.shape, stride=stride)
+        return DTensor.from_local(local, axes.mesh, placements, run_check=False, shape=view.shape, stride=stride)
     if not parallel.outer_placements:
         raise CheckpointError(
             "A tensor-parallel parameter has a sharded state only over one mesh of both kinds of parallelism.",
@@ -218,7 +212,7 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
             remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
             "parameter is on; or save FULL_STATE_DICT",
         )
-    return parallel.sharded(mine)
+    return parallel.sharded(local)
 
 
 def slices_of(bucket: Bucket) -> Any:
@@ -228,22 +222,22 @@ def slices_of(bucket: Bucket) -> Any:
 
 
 def slice_in(bucket: Bucket, value: Any, name: str) -> torch.Tensor:
-    """This rank's shard out of what `slices_of` gave.
+    """This rank's shard from a result of `slices_of`.
 
     Raises:
-        CheckpointError: it is of another length.
+        CheckpointError: its length is not that of the bucket's shard.
     """
     slices = value.local_shards() if is_sharded_tensor(value) else [value]
-    found: torch.Tensor = slices[0].tensor if slices and hasattr(slices[0], "tensor") else value
-    if tuple(found.shape) != tuple(bucket.shard.shape):
+    shard: torch.Tensor = slices[0].tensor if slices and hasattr(slices[0], "tensor") else value
+    if tuple(shard.shape) != tuple(bucket.shard.shape):
         raise CheckpointError(
             "A LOCAL state dict fits only the same model, wrapped the same way, on as many ranks.",
             parameter=name,
             expected=f"a slice of shape {tuple(bucket.shard.shape)}",
-            got=f"shape {tuple(found.shape)}",
+            got=f"shape {tuple(shard.shape)}",
             remedy="save FULL or SHARDED state dicts to load on other ranks",
         )
-    return found.detach()
+    return shard.detach()
 
 
 def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor:
@@ -285,12 +279,12 @@ class Sent:
     def full_tensor(self) -> torch.Tensor:
         """The tensor, on the device where ranks communicate. Collective."""
         axes = self.axes
-        made = torch.empty(self.shape, dtype=self.dtype, device=axes.device)
+        whole = torch.empty(self.shape, dtype=self.dtype, device=axes.device)
         if self.value is not None:
-            made.copy_(self.value)
+            whole.copy_(self.value)
         for axis in _ways(axes):
-            dist.broadcast(as_moved(made), group_src=0, group=axis.group)
-        return made
+            dist.broadcast(as_moved(whole), group_src=0, group=axis.group)
+        return whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 def text_of(done: Conversion) -> str:
     """What was done, in lines."""
-    from ..insight.facts import size
+    from ..names import size
 
     lines = [
         f"wrote {done.target} ({done.target_kind}): {done.tensors:,} tensors, {size(done.nbytes)}, "

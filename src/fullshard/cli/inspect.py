@@ -82,7 +82,7 @@ def table(found: Inspection) -> list[str]:
 
 def sums(found: Inspection) -> list[str]:
     """The summary, in lines: format, sizes by group, ties, and whether files are damaged."""
-    from ..insight.facts import size
+    from ..names import size
 
     lines = [f"{found.path}: {found.kind}"]
     groups: dict[str, list[Found]] = {}

@@ -13,10 +13,14 @@ from ..version import VERSION
 
 COMMANDS: dict[str, str] = {
     "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
+    "compare": "the same program on PyTorch's FSDP and on Fullshard, side by side",
     "convert": "write a checkpoint in another format",
     "doctor": "why did a run hang or die?",
+    "dry-run": "does one rank of a program run, in a world of any size?",
     "explain": "what does this error mean, and what is to be done?",
     "inspect": "what is in a checkpoint, and is it undamaged?",
+    "plan": "what will a training step hold, send and take, and which strategy fits?",
+    "trace": "why is a step slow, and which rank is late?",
     "verify": "does a sharded program train as one process would?",
 }
 """The commands: for each a module of this package with `run(arguments) -> int`, and what it answers in one line."""
@@ -45,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         return refuse(f"unknown command {name!r}; {hint}")
     try:
-        command = importlib.import_module(f".{name}", __package__)
+        command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise

@@ -7,12 +7,7 @@ others by name), or a Report that it made itself. It is called once there is a p
 from __future__ import annotations
 
 import inspect
-import math
 import os
-import socket
-import subprocess
-import sys
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +18,12 @@ import tyro
 from ..errors import ConfigError, class_to_catch
 from . import terminal
 from .main import refuse
+from .ranks import MOST_RANKS, run_ranks
 from .target import function_at
 
 if TYPE_CHECKING:
     from ..insight.verify import Report
 
-GRACE = 20.0  # seconds that the other ranks get to end once one has failed
-MOST_RANKS = 64
-"""Processes that the command starts on one machine: each imports torch and takes about 300 MB."""
 STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^  cause:.*$": "yellow"}
 
 
@@ -121,30 +114,6 @@ def _verified(given: Arguments) -> Report:
 
 def _start_ranks(ranks: int, arguments: list[str]) -> int:
     """This command as `ranks` processes; the worst of their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fullshard", "verify", *arguments]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    started = [
-        subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        codes = _codes(started)
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
+    codes = run_ranks(["-m", "fullshard", "verify", *arguments], ranks)
     broken = [f"rank {rank} ended with exit code {code}" for rank, code in codes.items() if code not in (0, 1, 2)]
     return refuse("; ".join(broken)) if broken else max(codes.values())
-
-
-def _codes(started: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Exit codes by rank; once one has failed the others get some seconds, as they may wait for it in vain."""
-    deadline = math.inf
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        if any(process.poll() for process in started):
-            deadline = min(deadline, time.monotonic() + GRACE)
-        time.sleep(0.05)
-    return {rank: code for rank, process in enumerate(started) if (code := process.poll()) is not None}

@@ -3,11 +3,24 @@
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .lanes import ONE_STREAM, Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
+from .lanes import (
+    ONE_STREAM,
+    Lanes,
+    OneStream,
+    Turns,
+    begin_copy_to_host,
+    captures,
+    has_streams,
+    host_buffer,
+    lanes_of,
+    timed_event,
+    turns_on,
+)
 from .meeting import apart_of, can_open, new_name, own_lines
 from .messages import not_a_comm
 from .objects import object_from, objects_of_all, objects_to_first
 from .protocol import (
+    DONE,
     Call,
     Comm,
     Costs,
@@ -40,6 +53,7 @@ def make_comm(kind: "str | Comm") -> Comm:
 
 
 __all__ = [
+    "DONE",
     "ONE_STREAM",
     "AllGather",
     "Call",
@@ -61,6 +75,7 @@ __all__ = [
     "apart_of",
     "begin_copy_to_host",
     "can_open",
+    "captures",
     "custom",
     "gathers_of",
     "has_streams",
@@ -75,6 +90,7 @@ __all__ = [
     "reduce_value",
     "reduction_of",
     "separate_group",
+    "timed_event",
     "turns_on",
     "values_of_all",
     "wait_all",

@@ -59,7 +59,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 def host_buffer(numel: int) -> torch.Tensor:
     """[numel] int64 in page-locked memory, for values copied from or to a device."""
-    return torch.empty(numel, dtype=torch.int64, pin_memory=True)
+    return torch.empty(numel, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 def begin_copy_to_host(values: torch.Tensor, out: torch.Tensor) -> torch.Event:
@@ -176,9 +176,24 @@ def turns_on(device: torch.device) -> Turns | OneStream:
     return Turns(device) if has_streams(device) else ONE_STREAM
 
 
+def captures(device: torch.device) -> bool:
+    """Whether the current stream of `device` captures a graph, which the host is no part of."""
+    return has_streams(device) and _captures(current_stream(device))
+
+
+def timed_event(device: torch.device) -> torch.Event | None:
+    """An event of the current stream whose time can be read later; None while the stream is captured."""
+    if captures(device):
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 def _captures(stream: torch.Stream) -> bool:
     """Whether a graph is being captured: this starts on an idle device, and must not depend on work outside of it."""
-    return bool(getattr(stream, "is_capturing", bool)())  # newer than torch 2.11
+    asks = getattr(stream, "is_capturing", None)  # newer than torch 2.11, which can only ask the current stream
+    return bool(asks() if asks else getattr(torch.get_device_module(), "is_current_stream_capturing", bool)())
 
 
 @dataclass(slots=True)

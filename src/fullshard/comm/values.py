@@ -43,12 +43,15 @@ def reduce_value(
     return value if moved is value else value.copy_(moved)
 
 
-def values_of_all(local: torch.Tensor, group: dist.ProcessGroup, backend: str | None = None) -> torch.Tensor:
+def values_of_all(
+    local: torch.Tensor, group: dist.ProcessGroup, backend: str | None = None, what: str = "whole values"
+) -> torch.Tensor:
     """Gather every rank's tensor, in the group's rank order: [ranks, *shape]. Collective; connections as above.
 
     Args:
         local: contiguous, of the same shape and dtype on all ranks, on the group's device.
         backend: see `own_lines`.
+        what: the purpose, one of the watcher's `TALKS`.
 
     Raises:
         DivergenceError: other ranks do not make this call, or are gone.
@@ -58,7 +61,7 @@ def values_of_all(local: torch.Tensor, group: dist.ProcessGroup, backend: str | 
     if size == 1:
         return gathered.copy_(local)
     lines = own_lines(group, backend)
-    RANK.talks("whole values")
+    RANK.talks(what)
     work = all_gather(gathered.view(-1), local.view(-1), lines.apart)()
     (Watched(work) if lines.all_own else work).wait()
     return gathered

@@ -10,7 +10,6 @@ raises an error with the parameter's name.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
+from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
 from .norms import norms
 from .row_shard import assign_data
@@ -165,25 +165,15 @@ class FlatShard(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)
-        if func in _LOCAL or torch.Tag.pointwise in func.tags or _is_elementwise_list(func):
+        if func in _LOCAL or torch.Tag.pointwise in func.tags or _is_of_lists(func):
             return _elementwise(func, args, kwargs)
         raise _unsupported(func, args)
 
 
-@functools.cache
-def _is_elementwise_list(func: Any) -> bool:
-    """Whether `func` is `_foreach_x` of an element-wise x, or a fused optimizer's step, on lists of tensors."""
+def _is_of_lists(func: Any) -> bool:
+    """Whether `func` is an element-wise operation on lists of tensors."""
     name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_fused_"):
-        return True
-    if not name.startswith("_foreach_"):
-        return False
-    single = name.removeprefix("_foreach_").rstrip("_")
-    if single in ("copy", "zero", "max"):  # `max` with one operand reduces over all elements
-        return single != "max"
-    packet = getattr(aten, single, None)
-    overloads = packet.overloads() if packet is not None else ()
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+    return name.startswith(("_foreach_", "_fused_")) and is_elementwise(name)
 
 
 def _first_run(args: Any) -> Run | None:

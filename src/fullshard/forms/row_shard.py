@@ -30,6 +30,7 @@ from ..torch_private.local_tensor import (
     write_grad,
 )
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of
+from .elementwise import on_locals
 from .member import NAME_KEY, attributes_of
 from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
 
@@ -138,6 +139,9 @@ class RowShard(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
+            note_change(args[:1])
+            return result
         try:
             result = plain_call(func, types, args, kwargs or {})
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import keep_mesh, local_of, local_part, same_memory, set_local
+from ..torch_private.local_tensor import around_local, keep_mesh, local_of, local_part, same_memory, set_local
 from .changes import Untouched
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
@@ -72,9 +72,8 @@ class RowsForm:
             stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=self.axes.device)
             rows: Any = self._rows(member, stand_in)
             set_local(rows, local)
-            shown = rows.detach()  # a new wrapper with the device of `local`
-            keep_mesh(shown, rows)
-            return shown
+            moved: Any = around_local(rows)
+            return moved
         slot = member.slot
         placement = Shard(slot.spec.dim)
         placements = (placement,) if self.axes.replicate is None else (Replicate(), placement)

@@ -275,9 +275,10 @@ class SubclassFull:
         uneven = [i for i, extent in enumerate(extents) if extent % axis.size]
         if not uneven:
             return counts_of_all
-        sent = torch.full((len(uneven), 1 + _MOST), -1, dtype=torch.int64)
+        sent = torch.full((len(uneven), 1 + _MOST), -1, dtype=torch.int64, device="cpu")
         for line, i in zip(sent, uneven, strict=True):
-            line[: 1 + len(local_rows[i][:_MOST])] = torch.tensor([len(local_rows[i]), *local_rows[i][:_MOST]])
+            rows = [len(local_rows[i]), *local_rows[i][:_MOST]]
+            line[: len(rows)] = torch.tensor(rows, device="cpu")
         everyone = torch.empty(axis.size * sent.numel(), dtype=torch.int64, device=self.device)
         comm.gather(axis, everyone, sent.view(-1).to(self.device)).wait()
         lines = everyone.view(axis.size, len(uneven), -1).permute(1, 2, 0).tolist()

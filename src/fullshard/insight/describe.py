@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..forms import owner_of
-from ..names import clean_name, clean_path
+from ..names import clean_name, clean_path, size
 from ..runtime import left_alone, runner_of, runners_in
-from .facts import BucketFacts, bucket_facts, plan_in_words, size
+from .facts import BucketFacts, bucket_facts, plan_in_words
 
 
 def describe(model: nn.Module, plans: bool = False) -> str:

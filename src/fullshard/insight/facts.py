@@ -8,6 +8,7 @@ import torch
 
 from ..comm import Comm
 from ..mesh import MeshAxes
+from ..names import size
 from ..runtime import Runner
 from ..shard import Bucket, ReduceSettings, Unit
 
@@ -98,13 +99,3 @@ def plan_in_words(unit: Unit) -> str:
     reduce = f"reduces {size(sum(gradients.buffer_bytes for gradients in reduced))} of {' and '.join(dtypes)}"
     replicated = any(gradients.bucket.axes.replicate is not None for gradients in reduced)
     return f"{gather}; {reduce}{', then its slice between replicas' if replicated else ''}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes as people read them: `3.0 KiB`."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

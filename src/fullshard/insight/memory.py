@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..forms import owner_of
+from ..names import size
+from ..runtime import explain, runners_in
 from ..shard import Unit, members_of, units_of
 from ..torch_private.local_tensor import inside, plain_tensors
-from .facts import size
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,37 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         single_process=whole + trainable + unsharded,
         host=_host_bytes(units, plain, optimizer),
     )
+
+
+def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Say in one paragraph what holds this rank's memory now, and which changes would free how much.
+
+    The paragraph of an allocation that fails in a forward is a note of its error. Where one fails in a backward or in
+    the optimizer's step, catch it and ask:
+
+        except torch.OutOfMemoryError:
+            print(fullshard.explain_memory(model, optimizer))
+            raise
+
+    Activations are what the accelerator's allocator holds beyond the rest; on a CPU they are not known.
+
+    Args:
+        model: sharded; part of a model counts as the part.
+        optimizer: of the model; its state counts if given.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    runners = runners_in(model)
+    if not runners:
+        raise ConfigError(
+            "explain_memory() needs a sharded model.",
+            expected="a module with units",
+            got=type(model).__name__,
+            remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
+        )
+    use = memory_use(model, optimizer)
+    return explain(runners, use.optimizer if optimizer is not None else None)
 
 
 def _host_bytes(units: list[Unit], plain: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> int:

@@ -352,7 +352,7 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
     if len({rank for row in rows for rank in row}) < sum(map(len, rows)) or len(set(map(len, rows))) > 1:
         raise groups_do_not_cross(dist.get_rank(), rows, dist.get_process_group_ranks(replicate))
     return DeviceMesh.from_group(
-        [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        [replicate, shard], kind, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard")
     )
 
 

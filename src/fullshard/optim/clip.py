@@ -45,28 +45,36 @@ def clip_grad_norm_(
         ArgumentTypeError (a TypeError): `parameters` are no tensors: a module, or pairs of names and parameters.
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
-    follow_views(given)
-    viewed = {id(p): _under_view(p) for p in given if PART_KEY in p.__dict__ and p.grad is not None}
+    _check_order(norm_type)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
+    follow_views(tensors)
+    viewed = {id(p): _under_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
     under = {id(member) for members in viewed.values() for member in members}
-    given = [p for p in given if p.grad is not None and id(p) not in under]
-    grads = [p.grad for p in given if p.grad is not None]
-    total = _norm_of([part for p in given for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
+    tensors = [p for p in tensors if p.grad is not None and id(p) not in under]
+    grads = [as_real(inside(p.grad)) for p in tensors if p.grad is not None]
+    total = _norm_of([part for p in tensors for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
             topic="nonfinite-gradients",
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        local = as_real(inside(grad))
-        locals_by_dtype.setdefault((local.dtype, local.device), []).append(local)
-    for (dtype, device), tensors in locals_by_dtype.items():
-        torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype if dtype == torch.float64 else torch.float32))
+    _scale_down(grads, total, max_norm)
     return total
+
+
+def _check_order(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+
+
+def _scale_down(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Scale real, local gradients in place by min(1, max_norm / total)."""
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+    for (dtype, device), tensors in by_kind.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype if dtype == torch.float64 else torch.float32))
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
@@ -75,17 +83,17 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     Raises:
         ArgumentTypeError: something else is among them.
     """
-    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    for one in given:
-        if not isinstance(one, torch.Tensor):
-            kind = type(parameters if one is parameters or isinstance(parameters, nn.Module) else one).__name__
+    tensors = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            kind = type(parameters if isinstance(parameters, nn.Module) else tensor).__name__
             raise ArgumentTypeError(
                 "clip_grad_norm_ takes parameters.",
                 expected="a tensor, or tensors",
                 got=f"a {kind}",
                 remedy="give model.parameters(), not the model, nor named_parameters()",
             )
-    return given
+    return tensors
 
 
 def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -105,22 +113,35 @@ def _norm_of(
     for grad, groups in grads:
         entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
         entry[1].append(_magnitudes(inside(grad), norm_type))
-    infinite = math.isinf(norm_type)
-    parts: list[torch.Tensor] = []
+    norms: list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]] = []
     for groups, tensors in by_groups.values():
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        held = [t for t in tensors if t.numel()]
-        if held:
-            norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=dtype))
-            part = norms.max() if infinite else torch.linalg.vector_norm(norms, norm_type) ** norm_type
+        filled = [t for t in tensors if t.numel()]
+        if filled:
+            norms.append((groups, torch.stack(torch._foreach_norm(filled, norm_type, dtype=dtype))))
         else:
-            part = torch.zeros((), dtype=dtype, device=tensors[0].device)
-        op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+            norms.append((groups, torch.zeros(1, dtype=dtype, device=tensors[0].device)))
+    return _joined(norms, norm_type, torch.get_default_device())
+
+
+def _joined(
+    norms: Iterable[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """The norm of everything from 1-D tensors of norms, each summed over its groups. Collective.
+
+    Args:
+        device: of the result, if there are no norms.
+    """
+    infinite = math.isinf(norm_type)
+    op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+    parts: list[torch.Tensor] = []
+    for groups, local in norms:
+        part = local.max() if infinite else torch.linalg.vector_norm(local, norm_type) ** norm_type
         for group in groups:
             reduce_value(part, op, group)
         parts.append(part)
     if not parts:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
     return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
 
@@ -212,30 +233,17 @@ def clip_local_gradients(
     Raises:
         ConfigError: `norm_type` is not positive.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+    _check_order(norm_type)
     grads = [as_real(grad) for grad in grads]
-    infinite = math.isinf(norm_type)
-    op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    norms: list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]] = []
     for groups, tensors in parts:
-        held = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
-        part = torch.zeros((), dtype=torch.float64, device=total.device)
-        if held:
-            norms = torch.stack([norm.to(part) for norm in torch._foreach_norm(held, norm_type, dtype=dtype)])
-            part = norms.max() if infinite else (norms**norm_type).sum()
-        for group in groups:
-            reduce_value(part, op, group)
-        total = torch.maximum(total, part) if infinite else total + part
-    if not infinite:
-        total = total ** (1.0 / norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault((grad.dtype, grad.device), []).append(grad)
-    for (kind, where), tensors in by_dtype.items():
-        torch._foreach_mul_(tensors, scale.to(where, torch.float64 if kind == torch.float64 else torch.float32))
+        filled = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
+        # float64 whatever the dtypes here: a rank that holds nothing does not know those of the others
+        local = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
+        norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in local])))
+    total = _joined(norms, norm_type, device)
+    _scale_down(grads, total, max_norm)
     widest = torch.float32
     if grads:
         widest = reduce(torch.promote_types, (grad.dtype for grad in grads))

@@ -97,7 +97,7 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
         raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     groups = _groups(runners)
     seen = _seen(model, runners)
-    flag = torch.tensor([any(one.reduced for one in seen.values())], dtype=torch.int32)
+    flag = torch.tensor([any(one.reduced for one in seen.values())], dtype=torch.int32, device="cpu")
     for group in groups:
         reduce_value(flag, dist.ReduceOp.MAX, group)
     everyone = _exchange({dist.get_rank(): seen}, groups) if bool(flag) else {}

@@ -49,6 +49,10 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             remedy="give the model itself: optimizer_view(model); params= takes parameters",
         )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
+
+    def is_wanted(parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad if wanted is None else id(parameter) in wanted
+
     take_over_replaced(model)
     units = units_of(model)
     if not units:
@@ -58,16 +62,14 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             remedy="call fully_shard(model) first, and build the optimizer after it",
             topic="no-units",
         )
-    held = {id(member.sharded) for _, _, member in members_of(model)}
+    sharded = {id(member.sharded) for _, _, member in members_of(model)}
     flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]
-    held |= {id(flat) for flat in flats}
-    plain = [
-        p for p in model.parameters() if id(p) not in held and (p.requires_grad if wanted is None else id(p) in wanted)
-    ]
+    sharded |= {id(flat) for flat in flats}
+    plain = [p for p in model.parameters() if id(p) not in sharded and is_wanted(p)]
     if wanted is not None:
-        known = held | {id(p) for p in plain}
+        parameters = sharded | {id(p) for p in plain}
         for key, parameter in wanted.items():
-            if key not in known:
+            if key not in parameters:
                 raise ConfigError(
                     "optimizer_view was given a tensor that is not a parameter of the model now.",
                     got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
@@ -77,22 +79,10 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
             if not bucket.form.plain:  # a tensor subclass: the optimizer must use the sharded parameter itself
-                views += [
-                    m.sharded
-                    for m in bucket.members
-                    if (m.sharded.requires_grad if wanted is None else id(m.sharded) in wanted)
-                ]
-                continue
-            if bucket.flat_parameter is not None:  # a view already
-                if bucket.flat_parameter.requires_grad if wanted is None else id(bucket.flat_parameter) in wanted:
-                    views.append(bucket.flat_parameter)
-                continue
-            chosen = {
-                i
-                for i, member in enumerate(bucket.members)
-                if (member.sharded.requires_grad if wanted is None else id(member.sharded) in wanted)
-            }
-            if chosen:
+                views += [member.sharded for member in bucket.members if is_wanted(member.sharded)]
+            elif bucket.flat_parameter is not None:  # a view already
+                views += [bucket.flat_parameter] if is_wanted(bucket.flat_parameter) else []
+            elif chosen := {i for i, member in enumerate(bucket.members) if is_wanted(member.sharded)}:
                 views.extend(add_views(gradients.delivery, _runs(bucket, chosen)))
     return views + plain
 

@@ -2,6 +2,7 @@
 
 from .copy import copy_module, deepcopy_module, pickling_error
 from .noticed import install as notice_torch
+from .out_of_memory import explain
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
@@ -37,6 +38,7 @@ __all__ = [
     "all_roots",
     "copy_module",
     "deepcopy_module",
+    "explain",
     "find_root",
     "is_managed",
     "is_unit",

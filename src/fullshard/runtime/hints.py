@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import FullshardError
 from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
 from ..torch_private.local_tensor import plain_tensors, view_base
+from .out_of_memory import bytes_asked, explain, is_out_of_memory
 from .root import Runnable
 
 _FREED = "data is not allocated yet"
@@ -29,7 +30,9 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
         return
     error.__dict__[_SEEN] = True
     text, hint = str(error), None
-    if _FREED in text:
+    if is_out_of_memory(error):
+        hint = explain(runner.root.units if runner.root is not None else [runner], asked=bytes_asked(text))
+    elif _FREED in text:
         hint = _of_freed(error)
     elif _SHAPES.search(text):
         hint = _of_parts(error)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..errors import ConfigError, PhaseError, UsageError, message
+from ..names import size
 
 
 def named(unit: str) -> str:
@@ -342,3 +343,74 @@ def reduced_while_it_runs() -> PhaseError:
         remedy="call it after the forward and backward have ended",
         topic="called-in-a-step",
     )
+
+
+# out_of_memory.py
+
+
+def memory_in_words(
+    gathered: Mapping[str, Sequence[tuple[str, int]]],
+    *,
+    reducing: int,
+    shards: int,
+    gradients: int,
+    optimizer: int | None,
+    rest: int | None,
+    unused: int | None,
+    asked: int | None,
+    ranks: int,
+) -> str:
+    """One paragraph on what holds memory, and a line for each change that frees some.
+
+    Args:
+        gathered: units and their bytes, by why they are gathered: "running", "kept", "prefetched".
+        reducing, shards, gradients: bytes of reductions in flight, of sharded parameters, and of reduced gradients.
+        optimizer: bytes of its state; None: not known.
+        rest: allocated beyond all these; None: the device has no allocator that says so.
+        unused: reserved by the allocator and not allocated; None: as above.
+        asked: bytes that an allocation asked for in vain; None: none failed.
+        ranks: over which parameters are split.
+    """
+    why = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
+    words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
+    parts = [
+        f"{size(sum(nbytes for _, nbytes in units))} in units {why[kind]} ({some([name for name, _ in units])})"
+        for kind, units in gathered.items()
+        if units
+    ]
+    parts += [f"{size(reducing)} in reductions"] if reducing else []
+    parts += [f"{size(shards)} in sharded parameters", f"{size(gradients)} in reduced gradients"]
+    parts += [f"{size(optimizer)} in optimizer state"] if optimizer is not None else []
+    other = "activations and the program's own tensors"
+    parts += (
+        [f"{size(rest)} in {other if optimizer is not None else 'optimizer state, ' + other}"]
+        if rest is not None
+        else []
+    )
+    words.append(f"This rank holds {', '.join(parts)}.")
+    if unused:
+        words.append(f"The allocator has {size(unused)} more, which are free but may lie in pieces.")
+    kept, ahead = (sum(nbytes for _, nbytes in gathered[kind]) for kind in ("kept", "prefetched"))
+    state = shards + gradients + (optimizer or 0)
+    changes = [
+        (ahead, "prefetch=0"),
+        (kept, "reshard_after_forward=True (or reshard() where unshard() was called)"),
+        (
+            (rest or 0) // 2,
+            "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more",
+        ),
+        (state // 2, f"{2 * ranks} ranks in place of {ranks}"),
+        (state, "CPUOffloadPolicy()"),
+    ]
+    lines = [
+        f"  {size(nbytes):>10}  {change}{'' if asked is None else '  (enough)' if nbytes >= asked else ''}"
+        for nbytes, change in changes
+        if nbytes
+    ]
+    return "\n".join([" ".join(words), "What changes would free, the smallest change first:", *lines])
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three of these."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

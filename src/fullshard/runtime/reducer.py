@@ -296,6 +296,8 @@ class Reducer:
             all_reduce: False keeps the slice, reduced over the shard axis only, to add it to the next one.
         """
         unit = runner.unit
+        if stream.listeners:
+            self._tell_wait(unit)
         for gradients in unit.gradients:
             if gradients.state is not REDUCING:
                 continue
@@ -306,10 +308,18 @@ class Reducer:
                 unit.ledger.reducing -= gradients.running.scratch
                 gradients.keep_partial()
                 continue
-            act = partial(gradients.replicate, runner.settings.comm)
-            nbytes = act() if not recording() else in_range("all_reduce", unit.name, act)
+            if recording():
+                nbytes = in_range("all_reduce", unit.name, partial(gradients.replicate, runner.settings.comm))
+            else:
+                nbytes = gradients.replicate(runner.settings.comm)
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
+
+    @staticmethod
+    def _tell_wait(unit: Unit) -> None:
+        """Emit that the unit's collectives in flight are waited for."""
+        if any([gradients.pending is not None for gradients in unit.gradients]):
+            unit.emit("wait_reduce", sum([gradients.buffer_bytes for gradients in unit.gradients]))
 
     def _finish_unit(self, runner: Reducible) -> None:
         """Deliver a unit's reductions in flight, so that its buffer is free."""
@@ -336,6 +346,8 @@ class Reducer:
         unit, rules = runner.unit, runner.settings.reduce
         ledger = unit.ledger
         receivers: list[torch.Tensor] = []
+        if stream.listeners:
+            self._tell_wait(unit)
         for gradients in unit.gradients:
             if gradients.state is REDUCING:
                 running = gradients.running

@@ -164,6 +164,7 @@ class Runner:
             written += root.guide.written(self.index, period.leads_back)
         if written:
             self.kept = False
+            unit.gathered_version = -1  # where it stays gathered: its values are not the shards'
             raise unit.written_error(written)
         if unit.usual is None and unit.state is GATHERED:
             plan_usual_step(self)

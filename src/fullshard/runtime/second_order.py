@@ -30,7 +30,7 @@ class _Reduced(torch.autograd.Function):
 
 def refuse_second_derivatives(units: Iterable[Unit]) -> None:
     """Make differentiating the current `.grad` of these units raise `PhaseError`. Call with gradients enabled."""
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
     for unit in units:
         for bucket in unit.buckets:
             flat = bucket.flat_parameter

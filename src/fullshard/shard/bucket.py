@@ -37,7 +37,7 @@ from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access, read_requires_grad
 from ..watcher import RANK
-from .messages import partly_on_meta, several_dtypes
+from .messages import on_another_device, partly_on_meta, several_dtypes
 from .offload import Home
 
 
@@ -228,6 +228,8 @@ class Bucket:
             home.begin(unit)
         with torch.inference_mode(False):  # these tensors must serve training later
             if self.full is None:
+                if self.device != self.axes.device and self.device.type != "meta":
+                    raise on_another_device(self.members[0].name, self.axes.device, self.device)
                 self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:

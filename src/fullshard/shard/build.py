@@ -314,6 +314,8 @@ def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxe
         raise unusable_placement(item.name, placement, settings.layout)
     if mesh is None:
         return placement, settings.axes
+    if isinstance(mesh, MeshAxes):  # the planner's: there are no groups
+        return placement, mesh
     if mesh != settings.axes.mesh:
         refuse_misread(mesh)
     axes = resolve_mesh(mesh)

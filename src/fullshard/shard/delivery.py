@@ -219,6 +219,13 @@ class Delivery:
         """Whether this rank needs to know which parameters other ranks used."""
         return bool(self.undecided or self.aside)
 
+    def lacking(self) -> list[str]:
+        """Names of parameters without a gradient here, whose gradients depend on whether any rank has one."""
+        members = self.bucket.members
+        if _ALL in self.aside:
+            return [member.name for member in members]
+        return [members[index].name for index in sorted({*self.undecided, *self.aside})]
+
     def decide(self, present: Sequence[bool]) -> list[torch.Tensor]:
         """Deliver gradients to undecided members if any rank had one.
 

@@ -258,14 +258,17 @@ def inner_tensors(name: str, kind: str) -> ConfigError:
 
 
 def on_another_device(name: str, home: Any, device: Any) -> ConfigError:
-    """The error for a parameter on a device that is neither the rank's nor the CPU."""
+    """The error for a parameter on a device that is not its mesh's."""
+    if device.type == home.type:
+        remedy = "call torch.accelerator.set_device_index(local_rank) before making the mesh and the model"
+    else:
+        remedy = f"pass a mesh of its device, init_device_mesh({device.type!r}, (world_size,))"
     return ConfigError(
-        "A parameter is on a device that is neither this rank's nor the CPU.",
+        "A parameter is on a device that is not its mesh's: collectives and computation would not wait for each other.",
         parameter=name,
-        expected=f"{home}, cpu or meta",
+        expected=home,
         got=device,
-        remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
-        f"or move it with model.to({str(home)!r})",
+        remedy=f"{remedy}; or move it with model.to({str(home)!r})",
     )
 
 

@@ -120,7 +120,16 @@ class Unit:
     def emit(self, verb: str, nbytes: int) -> None:
         """Emit an event; call only if there are listeners."""
         if self.buckets:  # a root whose parameters are all in units below does nothing worth an event
-            stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger.live)
+            stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger.live, self._ranks_of(verb))
+
+    def _ranks_of(self, verb: str) -> tuple[int, ...]:
+        """Return the global ranks among which the unit's collective of this verb runs."""
+        bucket = self.buckets[0]
+        if verb == "gather":
+            return (bucket.axes.shard if bucket.kept is None else self.kept_axis or bucket.axes.shard).ranks
+        if verb == "reduce":
+            return bucket.axes.shard.ranks
+        return bucket.axes.replicate.ranks if verb == "all_reduce" and bucket.axes.replicate is not None else ()
 
     # Gather and free.
 
@@ -192,6 +201,8 @@ class Unit:
         """
         assert self.state is GATHERING, f"unit {self.name!r} is {self.state.value}; there is no gather to wait for"
         plan, pending = self.gathered, self.pending
+        if stream.listeners:
+            self.emit("wait_gather", self.gathered_bytes)
         try:
             self.pending = None
             if recording():

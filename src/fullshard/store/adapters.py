@@ -50,14 +50,14 @@ class Adapter:
                 "Adapters are saved and loaded in PEFT's format, by PEFT.", got=str(error), remedy="pip install peft"
             ) from error
         self._names_of = peft.get_peft_model_state_dict
-        found = [(path, m) for path, m in model.named_modules() if is_peft_model(m)]
-        if not found:
+        adapted = next(((path, m) for path, m in model.named_modules() if is_peft_model(m)), None)
+        if adapted is None:
             raise ConfigError(
                 "The model has no adapter of PEFT's.",
                 got=type(model).__name__,
                 remedy="adapt it by peft.get_peft_model before it is sharded",
             )
-        path, self.model = found[0]
+        path, self.model = adapted
         self._prefix = f"{path}." if path else ""
         configs: Mapping[str, Any] = self.model.peft_config
         active = list(self.model.active_adapters)
@@ -68,29 +68,24 @@ class Adapter:
             raise ConfigError("The model has no adapter of this name.", expected=", ".join(configs), got=self.name)
         self.config: Any = configs[self.name]
 
-    def names(self, table: Table, embeddings: bool | str = "auto") -> dict[str, str]:
+    def names(self, table: Table) -> dict[str, str]:
         """By the name in PEFT's files, the name in `table`.
-
-        Args:
-            embeddings: whether the embeddings that an adapter stands on belong to it; "auto": as PEFT decides.
 
         Raises:
             CheckpointError: PEFT makes a tensor of several.
         """
         stand_ins: dict[str, torch.Tensor] = {}
-        known: dict[int, str] = {}
+        name_of: dict[int, str] = {}
         for row in Table(self.model, lambda name: name).parameters:
             for name in row.names:
                 stand_ins[name] = torch.empty(row.shape, device="meta")
-                known[id(stand_ins[name])] = plain_name(self._prefix + name)
+                name_of[id(stand_ins[name])] = plain_name(self._prefix + name)
         rows = {name: row for row in table.parameters for name in row.names}
-        found = {}
+        names = {}
         names_of: Any = self._names_of  # whose annotations differ between versions of PEFT
-        given = names_of(
-            self.model, state_dict=dict(stand_ins), adapter_name=self.name, save_embedding_layers=embeddings
-        )
-        for name, stand_in in given.items():
-            owner = rows.get(known.get(id(stand_in), ""))
+        of_adapter = names_of(self.model, state_dict=dict(stand_ins), adapter_name=self.name)
+        for name, stand_in in of_adapter.items():
+            owner = rows.get(name_of.get(id(stand_in), ""))
             if owner is None:
                 raise CheckpointError(
                     "An adapter has a tensor that is no parameter of the model as it is.",
@@ -98,8 +93,8 @@ class Adapter:
                     got=f"an adapter of type {self.config.peft_type}",
                     remedy="save it from a model on one rank, by PEFT",
                 )
-            found[plain_name(name)] = owner.name
-        return found
+            names[plain_name(name)] = owner.name
+        return names
 
     def save_config(self, folder: Path) -> None:
         """Write adapter_config.json, as `PeftModel.save_pretrained` does."""
@@ -117,19 +112,18 @@ class Adapter:
             CheckpointError: there is none, or a setting that decides what weights mean is another.
         """
         try:
-            said = json.loads((folder / CONFIG).read_text())
+            settings = json.loads((folder / CONFIG).read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 "A folder holds no adapter of PEFT's.", expected=f"{CONFIG} in {folder}", got=f"{error}"[:200]
             ) from None
-        mine = self.config.to_dict()
+        of_model = self.config.to_dict()
         for key in _DECIDES:
-            there = said.get(key) if isinstance(said, dict) else None
-            here = getattr(mine.get(key), "value", mine.get(key))
+            there = settings.get(key) if isinstance(settings, dict) else None
+            here = getattr(of_model.get(key), "value", of_model.get(key))
             if (there or None) != (here or None):
                 raise CheckpointError(
-                    "An adapter in a folder was made with another setting than the model's: its weights would mean "
-                    "something else; nothing was loaded.",
+                    "An adapter's settings differ from the model's; nothing was loaded.",
                     parameter=key,
                     expected=repr(here),
                     got=repr(there)[:100],

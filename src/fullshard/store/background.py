@@ -108,9 +108,9 @@ class Part:
 def note_written(path: Path, rank: int, text: str, failed: bool = False) -> None:
     """Tell the first rank's writer, by a file, that this rank's has written, or failed."""
     kind = "failed" if failed else "written"
-    made = path / f"rank-{rank}.{kind}.new"
-    made.write_text(text)
-    made.replace(path / f"rank-{rank}.{kind}")
+    fresh = path / f"rank-{rank}.{kind}.new"
+    fresh.write_text(text)
+    fresh.replace(path / f"rank-{rank}.{kind}")
 
 
 class Writer:
@@ -128,7 +128,6 @@ class Writer:
         self._locked = False  # whether the map is page-locked
         self._handing: threading.Thread | None = None  # it waits for the device, and sends the job
         self._running: Order | None = None
-        self._abandoned: Order | None = None
         self._answer: dict[str, str] | None = None
         self._partial = b""  # of an answer
         self.part: Part | None = None
@@ -142,7 +141,8 @@ class Writer:
         Raises:
             CheckpointError: the process cannot be started: the limit of processes, files or memory is reached.
         """
-        self._end_abandoned()
+        while self._running is not None and not self.poll(1.0):  # an abandoned save has the snapshot
+            pass
         text = pickle.dumps(order)
         begin = data_begin(len(text))
         memory = self._room(begin + order.data_bytes)
@@ -178,20 +178,12 @@ class Writer:
         except BrokenPipeError:  # the process ended: `poll` tells
             pass
         except Exception as error:  # whatever devices raise
-            told = f"rank {order.rank}: copying what is to be saved: {type(error).__name__}: {error}"
-            self._fail(order, told)
-            self._answer = {"error": told}
+            failure = f"rank {order.rank}: copying what is to be saved: {type(error).__name__}: {error}"
+            self._fail(order, failure)
+            self._answer = {"error": failure}
         finally:
             if lock >= 0:
                 os.close(lock)
-
-    def _end_abandoned(self) -> None:
-        """Wait until the snapshot is free."""
-        if self._abandoned is not None:
-            self._running, self._abandoned = self._abandoned, None
-            while not self.poll(1.0):
-                pass
-            self._running = self._answer = None
 
     def _room(self, nbytes: int) -> mmap.mmap:
         """The snapshot, of at least so many bytes."""
@@ -227,7 +219,7 @@ class Writer:
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that the process has written of this rank's, and all there are."""
-        if self._mapped is None or self._running is None:
+        if self._mapped is None or self.part is None:
             return (0, 0)
         done, total = HEADER.unpack_from(self._mapped)
         return min(done, total), total
@@ -262,15 +254,15 @@ class Writer:
         code = self._process.wait()
         self._process = None
         order = self._running
-        told = f"the process that writes in the background ended with exit code {code}"
-        self._fail(order, told)
-        return told
+        failure = f"the process that writes in the background ended with exit code {code}"
+        self._fail(order, failure)
+        return failure
 
     @staticmethod
-    def _fail(order: Order, told: str) -> None:
+    def _fail(order: Order, failure: str) -> None:
         """Let the writers of other ranks know."""
         with contextlib.suppress(OSError):  # the folder may be gone, with the other writers
-            note_written(order.folder.at(order.name), order.rank, told, failed=True)
+            note_written(order.folder.at(order.name), order.rank, failure, failed=True)
 
     def finish(self) -> None:
         """Wait for the end of the save that was started, and note in its `part` how it ended."""
@@ -293,12 +285,11 @@ class Writer:
             self._channel.sendall(GIVE_UP)
 
     def abandon(self) -> None:
-        """Let nobody ask for what was started: not all ranks could start. The process ends by itself, and soon.
+        """Forget the save that was started: some ranks failed to start it.
 
-        It finds the folder gone that it writes into. Until then it has the snapshot, and `start` waits for it.
+        The process soon ends it, as the folder is gone; until then it has the snapshot, and `start` waits for it.
         """
-        if self._running is not None:
-            self._abandoned, self._running, self._answer, self.part = self._running, None, None, None
+        self.part = None
 
     def at_exit(self) -> None:
         """Let a save end before this process does, and say so if it fails."""

@@ -1,10 +1,10 @@
-"""What this rank holds of a model and its optimizers, by the names that a checkpoint knows it by.
+"""This rank's pieces of a model and its optimizers, by their names in a checkpoint.
 
     model.NAME                    parameters and persistent buffers, by their names in the unwrapped model
     optimizer.state.NAME.KEY      optimizer state of a parameter
 
-The same list serves both ways: a save writes the pieces, a load fills them. Nothing is gathered, and nothing that is
-gathered is looked at: pieces are views of the shards.
+The same list serves both directions: a save writes the pieces, a load fills them. Nothing is gathered, and gathered
+buffers are not read: pieces are views of the shards.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.held import Held, held_by, kinds_of
+from ..checkpoint.held import Held, Kind, held_by, kinds_of
 from ..checkpoint.names import Named, Table
 from ..checkpoint.settings import named_groups
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError, PhaseError
 from ..names import plain_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER
-from .table import table_of
 
 _REMEDIES = {
     "model": "pass the model itself, not its state dict: {call}(folder, model, optimizer)",
@@ -35,25 +34,25 @@ _REMEDIES = {
 
 
 def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that `call` ("save" or "load") was given, as a list.
+    """The optimizers passed to `call` ("save" or "load"), as a list.
 
     Raises:
-        ConfigError: an argument is of another type; it is named.
+        ConfigError: an argument has an invalid type; the message names it.
     """
     several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
-    given = list(optimizers) if several else [optimizers]
+    listed = list(optimizers) if several else [optimizers]
     checked: list[tuple[str, Any, type]] = [("model", model, nn.Module)]
-    checked += [("optimizers", one, torch.optim.Optimizer) for one in given]
+    checked += [("optimizers", optimizer, torch.optim.Optimizer) for optimizer in listed]
     checked += [("state", {} if state is None else state, Mapping)]
-    for what, value, kind in checked:
+    for argument, value, kind in checked:
         if not isinstance(value, kind):
             raise ConfigError(
-                f"{call}({what}=) has an invalid type.",
+                f"{call}({argument}=) has an invalid type.",
                 expected=kind.__name__,
                 got=type(value).__name__,
-                remedy=_REMEDIES[what].format(call=call),
+                remedy=_REMEDIES[argument].format(call=call),
             )
-    return given
+    return listed
 
 
 @dataclass(eq=False)
@@ -61,10 +60,11 @@ class StateOf:
     """State of one tensor of an optimizer.
 
     Attributes:
-        optimizer, held: whose.
-        state: the optimizer's own; for one that has none, what is to be loaded into.
-        pieces: what this rank holds of it, by parameter name.
-        scalars: by parameter name and key.
+        optimizer: the optimizer.
+        held: the tensor and its parameters.
+        state: the optimizer's own dict; of a tensor without state, a new dict to load into.
+        pieces: this rank's pieces of the state, by parameter name.
+        scalars: values for a whole parameter, by parameter name and key.
     """
 
     optimizer: torch.optim.Optimizer
@@ -76,14 +76,14 @@ class StateOf:
 
 @dataclass(eq=False)
 class Contents:
-    """See the module's docstring.
+    """This rank's pieces of a model and its optimizers.
 
     Attributes:
         table: the model's parameters and buffers.
         model: pieces of parameters and buffers.
-        states: of the optimizers' tensors.
-        groups: of all optimizers, in order: settings, and the names of their parameters.
-        ties: other names of tensors, and the one they are kept under; in the checkpoint's names.
+        states: state of the optimizers' tensors.
+        groups: parameter groups of all optimizers, in order: settings, and the names of their parameters.
+        ties: further names of tensors, each with the name that the tensor is saved under; names of the checkpoint.
         extra: modules' extra state (`get_extra_state`), by name in the checkpoint.
     """
 
@@ -96,10 +96,10 @@ class Contents:
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """All of them."""
+        """All pieces: of the model, then of the optimizers."""
         yield from self.model
-        for one in self.states:
-            for pieces in one.pieces.values():
+        for state in self.states:
+            for pieces in state.pieces.values():
                 yield from pieces
 
 
@@ -108,95 +108,129 @@ def contents_of(
     optimizers: Iterable[torch.optim.Optimizer],
     first: bool,
 ) -> Contents:
-    """The contents of this rank. No communication.
+    """Collect the contents of this rank. No communication.
 
     Args:
-        first: whether this is the first rank, which writes what all ranks have.
+        first: whether this is the first rank, which writes tensors that all ranks have.
 
     Raises:
-        CheckpointError: something that has no values yet, or state that cannot be named.
+        CheckpointError: a tensor has no values yet, or state cannot be named.
         PhaseError: the model is in the middle of a step.
-        ConfigError: two optimizers of one parameter.
+        ConfigError: two optimizers update the same parameter.
     """
     table = table_of(model)
-    found = Contents(table)
+    contents = Contents(table)
     for turn, row in enumerate(table.parameters):
-        found.model += _row_pieces(row, MODEL + row.name, row.parameter, turn, first)
-        found.ties |= {MODEL + name: MODEL + row.name for name in row.names[1:]}
+        contents.model += row_pieces(row, MODEL + row.name, row.parameter, turn, first)
+        contents.ties |= {MODEL + name: MODEL + row.name for name in row.names[1:]}
     seen: dict[int, str] = {}
     for turn, (name, buffer) in enumerate(table.buffers.items()):
         if id(buffer) in seen:
-            found.ties[MODEL + name] = seen[id(buffer)]
+            contents.ties[MODEL + name] = seen[id(buffer)]
             continue
         seen[id(buffer)] = MODEL + name
-        found.model += value_pieces(MODEL + name, buffer, turn, first)
+        contents.model += value_pieces(MODEL + name, buffer, turn, first)
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
-    taken: dict[str, int] = {}
+            contents.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
+    updated_by: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
-        _add_optimizer(found, optimizer, number, taken, first)
-    return found
+        _add_optimizer(contents, optimizer, number, updated_by, first)
+    return contents
+
+
+def table_of(model: nn.Module) -> Table:
+    """The names of `model`, without what wrapping and compiling put in, once what the user replaced was noticed.
+
+    What is gathered stays as it is.
+
+    Raises:
+        PhaseError: `model` is in the middle of a step, or shows whole parameters that may be written to.
+        CheckpointError: a tensor on the meta device.
+    """
+    table = Table(model, plain_name)
+    for unit, runner in table.units:
+        root = runner.root if runner is not None else None
+        if unit.showing.summoned or (root is not None and (root.pass_top is not None or root.in_backward)):
+            raise PhaseError(
+                "Whole values of a model were asked for in the middle of a step, or inside summon_full_params.",
+                parameter=unit.name or "(root)",
+                remedy="ask between steps: after optimizer.step(), or before the next forward",
+                topic="called-in-a-step",
+            )
+        unit.refresh()
+    tensors = {row.name: row.parameter if row.bucket is None else row.bucket.shard for row in table.parameters}
+    for name, tensor in {**tensors, **table.buffers}.items():
+        if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise CheckpointError(
+                "A tensor of the model has no values: it is on the meta device, or not initialised.",
+                parameter=name,
+                remedy="model.to_empty(device=...) and a load first; lazy modules need a forward",
+                topic="weights-on-meta",
+            )
+    return table
 
 
 def lacking_state(optimizers: Iterable[torch.optim.Optimizer], ranks: Ranks) -> set[tuple[int, int]]:
-    """The tensors that have no state on some rank, by optimizer and number in it. Collective.
+    """The tensors without state on some rank, by optimizer and number in it. Collective.
 
-    All ranks make state for the same ones, as an optimizer may communicate in its step.
+    All ranks create state for the same tensors, because an optimizer may communicate in its step.
     """
-    mine: set[tuple[int, int]] = set()
+    lacking: set[tuple[int, int]] = set()
     for o, optimizer in enumerate(optimizers):
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        mine |= {(o, number) for number, tensor in enumerate(tensors) if not optimizer.state.get(tensor)}
-    digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
+        lacking |= {(o, number) for number, tensor in enumerate(tensors) if not optimizer.state.get(tensor)}
+    digest = hashlib.sha256(repr(sorted(lacking)).encode()).digest()
     if len(set(ranks.all(digest))) == 1:
-        return mine
-    return set().union(*ranks.all(mine))
+        return lacking
+    return set().union(*ranks.all(lacking))
 
 
-def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
+def row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
+    """This rank's pieces of a parameter; `value` is the parameter, where no unit has it."""
     if row.bucket is None or row.member is None:
         return list(value_pieces(name, value, turn, first))
     return list(member_pieces(name, row.bucket, row.member, row.bucket.part(row.bucket.shard, row.member), turn))
 
 
 def _add_optimizer(
-    found: Contents,
+    contents: Contents,
     optimizer: torch.optim.Optimizer,
     number: int,
-    taken: dict[str, int],
+    updated_by: dict[str, int],
     first: bool,
 ) -> None:
-    held = held_by(found.table, optimizer.param_groups)
-    for name in [row.name for one in held for row in one.rows]:
-        if taken.setdefault(name, number) != number:
+    tensors = held_by(contents.table, optimizer.param_groups)
+    for name in [row.name for held in tensors for row in held.rows]:
+        if updated_by.setdefault(name, number) != number:
             raise ConfigError(
-                "Two optimizers update one parameter: their state would have one name.",
+                "Two optimizers update one parameter: their states would share one name.",
                 parameter=name,
-                remedy="give each optimizer parameters of its own",
+                remedy="assign each parameter to one optimizer only",
             )
-    found.states += [StateOf(optimizer, one, optimizer.state.get(one.tensor) or {}) for one in held]
-    add_states(found, found.states[-len(held) :] if held else [], first)
-    found.groups += named_groups(held, optimizer.param_groups)
+    states = [StateOf(optimizer, held, optimizer.state.get(held.tensor) or {}) for held in tensors]
+    contents.states += states
+    add_states(contents, states, first)
+    contents.groups += named_groups(tensors, optimizer.param_groups)
 
 
 def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> None:
-    """What this rank holds of the state of these tensors."""
-    numbers = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
+    """Add this rank's pieces and scalars to the states of optimizer tensors."""
+    turns = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
     for state in states:
+        kinds = kinds_of(state.held, state.state) if state.held.rows else {}
         for row in state.held.rows:
-            _add_state(state, row, numbers[row.name], first)
+            _add_state(state, row, kinds[row.name], turns[row.name], first)
 
 
-def _add_state(one: StateOf, row: Named, turn: int, first: bool) -> None:
-    """What this rank holds of the state of one parameter."""
-    kinds = kinds_of(one.held, one.state)[row.name]
-    pieces, scalars = one.pieces.setdefault(row.name, []), one.scalars.setdefault(row.name, {})
+def _add_state(state: StateOf, row: Named, kinds: Mapping[str, Kind], turn: int, first: bool) -> None:
+    """Add this rank's pieces and scalars of one parameter's state."""
+    pieces, scalars = state.pieces.setdefault(row.name, []), state.scalars.setdefault(row.name, {})
     for key, kind in kinds.items():
-        value, name = one.state[key], f"{OPTIMIZER}{row.name}.{key}"
+        value, name = state.state[key], f"{OPTIMIZER}{row.name}.{key}"
         if kind.what == "value":
             scalars[key] = Scalar(value, kind.owns)
         elif kind.what == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
-            pieces += member_pieces(name, row.bucket, row.member, one.held.local(row, value), turn)
+            pieces += member_pieces(name, row.bucket, row.member, state.held.local(row, value), turn)
         else:
             pieces += value_pieces(name, value, turn, first)

@@ -81,8 +81,8 @@ class Folder:
 
     def step_of(self, name: str) -> int | None:
         """The step in a checkpoint's name."""
-        found = step_and_turn(name)
-        return None if found is None else found[0]
+        key = step_and_turn(name)
+        return None if key is None else key[0]
 
     def names(self) -> list[str]:
         """The checkpoints that have a manifest, in the order in which they were saved."""
@@ -98,8 +98,8 @@ class Folder:
         One whose manifest is damaged counts as saved right after those of the steps before it: its damage is reported
         when it is the newest, and does not pass for an old checkpoint.
         """
-        known: list[tuple[float, tuple[int, int], str]] = []
-        unknown: list[tuple[tuple[int, int], str]] = []
+        dated: list[tuple[float, tuple[int, int], str]] = []
+        undated: list[tuple[tuple[int, int], str]] = []
         for name in self._entries():
             key = step_and_turn(name)
             start = None if key is None else self._start_of(f"{name}/{manifest.NAME}")
@@ -107,12 +107,12 @@ class Folder:
                 continue
             time = manifest.time_in(start)
             if time is None:
-                unknown.append((key, name))
+                undated.append((key, name))
             else:
-                known.append((time, key, name))
-        for key, name in sorted(unknown):
-            known.append((max((time for time, other, _ in known if other < key), default=-math.inf), key, name))
-        return known
+                dated.append((time, key, name))
+        for key, name in sorted(undated):
+            dated.append((max((time for time, other, _ in dated if other < key), default=-math.inf), key, name))
+        return dated
 
     def _entries(self) -> Iterable[str]:
         """The names of what is in the folder; nothing if there is none."""
@@ -352,5 +352,5 @@ class Folder:
 
 def step_and_turn(name: str) -> tuple[int, int] | None:
     """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2] or 1))
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 1))

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..checkpoint.whole import BATCH_BYTES, Wanted, batches
 from ..errors import ConfigError, PhaseError
+from .contents import table_of
 from .lora import Given, merged_parameters
 from .ranks import Ranks
-from .table import table_of
 
 
 def full_parameters(
@@ -58,7 +58,7 @@ def full_parameters(
         Name and tensor.
 
     Raises:
-        ConfigError: an argument that cannot be, or with `merge_lora` an adapter that cannot be merged.
+        ConfigError: an invalid argument, or with `merge_lora` an adapter that cannot be merged.
         PhaseError: called in the middle of a step or inside `summon_full_params`.
         CheckpointError: another rank stopped early or failed, or a parameter has no values.
     """
@@ -90,10 +90,10 @@ def wanted_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool, buf
     table = table_of(model)
     if merge_lora:
         return merged_parameters(model, table, dtype, buffers)
-    found = [Given(Wanted(row.name, row, dtype)) for row in table.parameters]
+    wanted = [Given(Wanted(row.name, row, dtype)) for row in table.parameters]
     if buffers:
-        found += [Given(Wanted(name, buffer, dtype)) for name, buffer in table.buffers.items()]
-    return found
+        wanted += [Given(Wanted(name, buffer, dtype)) for name, buffer in table.buffers.items()]
+    return wanted
 
 
 def stream(wanted: Sequence[Given], bucket_bytes: int, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,26 +109,26 @@ def stream(wanted: Sequence[Given], bucket_bytes: int, ranks: Ranks) -> Iterator
     while left:
         batch = left.pop()
         ranks.together("full_parameters", batch.pack)
-        found = batch.gather()[::-1]
+        wholes = batch.gather()[::-1]
         del batch
         try:
-            while found:
-                one, whole = found.pop()
-                given = owner.get(id(one))
+            while wholes:
+                part, whole = wholes.pop()
+                given = owner.get(id(part))
                 if given is None:
-                    kept[id(one)] = whole.clone()  # small, and not to keep its bucket
+                    kept[id(part)] = whole.clone()  # small, and not to keep its bucket
                     continue
-                name = one.name
+                name = part.name
                 whole = given.finish(whole, kept)
                 yield name, whole
                 del whole
         except BaseException as stop:  # GeneratorExit where the consumer stopped
             if left:
-                _tell(ranks, name, stop)
+                _report(ranks, name, stop)
             raise
 
 
-def _tell(ranks: Ranks, name: str, stop: BaseException) -> None:
+def _report(ranks: Ranks, name: str, stop: BaseException) -> None:
     """Let the other ranks know, where they would gather the next bucket, that this one does not come."""
     error: Exception | None = stop if isinstance(stop, Exception) else None
     if error is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
-import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -48,15 +47,15 @@ def new_hash(kind: str, file: str) -> Any:
     Raises:
         CheckpointError: it cannot be made here.
     """
-    made = KINDS.get(kind)
-    if made is None:
+    new = KINDS.get(kind)
+    if new is None:
         raise CheckpointError(
             "A checkpoint's files cannot be checked here: the package that makes their hashes is not installed.",
             expected=f"hashes of kind {kind}, of {file}",
             got="no package xxhash",
             remedy="pip install xxhash, or leave hashes out: load(check=False), fullshard inspect --no-hashes",
         )
-    return made()
+    return new()
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,12 @@ class FileFacts:
     kind: str = "sha256"
 
 
-class Hashed(io.RawIOBase):
+class Hashed:
     """A stream that passes on what is written to it, and hashes every `BLOCK` bytes.
 
     Args:
         below: what is written to.
         progress: called with the number of bytes after each write.
-
-    Attributes:
-        error: what `below` raised first: writers in native code report what followed from it.
     """
 
     def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
@@ -91,10 +87,6 @@ class Hashed(io.RawIOBase):
         self._hash, self._room = new_hash(self._kind, "a file"), BLOCK
         self._hashes: list[str] = []
         self._at = 0
-        self.error: Exception | None = None
-
-    def writable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -104,13 +96,9 @@ class Hashed(io.RawIOBase):
         rest = view
         while len(rest):
             now = rest[: min(self._room, CHUNK)]
-            try:
-                wrote = self._below.write(now)
-                if wrote == 0:
-                    raise OSError(errno.EIO, "nothing was written")
-            except Exception as error:
-                self.error = self.error or error
-                raise
+            wrote = self._below.write(now)
+            if wrote == 0:
+                raise OSError(errno.EIO, "nothing was written")
             now = now[: len(now) if wrote is None else wrote]
             self._hash.update(now)
             self._at += len(now)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,13 @@ from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
+from .contents import row_pieces, table_of
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model
-from .piece import Piece, member_pieces, value_pieces
+from .piece import Piece, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
-from .table import table_of
 
 
 def save_safetensors(
@@ -64,7 +65,7 @@ def save_safetensors(
         process_group: the ranks that hold the model; None: all.
 
     Raises:
-        ConfigError: arguments that cannot be, or do not go together; peft is not installed.
+        ConfigError: invalid or conflicting arguments; peft is not installed.
         CheckpointError: the folder is there and not empty, cannot be written, or there is no room; a dtype that files
             do not have. On every rank, whichever it happened on; nothing is left then.
         PhaseError: called in the middle of a step.
@@ -78,7 +79,7 @@ def save_safetensors(
     try:
         with ranks.step("planning the files"):
             given = _plain(wanted_of(model, dtype, merge_lora, buffers=True)) if own is None else own.given(dtype)
-            entries = {MODEL + one.name: Entry(one.shape, one.given_dtype) for one in given}
+            entries = {MODEL + tensor.name: Entry(tensor.shape, tensor.given_dtype) for tensor in given}
             if own is not None:
                 max_file_bytes = sum(entry.nbytes for entry in entries.values()) + 1
             if ranks.is_first:
@@ -90,7 +91,7 @@ def save_safetensors(
                     if sink is not None:
                         sink.write(MODEL + name, tensor)
                 except Exception as error:
-                    tensors.throw(error)  # tells the other ranks why
+                    tensors.throw(error)  # reports it to the other ranks
         with ranks.step("finishing save_safetensors"):  # no rank can fail after it
             if sink is not None:
                 if own is None:
@@ -104,12 +105,12 @@ def save_safetensors(
 
 
 def _plain(given: list[Given]) -> list[Given]:
-    """These, of which none is of a class of its own.
+    """Return `given` unchanged.
 
     Raises:
-        CheckpointError: one is.
+        CheckpointError: a parameter is of a tensor subclass.
     """
-    odd = next((one for one in given if one.wanted.is_odd), None)
+    odd = next((tensor for tensor in given if tensor.wanted.is_odd), None)
     if odd is not None:
         raise CheckpointError(
             "A parameter is of a class of its own, which safetensors files do not hold.",
@@ -178,7 +179,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, mer
 
 
 class LoadedNames(NamedTuple):
-    """What `load_safetensors(strict=False)` left alone, as `nn.Module.load_state_dict` tells it.
+    """What `load_safetensors(strict=False)` left alone, as `nn.Module.load_state_dict` reports it.
 
     Attributes:
         missing_keys: of the model, without a tensor in the files.
@@ -227,7 +228,7 @@ def load_safetensors(
             each other), a name that leads out of the folder, or an adapter of other settings. On every rank; nothing
             was changed.
         DamagedCheckpointError: a file is missing, truncated, or not what its header or the index says; as before.
-        ConfigError: no such adapter; peft is not installed; arguments that do not go together.
+        ConfigError: no such adapter; peft is not installed; conflicting arguments.
         PhaseError: called in the middle of a step.
     """
     if adapter and base:
@@ -247,14 +248,14 @@ def load_safetensors(
         if rename is not None:
             source.rename(rename)
         plan = _Plan(source, table, ranks.is_first, cast)
-        for row, known in _names_of(model, table, own, base):
-            plan.add(row, known)
+        for row, file_names in _names_of(model, table, own, base):
+            plan.add(row, file_names)
         return plan, plan.close(strict)
 
     with ExitStack() as opened:
         plan, left = ranks.together("comparing safetensors files with the model", compare)
         with torch.no_grad():
-            ranks.together("reading safetensors files, of which the model may hold a part now,", plan.fill)
+            ranks.together("reading safetensors files (the model may be partially loaded)", plan.fill)
     return left
 
 
@@ -266,13 +267,9 @@ def _names_of(model: nn.Module, table: Table, own: _Own | None, base: bool) -> l
     named += [(name, [name]) for name in table.buffers]
     if not base:
         return named
-    facts = adapted(model)
-    found: list[tuple[Named | str, list[str]]] = []
-    for row, names in named:
-        known = [name for one in names if (name := facts.base_name(one, unused=True)) is not None]
-        if known:
-            found.append((row, known))
-    return found
+    base_name = partial(adapted(model).base_name, unused=True)
+    of_base = [(row, [name for name in map(base_name, names) if name is not None]) for row, names in named]
+    return [(row, names) for row, names in of_base if names]
 
 
 @dataclass
@@ -291,48 +288,40 @@ class _Plan:
     _asked: set[str] = field(default_factory=set)
     _missing: list[str] = field(default_factory=list)
 
-    def add(self, row: Named | str, known: list[str]) -> None:
+    def add(self, row: Named | str, file_names: list[str]) -> None:
         """Plan to read a parameter or buffer from the first of its names that files have."""
-        entries: Mapping[str, Entry] = self.source.entries
-        present = [MODEL + name for name in known if MODEL + name in entries]
-        own = row if isinstance(row, str) else row.name
+        present = [MODEL + name for name in file_names if MODEL + name in self.source.entries]
+        name = row if isinstance(row, str) else row.name
         if not present:
-            self._missing.append(own)
+            self._missing.append(name)
             return
         self._asked.update(present)
-        value: Any = self.table.buffers[row] if isinstance(row, str) else row
-        dtype = value.dtype if isinstance(row, str) else Wanted(own, row).own_dtype
-        if not isinstance(row, str) and Wanted(own, row).is_odd:
+        if not isinstance(row, str) and Wanted(name, row).is_odd:
             raise CheckpointError(
                 "A parameter is of a class of its own, which safetensors files do not hold; nothing was loaded.",
-                parameter=own,
+                parameter=name,
                 got=f"{_class_of(row.parameter)}, to be read from plain numbers",
                 remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
                 "fullshard.load reads what fullshard.save wrote of them",
             )
-        for name in present:
-            check_shape(own, value.shape, entries[name].shape)
-            check_cast(own, dtype, entries[name].dtype, self.cast)
-        for piece in self._pieces(row, own):
-            if not piece.tensor.numel():
-                continue
-            for other in present[1:]:
-                self._compare(piece, present[0], other)
-            self.reads.append((piece, present[0]))
+        for piece in self._pieces(row):
+            for file_name in present:
+                check_shape(name, piece.shape, self.source.entries[file_name].shape)
+                check_cast(name, piece.dtype, self.source.entries[file_name].dtype, self.cast)
+            if piece.tensor.numel():
+                for alias in present[1:]:
+                    self._compare(piece, present[0], alias)
+                self.reads.append((piece, present[0]))
 
-    def _pieces(self, row: Named | str, name: str) -> Iterator[Piece]:
+    def _pieces(self, row: Named | str) -> list[Piece]:
         if isinstance(row, str):
-            yield from value_pieces(name, self.table.buffers[row], 0, self.is_first)
-        elif row.bucket is None or row.member is None:
-            yield from value_pieces(name, row.parameter, 0, self.is_first)
-        else:
-            local = row.bucket.part(row.bucket.shard, row.member)
-            yield from member_pieces(name, row.bucket, row.member, local, 0)
+            return list(value_pieces(row, self.table.buffers[row], 0, self.is_first))
+        return row_pieces(row, row.name, row.parameter, 0, self.is_first)
 
-    def _compare(self, piece: Piece, first: str, other: str) -> None:
-        """A tied parameter under two of its names must have one value."""
-        read = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, other)]
-        check_tied(piece.name, (first.removeprefix(MODEL), read[0]), (other.removeprefix(MODEL), read[1]))
+    def _compare(self, piece: Piece, first: str, alias: str) -> None:
+        """Check that a tied parameter has the same values under two of its names."""
+        values = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
+        check_tied(piece.name, (first.removeprefix(MODEL), values[0]), (alias.removeprefix(MODEL), values[1]))
 
     def close(self, strict: bool) -> LoadedNames:
         """Compare the names.
@@ -349,5 +338,4 @@ class _Plan:
     def fill(self) -> None:
         """Read this rank's rectangles into its shards."""
         for piece, name in self.reads:
-            if piece.tensor.numel():
-                piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
+            piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))

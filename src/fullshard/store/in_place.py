@@ -38,16 +38,16 @@ def sync(path: Path) -> None:
 
 def make_folders(path: Path) -> list[Path]:
     """Make a folder, and those above that are missing; the ones that were made, innermost first."""
-    made: list[Path] = []
+    new: list[Path] = []
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         for folder in reversed(missing):
             folder.mkdir()
-            made.insert(0, folder)
+            new.insert(0, folder)
     except BaseException:
-        remove_empty(made)
+        remove_empty(new)
         raise
-    return made
+    return new
 
 
 def remove_empty(folders: Iterable[Path]) -> None:

@@ -19,7 +19,7 @@ from ..checkpoint.names import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
 from .contents import Contents, check_given, contents_of, lacking_state
-from .entries import RNG, STATE, Generators, Stateful, of_rank
+from .entries import RNG, STATE, Generators, Stateful
 from .folder import Folder
 from .piece import value_pieces
 from .ranks import Ranks
@@ -74,56 +74,34 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
     """
     lacking = lacking_state(wanted.optimizers, ranks)
     with ExitStack() as opened:
-        found = ranks.together(
+        reader, loaded = ranks.together(
             "comparing a checkpoint with the model",
             lambda: _planned(wanted, opened, folder, name, ranks, lacking),
             files=True,
         )
-        reader = found.reader
-        _compare_checkpoints(reader.files, found.loaded, ranks)
+        _compare_checkpoints(reader.files, loaded, ranks)
         ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
         with torch.no_grad():
-            reading = "reading a checkpoint's files, of which the model may hold a part now,"
+            reading = "reading a checkpoint's files (the model may be partially loaded)"
             ranks.together(reading, lambda: reader.files.fill(reader.copies), files=True)
-            ranks.together("taking over what a checkpoint holds", found.take_over)
-    return found.loaded
-
-
-@dataclass
-class _Planned:
-    """What is going to be loaded.
-
-    Attributes:
-        reader: what is read into the model and its optimizers.
-        objects: what takes a state, and the state.
-        loaded: what the user gets.
-    """
-
-    reader: Reader
-    objects: list[tuple[Callable[[Any], object], Any]]
-    loaded: Loaded
-
-    def take_over(self) -> None:
-        """When everything was read: fill what is not read in place."""
-        self.reader.take_over()
-        for take, state in self.objects:
-            take(state)
+            ranks.together("taking over what a checkpoint holds", reader.take_over)
+    return loaded
 
 
 def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
     """All ranks read the same checkpoint, each from wherever it sees it. Collective.
 
     Raises:
-        DivergenceError: they do not: each would fill its part of the model from another one.
+        DivergenceError: they do not: each would fill its part of the model from a different one.
     """
-    told = ranks.all((files.digest, str(loaded.path)))
-    other = next((rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]), None)
-    if other is not None:
+    checkpoints = ranks.all((files.digest, str(loaded.path)))
+    different = next((rank for rank, (digest, _) in enumerate(checkpoints) if digest != checkpoints[0][0]), None)
+    if different is not None:
         raise DivergenceError(
             "Ranks read different checkpoints; nothing was loaded.",
-            rank=other,
-            expected=f"what rank 0 reads: {told[0][1]}",
-            got=f"another one: {told[other][1]}",
+            rank=different,
+            expected=f"the checkpoint that rank 0 reads: {checkpoints[0][1]}",
+            got=f"a different one: {checkpoints[different][1]}",
             remedy="give all ranks a folder in a file system that all of them see, or a whole copy of the same "
             "checkpoint each",
             topic="folders-differ",
@@ -132,7 +110,7 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
 
 def _planned(
     wanted: Wanted, opened: ExitStack, folder: Folder, name: str, ranks: Ranks, lacking: set[tuple[int, int]]
-) -> _Planned:
+) -> tuple[Reader, Loaded]:
     """Open a checkpoint's files, which stay open as long as `opened`, and compare them with what is to be filled."""
     files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
     reader = Reader(files, wanted.cast)
@@ -164,26 +142,26 @@ def _planned(
             stacklevel=7,
         )
     loaded = Loaded(folder.at(name), step, world, state.plain, state.of_ranks, tuple(left))
-    return _Planned(reader, state.objects, loaded)
+    return reader, loaded
 
 
 class _State:
-    """What was saved besides tensors of the model and its optimizers.
+    """Values saved beside the tensors of the model and its optimizers.
 
     Attributes:
+        common: as JSON, those that all ranks had, by name.
+        ranks_values: as JSON, those of each rank that saved, where they differed.
         plain: plain values, by name.
         of_ranks: those of each rank that saved, where they differed.
-        objects: what takes a state, and the state.
     """
 
     def __init__(self, wanted: Wanted, reader: Reader, contents: Contents, ranks: Ranks) -> None:
         self.wanted, self.reader, self.contents, self.ranks = wanted, reader, contents, ranks
         manifest = reader.files.manifest
         self.common: dict[str, Any] = {} if manifest is None else manifest.values.get("state", {})
-        self.own: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
+        self.ranks_values: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
         self.plain: dict[str, Any] = {}
         self.of_ranks: dict[str, list[Any]] = {}
-        self.objects: list[tuple[Callable[[Any], object], Any]] = []
 
     def plan(self) -> None:
         """Find what goes where."""
@@ -191,7 +169,7 @@ class _State:
             key: value.load_state_dict for key, value in self.wanted.state.items() if isinstance(value, Stateful)
         }
         takers |= {name: module.set_extra_state for name, module in self.contents.extra.items()}
-        saved = dict.fromkeys([*self.common, *(key for one in self.own for key in one)])
+        saved = dict.fromkeys([*self.common, *(key for values in self.ranks_values for key in values)])
         for name in takers:
             if name not in saved and self.wanted.strict:
                 raise CheckpointError(
@@ -211,69 +189,64 @@ class _State:
             elif key in self.common:
                 self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
             else:
-                self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
-                if len(self.own) == self.ranks.size:
+                self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.ranks_values))]
+                if len(self.ranks_values) == self.ranks.size:
                     self.plain[key] = self.of_ranks[key][self.ranks.rank]
 
     def _of(self, rank: int, key: str) -> Any:
         """What a rank saved under a name."""
-
-        def tensor(name: str) -> torch.Tensor:
-            own = of_rank(rank, name)
-            return self.reader.tensor(own if own in self.reader.files.index.entries else name)
-
-        return from_json(self.own[rank].get(key), tensor, key)
+        return from_json(self.ranks_values[rank].get(key), partial(self.reader.files.read_of_rank, rank), key)
 
     def _give(self, key: str, take: Callable[[Any], object]) -> None:
         """Plan to hand a state over to the object that it is of."""
         if key in self.common:
-            self.objects.append((take, from_json(self.common[key], self._sharded(key), key)))
-        elif len(self.own) == self.ranks.size:
-            self.objects.append((take, self._of(self.ranks.rank, key)))
+            self.reader.objects.append((take, from_json(self.common[key], self._sharded(key), key)))
+        elif len(self.ranks_values) == self.ranks.size:
+            self.reader.objects.append((take, self._of(self.ranks.rank, key)))
         else:
-            every = [self._of(rank, key) for rank in range(len(self.own))]
+            every = [self._of(rank, key) for rank in range(len(self.ranks_values))]
             take_all = getattr(self.wanted.state[key], "load_state_dicts", None)
             if take_all is None:
                 raise CheckpointError(
                     "A state differed between the ranks that saved it, and there are not as many now; nothing was "
                     "loaded.",
                     parameter=key,
-                    expected=f"{len(self.own)} ranks",
+                    expected=f"{len(self.ranks_values)} ranks",
                     got=self.ranks.size,
                     remedy="give the object a method load_state_dicts(states), which is given those of all ranks; or "
                     "leave it out, and use Loaded.of_ranks",
                 )
-            self.objects.append((take_all, every))
+            self.reader.objects.append((take_all, every))
 
     def _sharded(self, key: str) -> Callable[[str], torch.Tensor]:
         """Gives tensors by name: those that the object holds sharded are read as it splits them."""
-        held: dict[str, torch.Tensor] = {}
+        present: dict[str, torch.Tensor] = {}
         if key in self.wanted.state:
-            to_json(self.wanted.state[key].state_dict(), f"{STATE}{key}", held)
+            to_json(self.wanted.state[key].state_dict(), f"{STATE}{key}", present)
 
         def tensor(name: str) -> torch.Tensor:
-            like = held.get(name)
+            like = present.get(name)
             missing = name not in self.reader.files.index.entries  # which raises
             if like is None or missing or not hasattr(like, "full_tensor"):
                 return self.reader.tensor(name)
-            made = torch.empty_like(like.detach())
-            for piece in value_pieces(name, made, 0, False):
+            target = torch.empty_like(like.detach())
+            for piece in value_pieces(name, target, 0, False):
                 self.reader.want(piece)
             self.reader.asks([name])
-            return made
+            return target
 
         return tensor
 
     def _generators(self) -> None:
         if not self.wanted.rng:
             return
-        same = RNG in self.common or len(self.own) == self.ranks.size
+        same = RNG in self.common or len(self.ranks_values) == self.ranks.size
         if not same:
             if self.ranks.is_first:
                 warnings.warn(
                     message(
                         "The random generators were left as they are: a checkpoint has those of each rank.",
-                        expected=f"{len(self.own)} ranks",
+                        expected=f"{len(self.ranks_values)} ranks",
                         got=self.ranks.size,
                         remedy="seed them, or pass rng=False",
                     ),
@@ -286,13 +259,13 @@ class _State:
             state = self._of(self.ranks.rank, RNG)
         try:
             Generators().check(state)
-        except Exception as error:  # whatever generators make of what is no state of theirs
+        except Exception as error:  # generators raise anything for an invalid state
             raise DamagedCheckpointError(
                 "The state of the random generators cannot be used; nothing was loaded.",
                 got=f"{type(error).__name__}: {error}",
                 remedy="pass rng=False to leave them as they are",
             ) from error
-        self.objects.append((Generators().load_state_dict, state))
+        self.reader.objects.append((Generators().load_state_dict, state))
 
 
 def load(
@@ -347,7 +320,7 @@ def load(
 
     def look() -> tuple[Folder, Wanted]:
         where = folder_at(folder)
-        known = check_given("load", model, optimizers, state)
+        listed = check_given("load", model, optimizers, state)
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise ConfigError(
                 "load(step=) is a count, or None for the newest.",
@@ -355,7 +328,7 @@ def load(
                 got=repr(step),
                 remedy="pass an int, as in step=1, or leave it out",
             )
-        return where, Wanted(model, known, dict(state or {}), rng, strict, check, cast)
+        return where, Wanted(model, listed, dict(state or {}), rng, strict, check, cast)
 
     where, wanted = ranks.together("looking at the arguments", look)
     settle_background(ranks)

@@ -144,28 +144,28 @@ def adapted(model: nn.Module) -> Adapted:
     Raises:
         ConfigError: there is no adapter, or one of a kind that cannot be merged.
     """
-    found = Adapted()
+    facts = Adapted()
     modules = {plain_path(path): module for path, module in model.named_modules()}
     for path, module in modules.items():
-        if is_peft_model(module) and not found.prefix:
+        if is_peft_model(module) and not facts.prefix:
             start = f"{path}." if path else ""
             inside = any(name.startswith(f"{start}base_model.model.") for name in modules)
-            found.prefix = f"{start}base_model.model." if inside else f"{start}base_model."
+            facts.prefix = f"{start}base_model.model." if inside else f"{start}base_model."
         parts = module._modules
         if "original_module" in parts and "modules_to_save" in parts:
-            _add_saved_module(found, path, module)
+            _add_saved_module(facts, path, module)
         elif "base_layer" in parts:
-            found.layers[path] = module
-            found.own += [f"{path}.{name}." for name in getattr(module, "adapter_layer_names", ())]
+            facts.layers[path] = module
+            facts.own += [f"{path}.{name}." for name in getattr(module, "adapter_layer_names", ())]
         elif isinstance(getattr(module, "adapter_layer_names", None), tuple):
             raise _unmergeable(path, f"an adapter of class {type(module).__name__}")
-    if not found.layers and not found.copies:
+    if not facts.layers and not facts.copies:
         raise ConfigError(
             "merge_lora: the model has no LoRA adapter.",
             got=type(model).__name__,
-            remedy="leave merge_lora away, or adapt the model by peft.get_peft_model before it is sharded",
+            remedy="omit merge_lora, or adapt the model by peft.get_peft_model before it is sharded",
         )
-    return found
+    return facts
 
 
 def is_peft_model(module: nn.Module) -> bool:
@@ -173,14 +173,14 @@ def is_peft_model(module: nn.Module) -> bool:
     return hasattr(type(module), "get_base_model") and hasattr(type(module), "active_adapters")
 
 
-def _add_saved_module(found: Adapted, path: str, module: Any) -> None:
+def _add_saved_module(facts: Adapted, path: str, module: Any) -> None:
     active = [name for name in module.active_adapters if name in module.modules_to_save]
     if len(active) > 1:
         raise _unmergeable(path, f"several adapters that replace it: {', '.join(active)}")
     used = f"{path}.modules_to_save.{active[0]}." if active else f"{path}.original_module."
     every = [f"{path}.original_module.", *(f"{path}.modules_to_save.{name}." for name in module.modules_to_save)]
-    found.copies |= dict.fromkeys(every, f"{path}.")
-    found.unused += [name for name in every if name != used]
+    facts.copies |= dict.fromkeys(every, f"{path}.")
+    facts.unused += [name for name in every if name != used]
 
 
 def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None, buffers: bool) -> list[Given]:
@@ -196,7 +196,7 @@ def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None,
         for adapter in layer.active_adapters:
             if adapter not in layer.merged_adapters:
                 _add_deltas(deltas, rows, path, layer, adapter)
-    found = []
+    parameters = []
     for row in table.parameters:
         name = facts.base_name(row.name)
         if name is None:
@@ -204,14 +204,14 @@ def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None,
                 raise _unmergeable(row.name, "a parameter of no part of the base model")
             continue
         added = tuple(deltas.pop(row.name, ()))
-        found.append(Given(Wanted(name, row, None if added else dtype), added, dtype))
+        parameters.append(Given(Wanted(name, row, None if added else dtype), added, dtype))
     if deltas:
         raise _unmergeable(next(iter(deltas)), "an adapter of a weight that the model does not have")
     for name, buffer in table.buffers.items() if buffers else ():
         base = facts.base_name(name)
         if base is not None:
-            found.append(Given(Wanted(base, buffer, dtype)))
-    return found
+            parameters.append(Given(Wanted(base, buffer, dtype)))
+    return parameters
 
 
 def _add_deltas(deltas: dict[str, list[Delta]], rows: Mapping[str, Named], path: str, layer: Any, adapter: str) -> None:

@@ -38,13 +38,12 @@ import torch
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
-from .source import Entry, checked_name
+from .source import Entry, checked_name, checked_shape
 from .storage import MANIFEST, Stored, check_parts, checked_part
 from .tree import dtype_name, dtype_named, once
 
 NAME = MANIFEST
 VERSION = 3
-_MOST_DIMS = 64
 _LATEST_TIME = 1e11  # seconds since 1970, the year 5138: beyond it a time is damage
 _START = re.compile(rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"step":\d+,"world":\d+,"time":([-+.e\d]{1,40}),')
 _OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DOTALL)
@@ -109,12 +108,12 @@ def parse(data: bytes, where: str) -> Manifest:
         CheckpointError: it is damaged, of a newer version, or says what no checkpoint can.
     """
     try:
-        found = _OUTER.fullmatch(data)
-        if found is None:
+        match = _OUTER.fullmatch(data)
+        if match is None:
             raise ValueError("it does not begin and end as one")
-        if hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
+        if hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
             raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash is not what it says.", got=where)
-        inner = json.loads(found[2], object_pairs_hook=once)
+        inner = json.loads(match[2], object_pairs_hook=once)
         if inner["format"] != "fullshard":
             raise ValueError(f"format {inner['format']!r}")
         if inner["version"] != VERSION:
@@ -158,10 +157,8 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
     stored: dict[str, list[Stored]] = {}
     listed, total = list(files.items()), sum(facts.nbytes for facts in files.values())
     for name, facts in inner["tensors"].items():
-        shape = tuple(_count(extent) for extent in facts["shape"])
-        if len(shape) > _MOST_DIMS or math.prod(shape) >= 2**62:
-            raise ValueError(f"tensor {checked_name(name)!r} has shape {shape}")
-        entry = tensors[checked_name(name)] = Entry(shape, dtype_named(facts["dtype"]))
+        entry = Entry(checked_shape(name, facts["shape"]), dtype_named(facts["dtype"]))
+        tensors[checked_name(name)] = entry
         stored[name] = [_part(name, entry, piece, listed) for piece in facts["pieces"]]
         check_parts(name, entry, stored[name], total)
     _refuse_shared(stored)

@@ -6,7 +6,6 @@ The file is a pickle. It may name only the classes that DCP's metadata is made o
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,11 +19,10 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
 from .manifest import inside, without_collection
 from .pickles import read_pickle
-from .source import MOST_NAME, Entry, checked_name
+from .source import MOST_NAME, Entry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 
 NAME = ".metadata"
-_MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,13 @@ def _known(module: str, name: str) -> Any:
         ) from None
 
 
-def _apart(known: Any) -> Any:
+def _apart(original: Any) -> Any:
     """A class or function that does as `known`, and whose attributes are nobody else's."""
-    if isinstance(known, type) and known.__flags__ & _MUTABLE and not issubclass(known, Enum):
-        return type(known.__name__, (known,), {})
-    if isinstance(known, FunctionType) or (isinstance(known, type) and issubclass(known, Enum)):
-        return partial(known)
-    return known
+    if isinstance(original, type) and original.__flags__ & _MUTABLE and not issubclass(original, Enum):
+        return type(original.__name__, (original,), {})
+    if isinstance(original, FunctionType) or (isinstance(original, type) and issubclass(original, Enum)):
+        return partial(original)
+    return original
 
 
 _MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes whose attributes can be set
@@ -91,10 +89,10 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
     """
     try:
         find = functools.cache(lambda module, name: _apart(_known(module, name)))  # a class of this pickle's own
-        found = read_pickle(data, find)
-        if not isinstance(found, Metadata):
-            raise TypeError(f"a {type(found).__name__}")
-        return _index(found, sizes)
+        metadata = read_pickle(data, find)
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"a {type(metadata).__name__}")
+        return _index(metadata, sizes)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle makes of the unpickler
@@ -104,9 +102,9 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         ) from error
 
 
-def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
+def _index(metadata: Metadata, sizes: dict[str, int] | None) -> Index:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for key, info in (found.storage_data or {}).items():
+    for key, info in (metadata.storage_data or {}).items():
         if not isinstance(info, StorageInfo) or getattr(info, "transform_descriptors", None):
             raise ValueError("storage of a kind that is not known, such as compressed")
         begin, nbytes = int(info.offset), int(info.length)
@@ -127,29 +125,23 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
     stored: dict[str, list[Stored]] = {}
     values: dict[str, Stored] = {}
     total = None if sizes is None else sum(sizes.values())  # bytes of all files
-    for name, facts in found.state_dict_metadata.items():
+    for name, facts in metadata.state_dict_metadata.items():
         if isinstance(facts, BytesStorageMetadata):
             if (name, ()) in places:
                 values[name] = Stored(name, (), (), *places[name, ()])
         elif isinstance(facts, TensorStorageMetadata):
-            entries[name] = Entry(tuple(map(int, facts.size)), facts.properties.dtype)
-            _check_entry(name, entries[name])
+            dtype = facts.properties.dtype
+            if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+                raise TypeError(f"a tensor {str(name)[:100]!r} of {dtype!r}")
+            entries[checked_name(name)] = Entry(checked_shape(name, facts.size), dtype)
             stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
             check_parts(name, entries[name], stored[name], total)
         else:
             raise TypeError(f"{type(facts).__name__} of {name!r}")
-    paths = {checked_name(name): tuple(path) for name, path in (found.planner_data or {}).items()}
+    paths = {checked_name(name): tuple(path) for name, path in (metadata.planner_data or {}).items()}
     if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
         raise TypeError("a path that is not of names and numbers")
     return Index(entries, stored, values, paths)
-
-
-def _check_entry(name: Any, entry: Entry) -> None:
-    if not isinstance(name, str) or not isinstance(entry.dtype, torch.dtype):
-        raise TypeError(f"a tensor {str(name)[:100]!r} of {entry.dtype!r}")
-    checked_name(name)
-    if any(extent < 0 for extent in entry.shape) or len(entry.shape) > _MOST_DIMS or math.prod(entry.shape) >= 2**60:
-        raise ValueError(f"{name!r} has shape {entry.shape}")
 
 
 def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:

@@ -83,8 +83,8 @@ def look_through(data: bytes) -> None:
     """
     at, size, huge = 0, len(data), 0
     while True:
-        found = _FIXED.match(data, at)
-        at = found.end() if found is not None else at
+        match = _FIXED.match(data, at)
+        at = match.end() if match is not None else at
         if at >= size:
             raise pickle.UnpicklingError("the pickle has no end")
         code = data[at]

@@ -204,11 +204,11 @@ def _subclass_pieces(name: str, local: Any, bucket: Bucket, member: Member, writ
     A tensor whose first dim is that of the rank's rows is split as they are; another is the same on every rank.
 
     Raises:
-        CheckpointError: the class does not say which tensors it is made of.
+        CheckpointError: the class does not implement `__tensor_flatten__`.
     """
     if not hasattr(local, "__tensor_flatten__"):
         raise CheckpointError(
-            f"A parameter of class {type(local).__name__} does not say which tensors it is made of.",
+            f"A parameter of class {type(local).__name__} does not implement __tensor_flatten__.",
             parameter=member.name,
             expected="__tensor_flatten__, as PyTorch's guide to wrapper subclasses describes it",
             remedy="give the class that method",

@@ -1,14 +1,14 @@
 """What a save writes: every rank knows its own pieces, and all compare before anything is written.
 
 What a rank holds follows from layouts, meshes and placements, and where a piece lies in a file is reported when it is
-written: nothing of it is told before. Ranks exchange one small message, and one number a tensor:
+written: nothing of it is sent before. Ranks exchange one small message, and one number a tensor:
 
     digests         of the step and the optimizers' groups; of names, shapes and dtypes of all tensors; of scalars of
                     optimizer state; of each value of the user's state
     fingerprints    of the rectangles that a rank writes of a tensor, which add up to that of the whole if, and only if,
                     the ranks write every element once
 
-What only one rank knows is told, and only where digests or fingerprints differ:
+What only one rank knows is sent, and only where digests or fingerprints differ:
 
     to the first rank   values of the user's state that differ between ranks, and scalars of optimizer state
     to all              tensors that only some ranks have, such as those of a pipeline's stages
@@ -101,11 +101,6 @@ class Written:
 
     stored: list[Stored]
     facts: dict[str, FileFacts]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the files."""
-        return sum(facts.nbytes for facts in self.facts.values())
 
 
 _Digests = tuple[bytes, bytes, bytes, dict[str, Digest]]
@@ -238,21 +233,21 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
     """
     if len(set(digests)) == 1:
         return dict(entries)
-    tells = digests.index(digests[ranks.rank]) == ranks.rank  # one rank for all with the same
-    found: dict[str, tuple[Entry, int]] = {}
-    for rank, theirs in enumerate(ranks.all(entries if tells else {})):
-        for name, entry in theirs.items():
-            known, first = found.setdefault(name, (entry, rank))
-            if known != entry:
+    reports = digests.index(digests[ranks.rank]) == ranks.rank  # one rank for all with the same
+    union: dict[str, tuple[Entry, int]] = {}
+    for rank, of_rank in enumerate(ranks.all(entries if reports else {})):
+        for name, entry in of_rank.items():
+            expected, first = union.setdefault(name, (entry, rank))
+            if expected != entry:
                 raise DivergenceError(
                     "Ranks hold one tensor in different shapes or dtypes; nothing was written.",
                     parameter=name,
                     rank=rank,
-                    expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
-                    got=f"shape {entry.shape}, {entry.dtype}",
+                    expected=f"{expected}, as on rank {first}",
+                    got=entry,
                     topic="models-differ",
                 )
-    return {name: entry for name, (entry, _) in found.items()}
+    return {name: entry for name, (entry, _) in union.items()}
 
 
 PRIME = 2**47 - 115
@@ -309,8 +304,8 @@ def _share_out(names: Container[str], pieces: Sequence[Piece], entries: Mapping[
     """Let one of the ranks that hold a piece of these tensors write it, in turns; see `_written_by_others`."""
     holders: dict[Key, list[int]] = {}
     sizes: dict[str, dict[Key, tuple[int, ...]]] = {}
-    mine = {(piece.name, piece.offsets): piece for piece in pieces if piece.name in names}
-    for rank, rectangles in enumerate(ranks.all({key: piece.sizes for key, piece in mine.items()})):
+    of_rank = {(piece.name, piece.offsets): piece for piece in pieces if piece.name in names}
+    for rank, rectangles in enumerate(ranks.all({key: piece.sizes for key, piece in of_rank.items()})):
         for key, extent in rectangles.items():
             holders.setdefault(key, []).append(rank)
             sizes.setdefault(key[0], {})[key] = extent
@@ -325,23 +320,24 @@ def _share_out(names: Container[str], pieces: Sequence[Piece], entries: Mapping[
                 got=f"{sum(map(math.prod, rectangles.values()))} in all",
                 remedy="save over all ranks of the model's mesh (process_group=), the same model on each",
             )
-    several = {key: found for key, found in holders.items() if len(found) > 1}
+    several = {key: its_ranks for key, its_ranks in holders.items() if len(its_ranks) > 1}
     hashes = ranks.together(
         "comparing what several ranks hold",
-        lambda: {key: hashlib.sha256(bytes_of(mine[key].tensor)).digest() for key in several if key in mine},
+        lambda: {key: hashlib.sha256(bytes_of(of_rank[key].tensor)).digest() for key in several if key in of_rank},
     )
     compare_values(several, ranks.all(hashes))
-    return {key for turn, (key, found) in enumerate(several.items()) if found[turn % len(found)] != ranks.rank}
+    in_turns = enumerate(several.items())
+    return {key for turn, (key, holding) in in_turns if holding[turn % len(holding)] != ranks.rank}
 
 
 def compare_values(several: Mapping[Key, Sequence[int]], hashes: Sequence[Mapping[Key, bytes]]) -> None:
-    """Let pieces that several ranks hold be the same on these.
+    """Check that pieces held by several ranks have the same values on all of them.
 
     Args:
         hashes: each rank's, of the values of its pieces.
 
     Raises:
-        DivergenceError: ranks have other values.
+        DivergenceError: ranks have different values.
     """
     for key, ranks in several.items():
         first = ranks[0]
@@ -352,7 +348,7 @@ def compare_values(several: Mapping[Key, Sequence[int]], hashes: Sequence[Mappin
                     parameter=key[0],
                     rank=rank,
                     expected=f"the values of rank {first}",
-                    got="others",
+                    got="different values",
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
                     topic="weights-differ",
@@ -411,11 +407,11 @@ def _add_first(
 def _scalars(scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]]) -> list[tuple[str, str, Any]]:
     """Parameter, key and value of every scalar: what a rank says that holds some of the parameter."""
     first: dict[tuple[str, str], Scalar] = {}
-    for each in scalars_of_ranks:
-        for parameter, own in each.items():
-            for key, scalar in own.items():
-                known = first.get((parameter, key))
-                if known is None or (scalar.owns and not known.owns):
+    for of_rank in scalars_of_ranks:
+        for parameter, scalars in of_rank.items():
+            for key, scalar in scalars.items():
+                earlier = first.get((parameter, key))
+                if earlier is None or (scalar.owns and not earlier.owns):
                     first[parameter, key] = scalar
     return [(parameter, key, _received(scalar.value)) for (parameter, key), scalar in first.items()]
 

@@ -35,6 +35,8 @@ class Ranks:
         self._group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
         self.size = dist.get_world_size(self._group) if self._group is not None else 1
+        if self.size == 1:
+            self._group = None
 
     @property
     def is_first(self) -> bool:
@@ -56,8 +58,8 @@ class Ranks:
         try:
             with RANK.files() if files else nullcontext():
                 yield
-        except Exception as found:
-            error = found
+        except Exception as failure:
+            error = failure
         self.meet(error, what)
 
     def together(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
@@ -76,7 +78,7 @@ class Ranks:
         Raises:
             FullshardError: see `step`.
         """
-        if self._group is None or self.size == 1:
+        if self._group is None:
             if error is not None:
                 raise error if isinstance(error, FullshardError) else _failed(what, self.rank, error) from error
             return
@@ -92,25 +94,25 @@ class Ranks:
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. For small ones."""
-        if self._group is None or self.size == 1:
+        if self._group is None:
             return [value]
         return objects_of_all(value, self._group, _WHAT)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on the first rank; the others get an empty list."""
-        if self._group is None or self.size == 1:
+        if self._group is None:
             return [value]
         return objects_to_first(value, self._group, _WHAT)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's numbers added up, on every rank; int64."""
-        if self._group is None or self.size == 1:
+        if self._group is None:
             return values
         return reduce_value(values, dist.ReduceOp.SUM, self._group, _WHAT)
 
     def share(self, value: Any = None) -> Any:
         """The first rank's value, on every rank."""
-        if self._group is None or self.size == 1:
+        if self._group is None:
             return value
         return object_from(0, value, self._group, _WHAT)
 

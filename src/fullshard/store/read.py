@@ -7,8 +7,10 @@ program saved by DCP, `.metadata` (`metadata.py`) and the record of each (`recor
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
 from . import manifest as manifests
+from .entries import of_rank
 from .hashed import BLOCK, CHUNK, new_hash
 from .manifest import Manifest
 from .metadata import NAME as METADATA
@@ -23,7 +26,8 @@ from .metadata import Index, read_index
 from .piece import Piece
 from .record import TensorRecord, value_in
 from .source import OPTIMIZER, Entry, state_path
-from .storage import Storage, Stored
+from .storage import Storage, Stored, extent, read_strided
+from .write import bytes_of
 
 GROUPS = ("optimizer", "param_groups")
 """The keys that lead to an optimizer's groups in the nested state dicts of DCP's programs."""
@@ -54,26 +58,30 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
     Raises:
         DamagedCheckpointError: the checkpoint lacks some of it.
     """
-    found, missing = [], piece.tensor.numel()
-    for one in stored:
-        low = tuple(map(max, piece.offsets, one.offsets))
-        high = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(piece.offsets, piece.sizes, one.offsets, one.sizes, strict=True)
-        )
-        if all(a < b for a, b in zip(low, high, strict=True)):
+    copies, missing = [], piece.tensor.numel()
+    for part in stored:
+        if (common := _intersection(piece, part)) is not None:
             target = piece.tensor
-            for dim, (a, b, at) in enumerate(zip(low, high, piece.offsets, strict=True)):
-                target = target.narrow(dim, a - at, b - a)
-            found.append(Copy(one, entry, tuple(a - b for a, b in zip(low, one.offsets, strict=True)), target))
+            for dim, (start, stop, offset) in enumerate(zip(*common, piece.offsets, strict=True)):
+                target = target.narrow(dim, start - offset, stop - start)
+            begin = tuple(start - offset for start, offset in zip(common[0], part.offsets, strict=True))
+            copies.append(Copy(part, entry, begin, target))
             missing -= target.numel()
-    if missing or _overlap([copy.stored for copy in found]):
+    if missing or _overlap([copy.stored for copy in copies]):
         raise DamagedCheckpointError(
             "A checkpoint does not hold all elements of a tensor, or holds some twice.",
             parameter=piece.name,
             expected=f"{piece.tensor.numel()} elements at {piece.offsets} of {piece.sizes}",
             got=f"{piece.tensor.numel() - missing}",
         )
-    return found
+    return copies
+
+
+def _intersection(one: Piece | Stored, other: Stored) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """First index and end, on every dim, of what two rectangles of one tensor have in common; None: nothing."""
+    low = tuple(map(max, one.offsets, other.offsets))
+    high = tuple(map(min, _ends(one), _ends(other)))
+    return (low, high) if all(map(operator.lt, low, high)) else None
 
 
 def _overlap(stored: Sequence[Stored]) -> bool:
@@ -81,20 +89,18 @@ def _overlap(stored: Sequence[Stored]) -> bool:
     if len(stored) < 2:
         return False
     dims = range(len(stored[0].offsets))
-    dim = max(dims, key=lambda d: len({one.offsets[d] for one in stored}), default=0)  # that which tells most apart
+    dim = max(dims, key=lambda d: len({part.offsets[d] for part in stored}), default=0)  # that which separates most
     current: list[Stored] = []
-    for one in sorted(stored, key=lambda each: each.offsets[dim]):
-        current = [other for other in current if other.offsets[dim] + other.sizes[dim] > one.offsets[dim]]
-        for other in current:
-            low, high = map(max, one.offsets, other.offsets), map(min, _ends(one), _ends(other))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                return True
-        current.append(one)
+    for part in sorted(stored, key=lambda part: part.offsets[dim]):
+        current = [other for other in current if other.offsets[dim] + other.sizes[dim] > part.offsets[dim]]
+        if any(_intersection(part, other) for other in current):
+            return True
+        current.append(part)
     return False
 
 
-def _ends(stored: Stored) -> tuple[int, ...]:
-    return tuple(a + n for a, n in zip(stored.offsets, stored.sizes, strict=True))
+def _ends(rectangle: Piece | Stored) -> tuple[int, ...]:
+    return tuple(map(operator.add, rectangle.offsets, rectangle.sizes))
 
 
 class Files:
@@ -154,18 +160,18 @@ class Files:
 
     def _check_sizes(self, manifest: Manifest) -> None:
         """All files must be what the manifest says."""
-        found = self.storage.sizes
+        sizes = self.storage.sizes
         for name, facts in manifest.files.items():
-            if name not in found:
+            if name not in sizes:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is missing.", expected=self.storage.called(name), got="no such file"
                 )
-            if found[name] != facts.nbytes:
-                what = "truncated" if found[name] < facts.nbytes else "longer than it was written"
+            if sizes[name] != facts.nbytes:
+                difference = "truncated" if sizes[name] < facts.nbytes else "longer than it was written"
                 raise DamagedCheckpointError(
-                    f"A file of a checkpoint is {what}.",
+                    f"A file of a checkpoint is {difference}.",
                     expected=f"{self.storage.called(name)} of {facts.nbytes} bytes",
-                    got=f"{found[name]} bytes",
+                    got=f"{sizes[name]} bytes",
                 )
 
     def verify(self, name: str, begin: int, nbytes: int) -> None:
@@ -181,13 +187,13 @@ class Files:
             if (name, block) in self._verified:
                 continue
             at = block * BLOCK
-            end, found = min(at + BLOCK, facts.nbytes), new_hash(facts.kind, self.storage.called(name))
+            end, block_hash = min(at + BLOCK, facts.nbytes), new_hash(facts.kind, self.storage.called(name))
             for part in range(at, end, CHUNK):
                 data = self._scratch[: min(CHUNK, end - part)]
                 self.storage.read_into(name, part, data)
-                found.update(data)
+                block_hash.update(data)
                 self.storage.keep(name, part, data)
-            if found.hexdigest() != facts.hashes[block]:
+            if block_hash.hexdigest() != facts.hashes[block]:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is damaged: it is not what was written.",
                     expected=f"{facts.kind} {facts.hashes[block][:16]}...",
@@ -221,22 +227,40 @@ class Files:
         if self.manifest is None:
             target.copy_(self._record(copy).read(copy.begin, sizes))
             return
+        dtype, read_into = copy.entry.dtype, partial(self.storage.read_into, copy.stored.file)
         strides = dense_strides(copy.stored.sizes, tuple(range(len(sizes))))
-        first = sum(a * b for a, b in zip(copy.begin, strides, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        item = copy.entry.dtype.itemsize
-        file, begin, nbytes = copy.stored.file, copy.stored.begin + first * item, (last - first + 1) * item
-        dense = last - first + 1 == target.numel() and target.is_contiguous()
-        same = target.dtype == copy.entry.dtype and not target.is_conj() and not target.is_neg()
+        first = sum(at * stride for at, stride in zip(copy.begin, strides, strict=True))
+        dense = extent(sizes, strides) == target.numel() and target.is_contiguous()
+        same = target.dtype == dtype and not target.is_conj() and not target.is_neg()
         if dense and same and target.device.type == "cpu":
-            self.storage.read_into(file, begin, _bytes_of(target))
-            return
-        scratch = torch.empty(nbytes // item, dtype=copy.entry.dtype, device="cpu")
-        self.storage.read_into(file, begin, _bytes_of(scratch))
-        target.copy_(scratch.as_strided(sizes, strides))
+            read_into(copy.stored.begin + first * dtype.itemsize, bytes_of(target))
+        else:
+            target.copy_(read_strided(read_into, copy.stored.begin, dtype, first, sizes, strides))
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Read a tensor, or the rectangle of it at `offsets` of `sizes`, into new memory; it is checked first.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint has no tensor of this name, or it cannot be read.
+        """
+        entry = self.index.entries.get(name)
+        if entry is None:
+            raise DamagedCheckpointError("A checkpoint has no tensor of this name.", parameter=name)
+        sizes = entry.shape if sizes is None else tuple(sizes)
+        offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
+        part = torch.empty(sizes, dtype=entry.dtype, device="cpu")
+        copies = copies_for(Piece(name, entry.shape, offsets, sizes, part), entry, self.index.stored[name])
+        self.check(copies)
+        self.fill(copies)
+        return part
+
+    def read_of_rank(self, rank: int, name: str) -> torch.Tensor:
+        """Read the tensor that a rank saved under a name, or that all ranks saved."""
+        of_its_own = of_rank(rank, name)
+        return self.read(of_its_own if of_its_own in self.index.entries else name)
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, as DCP's programs keep it."""
+        """A value that is not a tensor, as programs that use DCP save it."""
         return value_in(self.storage, self.index.values[name])
 
     def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
@@ -325,13 +349,3 @@ def _are_groups(groups: Any) -> bool:
 def _is_group(value: Any) -> bool:
     names = value.get("params") if isinstance(value, dict) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
-# Bytes.
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().view(1)
-    whole: Any = flat.view(torch.uint8).numpy()
-    return memoryview(whole)

@@ -1,8 +1,8 @@
-"""One checkpoint against one model: everything is planned and compared before anything is changed."""
+"""Plans the load of a checkpoint into a model: everything is compared before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ from .tree import from_json
 
 
 class Reader:
-    """See the module's docstring.
+    """Compares one checkpoint with one model and collects the reads and assignments of a load.
 
     Args:
         files: the checkpoint.
         cast: whether floating-point values may be rounded; see `check_cast`.
 
     Attributes:
-        copies: what is to be read into memory that is in use.
-        states: of optimizers, which are given theirs when all ranks have read: scalars by key; None: state goes.
-        settings: an optimizer's group, and what is set in it then.
+        copies: reads into tensors that the model or an optimizer uses.
+        states: per optimizer tensor its scalars by key, assigned after all ranks have read; None: its state is removed.
+        settings: parameter groups and their new settings, assigned at the same time.
+        objects: functions that take a state, and the state; called at the same time.
     """
 
     def __init__(self, files: Files, cast: bool = False) -> None:
@@ -38,6 +39,7 @@ class Reader:
         self.copies: list[Copy] = []
         self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
         self.settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.objects: list[tuple[Callable[[Any], object], Any]] = []
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
         entries = files.index.entries
@@ -50,90 +52,74 @@ class Reader:
     def _plain_scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
         if self.files.manifest is not None:
-            found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
-            if not _is_nested(found):
-                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
-            known: dict[str, dict[str, Any]] = found
-            return known
-        made: dict[str, dict[str, Any]] = {}
+            decoded = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
+            if not _is_nested(decoded):
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(decoded)[:80])
+            of_manifest: dict[str, dict[str, Any]] = decoded
+            return of_manifest
+        scalars: dict[str, dict[str, Any]] = {}
         for name in self.files.index.values:
             path = self.files.index.paths.get(name, ())
             if path[:2] == ("optimizer", "state") and len(path) == 4:
-                made.setdefault(str(path[2]), {})[str(path[3])] = self.files.value(name)
-        return made
+                scalars.setdefault(str(path[2]), {})[str(path[3])] = self.files.value(name)
+        return scalars
 
     def _saved_states(self) -> dict[str, set[str]]:
-        found: dict[str, set[str]] = {name: set(own) for name, own in self._plain.items()}
+        """The keys of the optimizer state in the checkpoint, by parameter."""
+        keys: dict[str, set[str]] = {name: set(scalars) for name, scalars in self._plain.items()}
         for name in self.files.index.entries:
             if name.startswith(OPTIMIZER):
                 path = self.files.index.paths.get(name, ())
                 if len(path) != 4:
                     path = (*GROUPS, *name.removeprefix(OPTIMIZER).rpartition(".")[::2])
-                found.setdefault(str(path[2]), set()).add(str(path[3]))
-        return found
+                keys.setdefault(str(path[2]), set()).add(str(path[3]))
+        return keys
 
     # Tensors.
 
     def want(self, piece: Piece, names: Iterable[str] = ()) -> bool:
-        """Read a piece, which is kept under its own name or one of `names`; whether the checkpoint has it.
+        """Plan to read a piece, saved under its own name or one of `names`; returns whether the checkpoint has it.
 
         Raises:
-            CheckpointError: an expanded tensor; and see `check_shape`, `check_cast` and `check_tied`.
-            DamagedCheckpointError: the checkpoint lacks elements of it.
+            CheckpointError: the piece is an expanded tensor; see also `check_shape`, `check_cast` and `check_tied`.
+            DamagedCheckpointError: the checkpoint lacks elements of the piece.
         """
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
             raise CheckpointError(
-                "Elements of a tensor share memory, so that values cannot be loaded into it; nothing was loaded.",
+                "Elements of a tensor share memory, so values cannot be loaded into it; nothing was loaded.",
                 parameter=piece.name,
                 got="an expanded tensor",
-                remedy="make it a tensor of its own: tensor.clone()",
+                remedy="give the tensor its own memory: tensor.clone()",
             )
         index = self.files.index
-        present = [name for name in map(self._kept_as, (piece.name, *names)) if name in index.entries]
+        present = [name for name in map(self._saved_name, (piece.name, *names)) if name in index.entries]
         for name in present:
             entry = index.entries[name]
             check_shape(piece.name, piece.shape, entry.shape)
             check_cast(piece.name, piece.dtype, entry.dtype, self._cast)
         if not present:
             return False
-        first, *others = present
+        first, *aliases = present
         self._asked.add(first)
-        for other in others:
-            if piece.tensor.numel() and _places(index.stored[other]) != _places(index.stored[first]):
-                parts = [
-                    (name.removeprefix(MODEL), self._part(name, piece.offsets, piece.sizes)) for name in (first, other)
-                ]
-                check_tied(piece.name, *parts)
+        for alias in aliases:
+            if piece.tensor.numel() and _places(index.stored[alias]) != _places(index.stored[first]):
+                parts = [self.files.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
+                check_tied(piece.name, (first.removeprefix(MODEL), parts[0]), (alias.removeprefix(MODEL), parts[1]))
         self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
 
-    def _part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """A rectangle of a tensor, now, in memory of its own."""
-        entry = self.files.index.entries[name]
-        part = torch.empty(sizes, dtype=entry.dtype, device="cpu")
-        copies = copies_for(Piece(name, entry.shape, offsets, sizes, part), entry, self.files.index.stored[name])
-        self.files.check(copies)
-        self.files.fill(copies)
-        return part
-
-    def _kept_as(self, name: str) -> str:
+    def _saved_name(self, name: str) -> str:
+        """The name in the checkpoint; a file that is a bare state dict omits the prefix of the model."""
         return name.removeprefix(MODEL) if self._bare else name
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, now, in memory of its own.
-
-        Raises:
-            DamagedCheckpointError: there is none of this name, or it cannot be read.
-        """
-        entry = self.files.index.entries.get(name)
-        if entry is None:
-            raise DamagedCheckpointError("A tensor that a checkpoint's manifest names is missing.", parameter=name)
+        """Read a whole tensor into new memory, immediately; see `Files.read`."""
         self._asked.add(name)
-        return self._part(name, (0,) * len(entry.shape), entry.shape)
+        return self.files.read(name)
 
     def asks(self, names: Iterable[str]) -> None:
-        """These belong to the model, whether or not this rank reads any of them."""
-        self._asked.update(map(self._kept_as, names))
+        """Mark names as expected by the model, whether or not this rank reads any of them."""
+        self._asked.update(map(self._saved_name, names))
 
     # A model and its optimizers.
 
@@ -156,70 +142,72 @@ class Reader:
         lacking: Container[tuple[int, int]],
         first: bool,
     ) -> None:
-        """Give state to tensors that have none, zeroed, to be loaded into: what the checkpoint describes.
+        """Allocate zeroed state, as the checkpoint describes it, for tensors that have none.
 
-        Where its description is not enough it is what a first step of the optimizer makes.
+        Where the description is incomplete, a first step of the optimizer determines the state.
 
         Args:
-            lacking: the tensors, by optimizer and number in it; see `lacking_state`.
-            first: as of `contents_of`.
+            lacking: the tensors without state, by optimizer and number in it; see `lacking_state`.
+            first: whether this is the first rank; see `contents_of`.
         """
-        known = {name for row in contents.table.parameters for name in self._all_names(row)}
+        model_names = {name for row in contents.table.parameters for name in self._all_names(row)}
         for number, optimizer in enumerate(optimizers):
-            new = [one for one in contents.states if one.optimizer is optimizer and (number, one.held.index) in lacking]
-            names = {name for one in new for row in one.held.rows for name in self._all_names(row)}
+            new = [s for s in contents.states if s.optimizer is optimizer and (number, s.held.index) in lacking]
+            names = {name for target in new for row in target.held.rows for name in self._all_names(row)}
             groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
             states: list[dict[str, Any] | None] = [None] * len(new)
-            if self._saved.keys() <= known and has_settings_of(optimizer, groups):
-                states = [described_state(one.held, [self._described(row) for row in one.held.rows]) for one in new]
-            if None in states:
-                blank = blank_states(optimizer, [one.held.tensor for one in new], frozen=True)  # it may have been since
-                states = [blank[id(one.held.tensor)] for one in new]
-            for one, state in zip(new, states, strict=True):
-                one.state = state or {}
+            if self._saved.keys() <= model_names and has_settings_of(optimizer, groups):
+                states = [
+                    described_state(target.held, [self._described(row) for row in target.held.rows]) for target in new
+                ]
+            if None in states:  # frozen: a tensor may have been frozen since the save
+                blank = blank_states(optimizer, [target.held.tensor for target in new], frozen=True)
+                states = [blank[id(target.held.tensor)] for target in new]
+            for target, state in zip(new, states, strict=True):
+                target.state = state or {}
             add_states(contents, new, first)
 
     def _described(self, row: Named) -> dict[str, Any]:
-        """What the checkpoint says of a parameter's state; see `described_state`."""
+        """The checkpoint's description of a parameter's state; see `described_state`."""
         name = next((name for name in self._all_names(row) if name in self._saved), None)
         entries = self.files.index.entries
         described = dict(self._plain.get(name or "", {}))
         for key in self._saved[name] - described.keys() if name is not None else ():
             entry, parameter = entries[f"{OPTIMIZER}{name}.{key}"], entries.get(f"{MODEL}{name}")
-            own = parameter is not None and parameter.dtype == entry.dtype
-            described[key] = (entry.shape, None if own else entry.dtype)
+            same_dtype = parameter is not None and parameter.dtype == entry.dtype
+            described[key] = (entry.shape, None if same_dtype else entry.dtype)
         return described
 
     def optimizers(self, contents: Contents, strict: bool) -> None:
-        """Plan to read state and settings.
+        """Plan to read the optimizers' state and settings.
 
         Raises:
-            CheckpointError: `strict`, and there are none.
-            MissingStateError: a tensor over several parameters, of which only some have state in the checkpoint.
-            CheckpointError: parameters of one tensor have different scalars; see `settings_to_load` for others.
+            CheckpointError: `strict`, and the checkpoint has no optimizer state; or parameters of one tensor have
+                different scalars; see also `settings_to_load`.
+            MissingStateError: only some parameters of one tensor have state in the checkpoint.
         """
         if contents.states and strict and not self._groups and not self._saved:
             raise CheckpointError(
                 "A checkpoint was saved without an optimizer; nothing was loaded.",
-                expected="state of the optimizers that are to be filled",
+                expected="state for the optimizers that were passed",
                 got="none",
-                remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
+                remedy="call load(folder, model), or pass strict=False: the optimizers then start without state",
                 topic="checkpoint-does-not-fit",
             )
-        for one in contents.states:
-            self._state(one)
-        for optimizer in dict.fromkeys(one.optimizer for one in contents.states):
-            held = [one.held for one in contents.states if one.optimizer is optimizer]
-            settings = settings_to_load(held, optimizer.param_groups, self._groups)
+        for target in contents.states:
+            self._state(target)
+        for optimizer in dict.fromkeys(target.optimizer for target in contents.states):
+            tensors = [target.held for target in contents.states if target.optimizer is optimizer]
+            settings = settings_to_load(tensors, optimizer.param_groups, self._groups)
             self.settings += zip(optimizer.param_groups, settings, strict=True)
 
-    def _state(self, one: StateOf) -> None:
-        """Plan to read the state of one tensor, and to give it to the optimizer."""
-        rows = one.held.rows
+    def _state(self, target: StateOf) -> None:
+        """Plan to read the state of one tensor and to assign it to the optimizer."""
+        rows = target.held.rows
         names = {row.name: self._all_names(row) for row in rows}
         saved = [(row, next((self._saved[n] for n in names[row.name] if n in self._saved), None)) for row in rows]
         if not any(keys for _, keys in saved):
-            self.states.append((one, None))  # it was not updated yet, when this was saved
+            self.states.append((target, None))  # the optimizer had not updated it when the checkpoint was saved
             return
         check_complete(
             [(row, None if keys is None else dict.fromkeys(keys)) for row, keys in saved],
@@ -228,55 +216,55 @@ class Reader:
         scalars: dict[str, Any] = {}
         for row in rows:
             plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}
-            if row.shape:  # of a parameter without dims a value does not say whether it is for all elements
+            if row.shape:  # the state of a 0-d parameter may be one value per element or one for all
                 plain |= {key: None for name in names[row.name] for key in self._single_values(name)}
-            for piece in one.pieces[row.name]:
+            for piece in target.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
                 if key not in plain and not self.want(
                     piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]
                 ):
                     self._missing[piece.name] = None
-            for key in {**one.scalars[row.name], **plain}:  # what the first step does not make, a later one may
-                self._scalar(one, row, key, scalars)
-            self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in one.state)
-        self.states.append((one, scalars))
+            for key in {**target.scalars[row.name], **plain}:  # a later step may add keys that the first does not
+                self._scalar(target, row, key, scalars)
+            self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in target.state)
+        self.states.append((target, scalars))
 
     def _single_values(self, name: str) -> Iterator[str]:
-        """Keys of a parameter's state that are tensors without dims."""
+        """Yield the keys of a parameter's state whose values are 0-d tensors."""
         for key in self._saved.get(name, ()):
             entry = self.files.index.entries.get(f"{OPTIMIZER}{name}.{key}")
             if entry is not None and entry.shape == ():
                 yield key
 
     def _all_names(self, row: Named) -> list[str]:
-        """A parameter's names, and those of parameters that were tied to it when they were saved."""
+        """A parameter's names, and the names that were tied to it when the checkpoint was saved."""
         return list(dict.fromkeys(alias for name in row.names for alias in (name, *self._ties.get(name, ()))))
 
-    def _scalar(self, one: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
-        """Read one value for a whole parameter; all parameters of a tensor must have the same."""
-        like = one.state.get(key)
+    def _scalar(self, target: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
+        """Read a value for a whole parameter into `scalars`; all parameters of a tensor must have the same."""
+        like = target.state.get(key)
         for name in self._all_names(row):
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
             elif f"{OPTIMIZER}{name}.{key}" in self.files.index.entries:
-                value = self._one_value(f"{OPTIMIZER}{name}.{key}", like)
+                value = self._single_value(f"{OPTIMIZER}{name}.{key}", like)
             else:
                 continue
-            add_scalar(scalars, one.held, row, key, value, like, self._cast)
+            add_scalar(scalars, target.held, row, key, value, like, self._cast)
             self.asks(f"{OPTIMIZER}{alias}.{key}" for alias in self._all_names(row))
             return
         if like is not None:
             self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
 
-    def _one_value(self, name: str, like: Any) -> torch.Tensor:
-        """What is one number here must be one in the checkpoint."""
+    def _single_value(self, name: str, like: Any) -> torch.Tensor:
+        """Read a scalar; CheckpointError if its number of elements in the checkpoint differs from that of `like`."""
         entry, numel = self.files.index.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
         if entry.numel != numel:
             check_shape(name, getattr(like, "shape", ()), entry.shape)
         return self.tensor(name)
 
     def _read_groups(self) -> list[dict[str, Any]]:
-        """The settings of all groups, as they were saved; of tied parameters under all their names."""
+        """The saved settings of all groups; tied parameters are listed under all their names."""
         manifest = self.files.manifest
         if manifest is None:
             return self.files.groups(self.tensor)
@@ -286,32 +274,35 @@ class Reader:
         return groups
 
     def take_over(self) -> None:
-        """Give the optimizers their state, whose tensors were read in place, and their settings."""
-        for one, scalars in self.states:
+        """Assign the optimizers their state, whose tensors were read in place, and their settings; fill the objects."""
+        for target, scalars in self.states:
             if scalars is None:
-                one.optimizer.state.pop(one.held.tensor, None)
+                target.optimizer.state.pop(target.held.tensor, None)
                 continue
-            put(one.state, scalars)
-            if one.state:
-                one.optimizer.state[one.held.tensor] = one.state
+            put(target.state, scalars)
+            if target.state:
+                target.optimizer.state[target.held.tensor] = target.state
         for group, settings in self.settings:
             put(group, settings)
-        for optimizer in dict.fromkeys(one.optimizer for one, _ in self.states):  # as its own `load_state_dict` ends
+        for optimizer in dict.fromkeys(target.optimizer for target, _ in self.states):  # as `load_state_dict` does last
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        for take, state in self.objects:
+            take(state)
 
-    def _ours(self) -> list[str]:
+    def _prefixed(self) -> list[str]:
+        """The names of the checkpoint's tensors that belong to a model or an optimizer."""
         return [name for name in self.files.index.entries if name.startswith((MODEL, OPTIMIZER))]
 
     def close(self, contents: Contents, strict: bool) -> list[str]:
-        """Names of parameters, buffers and their state that nothing asked for. After everything was planned.
+        """The names in the checkpoint that no plan asked for. Called after everything is planned.
 
         Raises:
-            CheckpointError: `strict`, and one side has names of parameters, buffers or state that the other lacks.
+            CheckpointError: `strict`, and a parameter, buffer or state exists only in the model or the checkpoint.
         """
         manifest = self.files.manifest
-        asked = self._asked | {name for name, first in ({} if manifest is None else manifest.ties).items()}
-        ours = self.files.index.entries if self._bare else self._ours()
-        left = [name for name in ours if not any(part in asked for part in _prefixes(name))]
+        asked = self._asked | set({} if manifest is None else manifest.ties)
+        names = self.files.index.entries if self._bare else self._prefixed()
+        left = [name for name in names if not any(part in asked for part in _prefixes(name))]
         unknown = [name for name in left if contents.states or not name.startswith(OPTIMIZER)]
         if strict:
             remedy = "load it into the model it was saved from"
@@ -320,11 +311,11 @@ class Reader:
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(own, dict) for own in value.values())
+    return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
 
 
 def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
-    """The other names of each tied parameter, from names in a manifest and the first ones of the same tensors."""
+    """The other names of each tied parameter. `ties` maps a name in the manifest to the first of the same tensor."""
     together: dict[str, list[str]] = {}
     for name, first in ties.items():
         if name.startswith(MODEL) and first.startswith(MODEL):
@@ -337,10 +328,10 @@ def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _places(stored: Iterable[Stored]) -> set[tuple[str, int]]:
-    return {(one.file, one.begin) for one in stored}
+    return {(part.file, part.begin) for part in stored}
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """A name, and all that it begins with up to a dot: tensors inside a subclass are named from it."""
+    """A name and its dotted prefixes: tensors inside a subclass extend the name of their parameter."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(len(parts), 0, -1))

@@ -46,33 +46,17 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
         target = target[: max(0, self._stored.nbytes - self._at)]
-        self.fill(self._at, target)
-        self._at += len(target)
+        begin, self._at = self._at, self._at + len(target)
+        for first, edge in self._edges.items():
+            if first <= begin and self._at <= first + len(edge):
+                target[:] = edge[begin - first :][: len(target)]
+                return len(target)
+        self._storage.read_into(self._stored.file, self._stored.begin + begin, target)
         return len(target)
 
-    def fill(self, begin: int, target: memoryview) -> None:
-        """Fill memory from a byte of the record on."""
-        for first, edge in self._edges.items():
-            if first <= begin and begin + len(target) <= first + len(edge):
-                target[:] = edge[begin - first :][: len(target)]
-                return
-        self._storage.read_into(self._stored.file, self._stored.begin + begin, target)
-
     def forget(self) -> None:
-        """Let the edges go."""
+        """Drop the edges, once the archive's directory was read."""
         self._edges = {}
-
-
-class _Record(Records):
-    """The record as an archive."""
-
-    def __init__(self, storage: Storage, stored: Stored) -> None:
-        self._window = _Window(storage, stored)
-        super().__init__(storage.called(stored.file), self._window, stored.nbytes)
-        self._window.forget()
-
-    def _fill(self, position: int, buffer: memoryview) -> None:
-        self._window.fill(position, buffer)
 
 
 class TensorRecord:
@@ -118,9 +102,12 @@ def value_in(storage: Storage, stored: Stored) -> Any:
         raise _bad(stored, error) from error
 
 
-def _opened(storage: Storage, stored: Stored) -> _Record:
+def _opened(storage: Storage, stored: Stored) -> Records:
     try:
-        return _Record(storage, stored)
+        window = _Window(storage, stored)
+        records = Records(storage.called(stored.file), window, stored.nbytes)
+        window.forget()
+        return records
     except CheckpointError as error:
         raise _bad(stored, error) from error
 

@@ -89,14 +89,14 @@ def save(
         return where, request
 
     where, request = ranks.together("looking at the arguments", look)
-    if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
+    if if_saving == "refuse" and any(ranks.all(WRITER.part is not None and not WRITER.poll())):
         raise CheckpointError(
             "A save is still going on in the background.",
             remedy="save less often, wait() for it, or pass if_saving='wait'",
         )
     settle_background(ranks)
-    with ExitStack() as held:
-        lock = ranks.together("locking the folder", lambda: _lock(held, where, patience, ranks), files=True)
+    with ExitStack() as opened:
+        lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks), files=True)
         plan = plan_save(request, ranks)
         name = _begin(where, step, ranks)
         try:
@@ -115,11 +115,11 @@ def save(
             raise
 
 
-def _lock(held: ExitStack, where: Folder, patience: float, ranks: Ranks) -> int:
-    """The descriptor of the folder's lock, which the first rank holds until `held` ends; -1 on the others."""
+def _lock(opened: ExitStack, where: Folder, patience: float, ranks: Ranks) -> int:
+    """The descriptor of the folder's lock, which the first rank holds until `opened` ends; -1 on the others."""
     if not ranks.is_first:
         return -1
-    lock = held.enter_context(where.locked(patience))
+    lock = opened.enter_context(where.locked(patience))
     where.clean()
     return lock
 
@@ -176,11 +176,11 @@ def _request(
             )
     if if_saving not in ("wait", "refuse"):
         raise ConfigError("save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving))
-    given = check_given("save", model, optimizers, state)
-    kept = dict(state or {})
-    for name in kept:
+    listed = check_given("save", model, optimizers, state)
+    values = dict(state or {})
+    for name in values:
         if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
             raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
     if rng:
-        kept[RNG] = Generators()
-    return Request(model, given, step, kept, keep_last, keep_every)
+        values[RNG] = Generators()
+    return Request(model, listed, step, values, keep_last, keep_every)

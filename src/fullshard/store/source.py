@@ -12,12 +12,15 @@ Everything here runs in one process, without process groups, and holds one tenso
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..errors import CheckpointError
 
 MODEL = "model."
 """What the names of parameters and buffers begin with."""
@@ -35,6 +38,7 @@ def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
     return None
 
 
+_MOST_DIMS = 64  # of torch's tensors
 MOST_NAME = 2000
 """Characters of a tensor's name: names are taken apart at their dots, which takes long if there are a million."""
 
@@ -48,6 +52,22 @@ def checked_name(name: object) -> str:
     if len(text := str(name)) > MOST_NAME:
         raise ValueError(f"a name of {len(text)} characters")
     return text
+
+
+def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """The shape of a tensor.
+
+    Args:
+        name: of the tensor, for errors.
+
+    Raises:
+        ValueError: no tensor has it.
+    """
+    extents = tuple(shape) if isinstance(shape, Sequence) else None
+    are_counts = extents is not None and all(type(extent) is int and extent >= 0 for extent in extents)
+    if extents is None or not are_counts or len(extents) > _MOST_DIMS or math.prod(max(n, 1) for n in extents) >= 2**62:
+        raise ValueError(f"{name[:100]!r} has shape {str(shape)[:100]}")
+    return extents
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,9 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.dtype}"
 
 
 class Source(ABC):
@@ -108,22 +131,51 @@ class Source(ABC):
 
 
 class Sink(ABC):
-    """A checkpoint that is being written. Nothing is where it shall be before `finish` returns.
+    """A checkpoint that is being written. Nothing is at its path before `finish` returns.
 
-    Made with the path and all entries; used in a `with`, which calls `abort` if `finish` was not reached.
+    Used in a `with`, which calls `abort` if `finish` was not reached.
+
+    Args:
+        entries: all tensors, in the order in which they will be written.
     """
 
-    @abstractmethod
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one whole tensor. Once for every entry, in their order."""
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._unwritten = dict(entries)
 
-    @abstractmethod
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one whole tensor. Once for every entry, in their order.
+
+        Raises:
+            CheckpointError: its shape or dtype differs from that of its entry, or it was written before.
+        """
+        announced, entry = self._unwritten.pop(name, None), Entry(tuple(tensor.shape), tensor.dtype)
+        if announced != entry:
+            raise CheckpointError(
+                "A tensor is not what was announced.", parameter=name, expected=announced or "no tensor", got=entry
+            )
+        self._put(name, tensor)
+
     def finish(self) -> None:
-        """Everything was written: put it in its place, in one step."""
+        """Put the checkpoint in its place, in one step.
+
+        Raises:
+            CheckpointError: not all tensors were written.
+        """
+        if self._unwritten:
+            raise CheckpointError("Not all tensors were written.", parameter=next(iter(self._unwritten)))
+        self._end()
 
     @abstractmethod
     def abort(self) -> None:
         """Remove what was written so far. After `finish`, nothing."""
+
+    @abstractmethod
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Write what follows the tensors, wait until all is on the disk, and put it in its place."""
 
     def __enter__(self) -> Sink:
         return self

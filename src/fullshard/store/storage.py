@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import stat
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
+
+import torch
 
 from ..errors import ConfigError, DamagedCheckpointError
 from .hashed import CHUNK
@@ -67,56 +71,74 @@ def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | N
         DamagedCheckpointError: they have more elements, or fewer.
         ValueError: they have more bytes.
     """
-    held = sum(math.prod(part.sizes) for part in parts)
-    if held != math.prod(entry.shape):
+    numel = sum(math.prod(part.sizes) for part in parts)
+    if numel != math.prod(entry.shape):
         raise DamagedCheckpointError(
             "A checkpoint does not hold all elements of a tensor, or holds some twice.",
             parameter=name,
             expected=f"{math.prod(entry.shape)} elements, of shape {entry.shape}",
-            got=f"{held}",
+            got=f"{numel}",
         )
     nbytes = sum(part.nbytes for part in parts)
     if total is not None and nbytes > total:
         raise ValueError(f"{name!r} is kept in {nbytes} bytes, more than all files have")
 
 
-class Storage(Protocol):
-    """Files to read.
+class Storage(ABC):
+    """The files of a folder, for reading. Each is opened when it is first read.
 
     Attributes:
-        sizes: in bytes, by name. Links are not followed, and not here.
+        sizes: in bytes, by name. Links are left out.
         allocated: bytes that files take on the disk, by name: a file of holes has a size and takes nothing.
     """
 
     sizes: dict[str, int]
     allocated: dict[str, int]
 
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+
+    @abstractmethod
+    def _opened(self, name: str) -> Any:
+        """Open a file. Raises OSError."""
+
+    @abstractmethod
+    def called(self, name: str) -> str:
+        """The path or address of a file, for errors."""
+
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        """Fill `target` from a file's byte `begin` on.
+        """Fill `target` from byte `begin` of a file.
 
         Raises:
-            DamagedCheckpointError: the file ends before, or cannot be read.
+            DamagedCheckpointError: the file is too short, or cannot be read.
         """
+        with _reported(self.called(name)):
+            if name not in self._open:
+                self._open[name] = self._opened(name)
+        read_into(self._open[name], begin, target, self.called(name))
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
-        """So many bytes; raises as `read_into`."""
+        """The `nbytes` bytes of a file from `begin`; raises as `read_into`."""
+        data = bytearray(nbytes)
+        self.read_into(name, begin, memoryview(data))
+        return bytes(data)
 
-    def keep(self, name: str, begin: int, data: memoryview) -> None:
-        """Bytes of a file that were compared with their hash, and will be used: they need not be read again.
+    def keep(self, name: str, begin: int, data: memoryview) -> None:  # noqa: B027, most have nothing to keep
+        """Keep bytes of a file whose hash was verified, if reading them again would be slow.
 
         Args:
-            begin: a multiple of `CHUNK`; `data` has as many bytes, or ends where the file does.
+            begin: a multiple of `CHUNK`; `data` has `CHUNK` bytes, or ends where the file does.
         """
 
-    def called(self, name: str) -> str:
-        """A file, as errors speak of it."""
-
     def close(self) -> None:
-        """Let files go."""
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
 
 
-class LocalStorage:
-    """A folder on a disk. See `Storage`.
+class LocalStorage(Storage):
+    """A folder on a disk; the page cache keeps what was read. See `Storage`.
 
     Raises:
         DamagedCheckpointError: there is no such folder; or its manifest is a link: without one files would be taken as
@@ -124,8 +146,8 @@ class LocalStorage:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._open: dict[str, int] = {}
         if not path.is_dir():
             raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), topic="checkpoint-missing")
         if os.path.lexists(path / MANIFEST) and not (
@@ -139,32 +161,18 @@ class LocalStorage:
         allocated = {name: stat.st_blocks * 512 for name, stat in stats.items()}
         self.allocated = allocated if any(allocated.values()) else self.sizes  # some file systems do not say
 
-    def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        with _told(self.called(name)):
-            if name not in self._open:
-                self._open[name] = open_file(self._path / name)
-        read_exactly(self._open[name], begin, target, self.called(name))
-
-    def read(self, name: str, begin: int, nbytes: int) -> bytes:
-        return _read(self, name, begin, nbytes)
-
-    def keep(self, name: str, begin: int, data: memoryview) -> None:
-        """Nothing: the system's page cache has them."""
+    def _opened(self, name: str) -> io.FileIO:
+        return open_file(self._path / name)
 
     def called(self, name: str) -> str:
         return str(self._path / name)
 
-    def close(self) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
 
-
-class RemoteStorage:
+class RemoteStorage(Storage):
     """A folder behind an address that fsspec knows, such as `s3://bucket/run/step-000000100`. See `Storage`.
 
-    What was compared with its hash is kept in a temporary file, while there is room: it crosses the network once, and
-    what is used is what was compared.
+    Bytes whose hash was verified are kept in a temporary file while there is room: they cross the network once, and
+    the bytes used are the bytes verified.
 
     Raises:
         DamagedCheckpointError: there is no such folder.
@@ -172,63 +180,50 @@ class RemoteStorage:
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self._fs, self._path = file_system(url)
         self._url = url
-        self._open: dict[str, Any] = {}
-        self._kept: IO[bytes] | None = None
-        self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_kept`, in bytes
+        self._cache: IO[bytes] | None = None
+        self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_cache`, in bytes
         if not self._fs.isdir(self._path):
             raise DamagedCheckpointError("There is no such checkpoint.", got=url, topic="checkpoint-missing")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
         self.allocated = self.sizes
 
+    def _opened(self, name: str) -> Any:
+        return self._fs.open(f"{self._path}/{name}", "rb")
+
+    def called(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        if self._from_kept(name, begin, target):
-            return
-        with _told(self.called(name)):
-            if name not in self._open:
-                self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
-            file = self._open[name]
-            file.seek(begin)
-            _fill(lambda rest, _: file.readinto(rest), target, self.called(name))
-
-    def read(self, name: str, begin: int, nbytes: int) -> bytes:
-        return _read(self, name, begin, nbytes)
-
-    def _from_kept(self, name: str, begin: int, target: memoryview) -> bool:
-        """Fill `target` from what was kept, if all of it was."""
         end = begin + len(target)
         chunks = range(begin // CHUNK, -(-end // CHUNK))
-        if self._kept is None or not all((name, chunk) in self._places for chunk in chunks):
-            return False
+        if self._cache is None or not all((name, chunk) in self._places for chunk in chunks):
+            super().read_into(name, begin, target)
+            return
         for chunk in chunks:
             first, last = max(begin, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
             place = self._places[name, chunk] + first - chunk * CHUNK
-            read_exactly(self._kept.fileno(), place, target[first - begin : last - begin], self.called(name))
-        return True
+            read_into(self._cache, place, target[first - begin : last - begin], self.called(name))
 
     def keep(self, name: str, begin: int, data: memoryview) -> None:
         place = len(self._places) * CHUNK
         try:
-            if self._kept is None:
-                self._kept = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed in `close`
-            whole = os.pwrite(self._kept.fileno(), data, place) == len(data)
+            if self._cache is None:
+                self._cache = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed in `close`
+            whole = os.pwrite(self._cache.fileno(), data, place) == len(data)
         except OSError:  # no room
             whole = False
         if whole:
             self._places[name, begin // CHUNK] = place
 
-    def called(self, name: str) -> str:
-        return f"{self._url}/{name}"
-
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        super().close()
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
 
 
 _ON_DISK = ("file://", "local://")
@@ -263,8 +258,8 @@ def file_system(url: str) -> tuple[Any, str]:
     return fs, str(path).rstrip("/")
 
 
-def open_file(path: Path, follow_links: bool = False) -> int:
-    """File descriptor of a file to read. Never waits, as opening a pipe without a writer would.
+def open_file(path: Path, follow_links: bool = False) -> io.FileIO:
+    """A file, open for unbuffered reading. Never waits, as opening a pipe without a writer would.
 
     Raises:
         DamagedCheckpointError: a pipe, a device or a folder is in its place.
@@ -273,7 +268,7 @@ def open_file(path: Path, follow_links: bool = False) -> int:
     links = 0 if follow_links else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
+        return io.FileIO(fd)
     os.close(fd)
     raise DamagedCheckpointError(
         "Something else is in the place of a checkpoint's file.",
@@ -283,37 +278,77 @@ def open_file(path: Path, follow_links: bool = False) -> int:
     )
 
 
-def read_exactly(fd: int, begin: int, target: memoryview, called: str) -> None:
-    """Fill `target` from a file's byte `begin` on.
+def read_into(file: Any, begin: int, target: memoryview, called: str) -> None:
+    """Fill `target` from byte `begin` of an open file.
+
+    Args:
+        called: its path or address, for errors.
 
     Raises:
-        DamagedCheckpointError: the file ends before, or cannot be read.
+        DamagedCheckpointError: the file is too short, or cannot be read.
     """
-    with _told(called):
-        _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, called)
+    with _reported(called):
+        file.seek(begin)
+        done = 0
+        while done < len(target):
+            nbytes = file.readinto(target[done:])
+            if not nbytes:
+                raise DamagedCheckpointError(
+                    "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
+                )
+            done += nbytes
 
 
 @contextmanager
-def _told(called: str) -> Iterator[None]:
-    """Say of which file a system's error is."""
+def _reported(called: str) -> Iterator[None]:
+    """Name the file in an error of the operating system."""
     try:
         yield
     except OSError as error:
         raise DamagedCheckpointError("A file of a checkpoint cannot be read.", got=f"{called}: {error}") from error
 
 
-def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    storage.read_into(name, begin, memoryview(data))
-    return bytes(data)
+# Elements.
+
+BUFFER = 16 * 2**20
+"""Bytes that are read at once for a few elements of each row."""
 
 
-def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: str) -> None:
-    done = 0
-    while done < len(target):
-        got = read(target[done:], done)
-        if not got:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
-            )
-        done += got
+def read_strided(
+    fill: Callable[[int, memoryview], None],
+    base: int,
+    dtype: torch.dtype,
+    start: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """Read from the first element to the last; some rows at a time where far more lies there than is asked.
+
+    Args:
+        fill: fills memory from a byte of the file on.
+        base: where the elements begin in the file, in bytes.
+        start, shape, stride: which of them; in elements. The result may have any stride.
+    """
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    span = extent(shape, stride)
+    if span > 2 * math.prod(shape) and span * dtype.itemsize > BUFFER:
+        whole = torch.empty(shape, dtype=dtype, device="cpu")
+        rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
+        for row in range(0, shape[0], rows):
+            some = min(rows, shape[0] - row)
+            first = start + row * stride[0]
+            if some == 1:
+                part = read_strided(fill, base, dtype, first, shape[1:], stride[1:])
+            else:
+                part = read_strided(fill, base, dtype, first, (some, *shape[1:]), stride)
+            whole[row : row + some] = part
+        return whole
+    raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
+    return raw.view(dtype).as_strided(shape, stride)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from a tensor's first to its last; its shape has no zero."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -59,10 +59,10 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
     for kind, tag in _SEQUENCES.items():
         if type(value) is kind:
             items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
-            made = [to_json(item, f"{path}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
-            return made if tag is None else {tag: made}
-    for known, tag, write, _ in _ATOMS:
-        if isinstance(value, known):
+            items_as_json = [to_json(item, f"{path}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
+            return items_as_json if tag is None else {tag: items_as_json}
+    for kind, tag, write, _ in _ATOMS:
+        if isinstance(value, kind):
             return {tag: write(value)}
     raise _refused(value, path, "numbers, text, tensors, and plain tuples, lists, sets and dicts of them")
 
@@ -72,22 +72,22 @@ _OTHER = object()
 
 def _simple(value: Any) -> Any:
     """What JSON has a type for; `_OTHER` if it has none."""
-    found: Any = _OTHER
+    simple: Any = _OTHER
     if value is None or isinstance(value, (bool, str)):
-        found = value
+        simple = value
     elif isinstance(value, np.bool_):
-        found = bool(value)
+        simple = bool(value)
     elif isinstance(value, (int, np.integer)):
-        found = int(value)
+        simple = int(value)
     elif isinstance(value, (float, np.floating)):
-        found = float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    return found
+        simple = float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    return simple
 
 
 def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    known = path
+    first_path = path
     while path in tensors:  # {"a.b": ...} and {"a": {"b": ...}} have one path
-        path = f"{known}~{len(tensors)}"
+        path = f"{first_path}~{len(tensors)}"
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
             raise _refused(value, path, "an array of numbers")
@@ -214,10 +214,10 @@ def dtype_named(name: Any) -> torch.dtype:
     Raises:
         ValueError: there is no such dtype.
     """
-    found = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
-    return found
+    return dtype
 
 
 _SEQUENCES: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}

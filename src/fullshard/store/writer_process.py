@@ -103,15 +103,15 @@ def _note_failure(path: Path, order: Order, text: str) -> str:
 
 
 def _pieces(order: Order, memory: mmap.mmap, begin: int) -> list[Piece]:
-    found = []
+    pieces = []
     for name, shape, offsets, sizes, dtype, place in order.pieces:
         numel = torch.Size(sizes).numel()
         if numel:
             tensor = torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + place).view(sizes)
         else:
             tensor = torch.empty(sizes, dtype=dtype, device="cpu")
-        found.append(Piece(name, shape, offsets, sizes, tensor))
-    return found
+        pieces.append(Piece(name, shape, offsets, sizes, tensor))
+    return pieces
 
 
 def _told(written: Written) -> str:
@@ -121,9 +121,9 @@ def _told(written: Written) -> str:
 
 
 def _read(text: str) -> Written:
-    told = json.loads(text)
-    stored = [Stored(name, tuple(offsets), tuple(sizes), *place) for name, offsets, sizes, *place in told["stored"]]
-    return Written(stored, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in told["facts"].items()})
+    report = json.loads(text)
+    stored = [Stored(name, tuple(offsets), tuple(sizes), *place) for name, offsets, sizes, *place in report["stored"]]
+    return Written(stored, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in report["facts"].items()})
 
 
 def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:

@@ -46,6 +46,9 @@ write_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 """The local tensor inside a `DTensor` or a `FlatShard`: the object itself, to detect replacement by identity."""
 
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+"""The mesh, placements, shape, stride and dtype of a `DTensor`."""
+
 
 def inside(tensor: Any) -> torch.Tensor:
     """The local tensor inside a `DTensor` or a `FlatShard`, the object itself; a plain tensor is returned unchanged."""
@@ -118,8 +121,10 @@ def around_local(wrapper: Any) -> torch.Tensor:
     """A new `DTensor` or `FlatShard` around the same local tensor, with that tensor's current device."""
     names, facts = wrapper.__tensor_flatten__()
     inside = {name: getattr(wrapper, name) for name in names}
-    result: torch.Tensor = type(wrapper).__tensor_unflatten__(inside, facts, wrapper.shape, wrapper.stride())
-    return result.detach()
+    unflattened = type(wrapper).__tensor_unflatten__(inside, facts, wrapper.shape, wrapper.stride())
+    result: torch.Tensor = unflattened.detach()
+    keep_mesh(result, wrapper)
+    return result
 
 
 def follow_local(tensor: torch.Tensor) -> None:

@@ -149,7 +149,9 @@ def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
         return
     for owner in own_modules(module):
         for parameter in owner._parameters.values():
-            if parameter is not None and id(parameter) not in arguments.ignored and parameter.device.type == "cpu":
+            if parameter is None or id(parameter) in arguments.ignored or successor_of(parameter) is not parameter:
+                continue  # the last is tied to a parameter of an instance below, which has it now
+            if parameter.device.type == "cpu":
                 warnings.warn(messages.copied_from_host(device), stacklevel=4)
                 return
 

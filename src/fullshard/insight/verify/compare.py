@@ -123,7 +123,7 @@ def _shown(tensor: torch.Tensor, at: int) -> str:
 
 def index_of(at: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Where the element of a number is in a tensor of a shape."""
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape)) if shape else ()
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), shape)) if shape else ()
 
 
 def rms(tensors: Iterable[torch.Tensor]) -> float:

@@ -164,10 +164,10 @@ class Reference:
     def _moved(self, batch: Any, parameters: list[torch.Tensor], size: float) -> float:
         """The loss with these parameters moved in a random direction."""
         kept = [parameter.clone() for parameter in parameters]
-        generator = torch.Generator().manual_seed(self.session.seed)
+        generator = torch.Generator("cpu").manual_seed(self.session.seed)
         try:
             for parameter in parameters:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                noise = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
                 parameter.add_(noise, alpha=size * _reach(parameter))
             return self._loss(batch)
         finally:
@@ -413,7 +413,7 @@ class _Whole(Trial):
                 got, want = [sum(got) / max(len(got), 1)], [sum(want) / len(want)]
             for number, (a, b) in enumerate(zip(got, want, strict=True)):
                 self.compared += 1
-                mine, theirs = (torch.tensor(value, dtype=torch.float64) for value in (a, b))
+                mine, theirs = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
                 gap = difference(mine, theirs, self.allowed * (rms([theirs]) + 1e-3))
                 if gap is None:
                     continue

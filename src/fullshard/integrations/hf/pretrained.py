@@ -124,7 +124,7 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
     Raises:
         ConfigError: it returned no model, or PEFT is to start adapters from weights that nobody has yet.
     """
-    _replace(base, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if one.is_meta else one)
+    _replace(base, lambda one: torch.zeros((), dtype=one.dtype, device="cpu").expand(one.shape) if one.is_meta else one)
     model = prepare(base)
     if not isinstance(model, nn.Module):
         raise ConfigError("prepare must return the model to shard.", got=type(model).__name__)

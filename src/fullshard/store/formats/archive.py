@@ -10,32 +10,31 @@ the part that is asked for: nothing is mapped, so that what a process holds is w
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
-from ..storage import open_file, read_exactly
+from ..storage import extent, open_file, read_into, read_strided
 from .built import Stored
-from .elements import extent, numel, read_strided
 from .pickled import decode
 
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
 
 
-class Records(ABC):
+class Records:
     """What `torch.save` wrote, wherever it lies.
 
     Args:
         called: the file, for errors.
-        file: its bytes, from the archive's beginning to its end.
+        file: unbuffered; its bytes are the archive's, from beginning to end.
         size: of these, in bytes.
 
     Attributes:
@@ -46,16 +45,15 @@ class Records(ABC):
     """
 
     def __init__(self, called: str, file: Any, size: int) -> None:
-        self._called, self._size = called, size
-        self._records = self._directory(file)
+        self._called, self._file, self._size = called, file, size
+        self._records = self._directory()
         self.root: Any = decode(self._record("data.pkl"), called)
         order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
         if order != sys.byteorder:
             raise CheckpointError(f"{called} was written on a machine of another byte order.", got=order)
 
-    @abstractmethod
-    def _fill(self, position: int, buffer: memoryview) -> None:
-        """Fill memory from a byte of the archive on."""
+    def _fill(self, position: int, target: memoryview) -> None:
+        read_into(self._file, position, target, self._called)
 
     def check(self, name: str, stored: Stored) -> None:
         """That a tensor lies within its record, and takes no more memory than the file.
@@ -77,7 +75,7 @@ class Records(ABC):
             return
         if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
             raise CheckpointError(f"{self._called}: a tensor reaches beyond its record.", parameter=name)
-        if numel(stored.shape) * size > self._size:
+        if math.prod(stored.shape) * size > self._size:
             raise CheckpointError(
                 f"{self._called}: a tensor is larger than the file.", parameter=name, got=stored.shape
             )
@@ -110,40 +108,41 @@ class Records(ABC):
         self._fill(position, memoryview(buffer))
         return bytes(buffer)
 
-    def _directory(self, file: Any) -> dict[str, tuple[int, int]]:
+    def _directory(self) -> dict[str, tuple[int, int]]:
         """Position and size in bytes of each record, by its name below the archive's own folder."""
         try:
-            with zipfile.ZipFile(file) as opened:
+            with zipfile.ZipFile(self._file) as opened:
                 listed = opened.infolist()
-            found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
+            places = {record.filename.partition("/")[2]: self._place(record) for record in listed}
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             raise CheckpointError(
                 f"{self._called} is no whole zip file ({error}): truncated, or not of torch.save."
             ) from error
         end = 0
-        for position, size in sorted(found.values()):
+        for position, size in sorted(places.values()):
             if position < end:
                 raise CheckpointError(f"{self._called}: its records lie on one another.")
             end = position + size
-        if len(found) != len(listed):
+        if len(places) != len(listed):
             raise CheckpointError(f"{self._called}: two of its records have the same name.")
         if end > self._size:
             raise CheckpointError(
                 f"{self._called} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes"
             )
-        return found
+        return places
 
-    def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
-        if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
+    def _place(self, record: zipfile.ZipInfo) -> tuple[int, int]:
+        stored = record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size
+        if not stored or record.flag_bits & 1:
             raise CheckpointError(
                 f"{self._called}: its records are compressed or encrypted, which torch.save does not do."
             )
         header = bytearray(LOCAL_HEADER)
-        self._fill(one.header_offset, memoryview(header))
+        self._fill(record.header_offset, memoryview(header))
         if header[:4] != b"PK\3\4":
             raise zipfile.BadZipFile("a record is not where the directory says")
         name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        return one.header_offset + LOCAL_HEADER + name + extra, one.file_size
+        return record.header_offset + LOCAL_HEADER + name + extra, record.file_size
 
 
 class Archive(Records):
@@ -158,21 +157,18 @@ class Archive(Records):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] = os.fdopen(open_file(path, follow_links=True), "rb", buffering=0)
         self._map: mmap.mmap | None = None
+        file = open_file(path, follow_links=True)
         try:
-            super().__init__(str(path), self._file, os.fstat(self._file.fileno()).st_size)
+            super().__init__(str(path), file, os.fstat(file.fileno()).st_size)
         except BaseException:
-            self.close()
+            file.close()
             raise
 
     def close(self) -> None:
         """Let the file go. A map of it ends with the last tensor that views it."""
         self._file.close()
         self._map = None
-
-    def _fill(self, position: int, buffer: memoryview) -> None:
-        read_exactly(self._file.fileno(), position, buffer, str(self.path))
 
     def mapped(self, name: str, stored: Stored) -> torch.Tensor:
         """A tensor as a view of the file: takes memory only while it is read, and stays when the archive is closed.

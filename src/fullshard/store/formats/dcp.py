@@ -21,12 +21,12 @@ from ...torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
 from ..in_place import sync, write_synced
 from ..metadata import NAME as METADATA
 from ..source import MODEL, OPTIMIZER, Entry, state_path
-from .own import FolderSink
+from .own import OneFileSink
 
 _FILE = "__0_0.distcp"
 
 
-class DcpSink(FolderSink):
+class DcpSink(OneFileSink):
     """A folder of DCP's, of one nested state dict: `model`, `optimizer` as PyTorch's programs have it, and values.
 
     Args:
@@ -43,20 +43,16 @@ class DcpSink(FolderSink):
         ties: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(path, entries, _FILE)
+        self._entries = dict(entries)
         self._values, self._ties = _by_path(values), dict(ties or {})
         groups = values.get("optimizer", {}).get("param_groups", [])
         self._parameters = {name for group in groups for name in group["params"]}
 
-    def _put(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def _append(self, tensor: torch.Tensor) -> None:
         whole = tensor.detach().contiguous()
         if whole.untyped_storage().nbytes() != whole.numel() * whole.element_size():
             whole = whole.clone()  # `torch.save` writes whole storages
-        return self._save(whole)
-
-    def _save(self, value: Any) -> tuple[int, int]:
-        begin = self._file.tell()
-        torch.save(value, self._file)
-        return begin, self._file.tell()
+        torch.save(whole, self._file)
 
     def _path_of(self, name: str) -> tuple[Any, ...]:
         """The keys that lead to a tensor in the nested state dict."""
@@ -77,26 +73,27 @@ class DcpSink(FolderSink):
             places[MetadataIndex(name, corner)] = StorageInfo(_FILE, part.begin, part.nbytes)
         for path, value in self._values.items():
             name = ".".join(map(str, path))
-            begin, end = self._save(value)
+            begin = self._file.tell()
+            torch.save(value, self._file)
             paths[name], listed[name] = path, BytesStorageMetadata()
-            places[MetadataIndex(name)] = StorageInfo(_FILE, begin, end - begin)
+            places[MetadataIndex(name)] = StorageInfo(_FILE, begin, self._file.tell() - begin)
         self._file.flush()
-        sync(self._here / _FILE)
+        sync(self.folder / _FILE)
         metadata = Metadata(state_dict_metadata=listed, planner_data=paths, storage_data=places)
         metadata.version = CURRENT_DCP_VERSION
-        write_synced(self._here / METADATA, pickle.dumps(metadata))
+        write_synced(self.folder / METADATA, pickle.dumps(metadata))
 
 
 def _by_path(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     """Values by the keys that lead to them in the nested state dict: settings of optimizers one by one."""
     optimizer = values.get("optimizer", {})
-    found: dict[tuple[Any, ...], Any] = {
+    by_path: dict[tuple[Any, ...], Any] = {
         ("optimizer", "param_groups", number, key): value
         for number, group in enumerate(optimizer.get("param_groups", []))
         for key, value in group.items()
     }
-    for parameter, own in optimizer.get("scalars", {}).items():
-        found |= {("optimizer", "state", parameter, key): value for key, value in own.items()}
+    for parameter, scalars in optimizer.get("scalars", {}).items():
+        by_path |= {("optimizer", "state", parameter, key): value for key, value in scalars.items()}
     for key, value in values.get("state", {}).items():  # what modules add to a state dict is with the model
-        found[("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)] = value
-    return found | {(key,): value for key, value in values.items() if key not in ("optimizer", "state")}
+        by_path[("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)] = value
+    return by_path | {(key,): value for key, value in values.items() if key not in ("optimizer", "state")}

@@ -9,6 +9,7 @@ be called: here they are read as data, see `pickled.py`, and process groups are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from ...errors import CheckpointError
 from ..source import MODEL, Entry
 from .archive import Archive
 from .built import Made, Sharded, Stored
-from .elements import numel
-from .pieced import PiecedSource, Run, Whole
+from .pieced import PiecedSource, Run
 from .state import State
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -49,21 +49,77 @@ class PerRankSource(PiecedSource):
     """
 
     def __init__(self, path: Path, model_only: bool = False) -> None:
-        archives: list[Archive] = []
-        try:
-            for file in _files(path):
-                archives.append(Archive(file))
-            states = [State(str(one.path), one.mapped, sharded_tensor) for one in archives]
-            for one, state in zip(archives, states, strict=True):
-                state.add_all(one.root)
-            reading = _Reading(path, archives, states)
-            reading.read_all(model_only)
-        except BaseException:
-            for one in archives:
-                one.close()
-            raise
-        values = {} if model_only else states[0].values
-        super().__init__(archives, reading.where, reading.entries, values, {})
+        self._model_only = model_only
+        super().__init__(path)
+
+    def _open(self) -> None:
+        for file in _files(self._path):
+            self._archives.append(Archive(file))
+        states = [State(str(archive.path), archive.mapped, sharded_tensor) for archive in self._archives]
+        for archive, state in zip(self._archives, states, strict=True):
+            state.add_all(archive.root)
+        tensors = [state.tensors for state in states]
+        if not any(isinstance(tensor, Sharded) for of_file in tensors for tensor in of_file.values()):
+            raise CheckpointError(
+                f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
+                remedy="convert one file",
+            )
+        names = dict.fromkeys(name for of_file in tensors for name in of_file)
+        read = [name for name in names if name.startswith(MODEL) or not self._model_only]
+        flat = [name for name in read if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
+        if flat:
+            raise CheckpointError(
+                f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
+                parameter=flat[0].removeprefix(MODEL),
+                remedy="load it with PyTorch's FSDP, wrapped as it was, and save a FULL or SHARDED state dict",
+            )
+        for name in read:
+            self._read_named(name, [of_file.get(name) for of_file in tensors])
+        if self._model_only:
+            return
+        self.values = states[0].values
+        if "warning" in self.values.get("optimizer", {}):
+            raise CheckpointError(
+                f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
+                remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
+            )
+
+    def _read_named(self, name: str, of_files: Sequence[Stored | Sharded | None]) -> None:
+        """Add a tensor that is whole in a file, or of which files have rows: what each has of it is in `of_files`."""
+        sharded: Sharded | None = None
+        parts: dict[int, tuple[int, Run]] = {}  # by their first row: how many, and where they are
+        for archive, tensor in zip(self._archives, of_files, strict=True):
+            if isinstance(tensor, Stored):
+                self._add_whole(name, archive, tensor)
+                return
+            if tensor is None:
+                continue
+            sharded = sharded or tensor
+            if (tensor.shape, tensor.dtype) != (sharded.shape, sharded.dtype):
+                raise CheckpointError(f"{archive.path} is of another checkpoint than the other files.", parameter=name)
+            for offsets, sizes, stored in tensor.parts:
+                archive.check(name, stored)
+                if any(offsets[1:]) or sizes[1:] != tensor.shape[1:] or not _contiguous(stored):
+                    raise CheckpointError(
+                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name
+                    )
+                line = Stored(stored.key, stored.numel, stored.dtype, stored.offset, (math.prod(sizes),), (1,))
+                parts.setdefault(offsets[0], (sizes[0], Run(archive, line, 0, math.prod(sizes))))
+        assert sharded is not None
+        at = 0
+        for start, (rows, _) in sorted(parts.items()):
+            if start != at:
+                break
+            at += rows
+        if at != sharded.shape[0]:
+            raise CheckpointError(
+                f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
+                parameter=name,
+                expected=f"{sharded.world} parts",
+                got=f"{len(parts)} parts",
+            )
+        runs = [run for _, (_, run) in sorted(parts.items())]
+        self._add(name, runs, Entry(sharded.shape, sharded.dtype))
 
 
 def sharded_tensor(made: Made) -> Sharded | None:
@@ -90,92 +146,11 @@ def sharded_tensor(made: Made) -> Sharded | None:
     )
 
 
-def _integers(told: Any) -> tuple[int, ...]:
-    found = tuple(told)
-    if any(type(one) is not int or one < 0 for one in found):
+def _integers(sizes: Any) -> tuple[int, ...]:
+    integers = tuple(sizes)
+    if any(type(size) is not int or size < 0 for size in integers):
         raise TypeError("an invalid size")
-    return found
-
-
-class _Reading:
-    """What the files say, put together; attributes as `PiecedSource` has them."""
-
-    def __init__(self, path: Path, archives: Sequence[Archive], states: Sequence[State]) -> None:
-        self._path, self._archives, self._states = path, archives, states
-        self.where: dict[str, Sequence[Run] | Whole] = {}
-        self.entries: dict[str, Entry] = {}
-
-    def read_all(self, model_only: bool) -> None:
-        names = [name for state in self._states for name in state.tensors]
-        kept = [name for name in dict.fromkeys(names) if name.startswith(MODEL) or not model_only]
-        if not any(isinstance(one, Sharded) for state in self._states for one in state.tensors.values()):
-            raise CheckpointError(
-                f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
-                remedy="convert one file",
-            )
-        flat = [name for name in kept if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
-        if flat:
-            raise CheckpointError(
-                f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
-                parameter=flat[0].removeprefix(MODEL),
-                remedy="load it with PyTorch's FSDP, wrapped as it was, and save a FULL or SHARDED state dict",
-            )
-        for name in kept:
-            self._read_named(name)
-        warning = "warning" in self._states[0].values.get("optimizer", {})
-        if warning and not model_only:
-            raise CheckpointError(
-                f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
-                remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
-            )
-
-    def _read_named(self, name: str) -> None:
-        """A tensor that is whole in every file, or of which every file has rows."""
-        for archive, state in zip(self._archives, self._states, strict=True):
-            found = state.tensors.get(name)
-            if isinstance(found, Stored):
-                archive.check(name, found)
-                self._put(name, Whole(archive, found), Entry(found.shape, found.dtype))
-                return
-        runs, whole = self._runs(name)
-        self._put(name, runs, Entry(whole.shape, whole.dtype))
-
-    def _runs(self, name: str) -> tuple[list[Run], Sharded]:
-        """The parts of a tensor that is cut on its first dim, in order."""
-        parts: dict[int, tuple[int, Run]] = {}
-        told: Sharded | None = None
-        for archive, state in zip(self._archives, self._states, strict=True):
-            one = state.tensors.get(name)
-            if not isinstance(one, Sharded):
-                continue
-            told = told or one
-            if (one.shape, one.dtype) != (told.shape, told.dtype):
-                raise CheckpointError(f"{archive.path} is of another checkpoint than the other files.", parameter=name)
-            for offsets, sizes, stored in one.parts:
-                archive.check(name, stored)
-                if any(offsets[1:]) or sizes[1:] != one.shape[1:] or not _contiguous(stored):
-                    raise CheckpointError(
-                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name
-                    )
-                line = Stored(stored.key, stored.numel, stored.dtype, stored.offset, (numel(sizes),), (1,))
-                parts.setdefault(offsets[0], (sizes[0], Run(archive, line, 0, numel(sizes))))
-        assert told is not None
-        at = 0
-        for start, (rows, _) in sorted(parts.items()):
-            if start != at:
-                break
-            at += rows
-        if at != told.shape[0]:
-            raise CheckpointError(
-                f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
-                parameter=name,
-                expected=f"{told.world} parts",
-                got=f"{len(parts)} parts",
-            )
-        return [run for _, (_, run) in sorted(parts.items())], told
-
-    def _put(self, name: str, where: Sequence[Run] | Whole, entry: Entry) -> None:
-        self.where[name], self.entries[name] = where, entry
+    return integers
 
 
 def _contiguous(stored: Stored) -> bool:

@@ -83,10 +83,16 @@ class _Machine:
                 f"{self._what}: its pickle does what no checkpoint does ({name}).", topic="not-plain-values"
             )
 
-    def stop(self, _: Any) -> None:
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def popped(self) -> Any:
+        return self._stack.pop()
+
+    def stop(self) -> None:
         (self.result,) = self._stack
 
-    def mark(self, _: Any) -> None:
+    def mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
 
@@ -94,26 +100,27 @@ class _Machine:
         items, self._stack = self._stack, self._marks.pop()
         return items
 
-    def pop(self, _: Any) -> None:
+    def pop(self) -> None:
         if self._stack:
             self._stack.pop()
         else:
             self.since_mark()
 
-    def pop_mark(self, _: Any) -> None:
+    def pop_mark(self) -> None:
         self.since_mark()
 
-    def duplicate(self, _: Any) -> None:
+    def duplicate(self) -> None:
         self._stack.append(self._stack[-1])
 
-    def put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
-
-    def memoize(self, _: Any) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+    def put(self, index: int | None = None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
 
     def get(self, index: int) -> None:
         self._stack.append(self._memo[index])
+
+    def push_dict(self, items: list[Any]) -> None:
+        self._stack.append({})
+        self.set_items(items)
 
     def tuple_of(self, count: int) -> None:
         items = tuple(self._stack[-count:])
@@ -121,30 +128,7 @@ class _Machine:
             raise IndexError("nothing on the stack")
         self._stack[-count:] = [items]
 
-    def tuple_since_mark(self, _: Any) -> None:
-        items = self.since_mark()
-        self._stack.append(tuple(items))
-
-    def list_since_mark(self, _: Any) -> None:
-        items = self.since_mark()
-        self._stack.append(items)
-
-    def dict_since_mark(self, _: Any) -> None:
-        items = self.since_mark()
-        self._stack.append({})
-        self._set(items)
-
-    def frozenset_since_mark(self, _: Any) -> None:
-        items = self.since_mark()
-        self._stack.append(frozenset(map(key_of, items)))
-
-    def append(self, _: Any) -> None:
-        self._extend([self._stack.pop()])
-
-    def appends(self, _: Any) -> None:
-        self._extend(self.since_mark())
-
-    def _extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if isinstance(target, Made):
             target.items += items
@@ -153,14 +137,7 @@ class _Machine:
         else:
             target.extend(items)
 
-    def set_item(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._set([key, value])
-
-    def set_items(self, _: Any) -> None:
-        self._set(self.since_mark())
-
-    def _set(self, items: list[Any]) -> None:
+    def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         pairs = list(zip(items[::2], items[1::2], strict=True))
         if isinstance(target, Made):
@@ -174,42 +151,37 @@ class _Machine:
         name = argument.replace(" ", ".", 1)
         self._stack.append(DTYPES.get(name) or Named(name))
 
-    def named_by_stack(self, _: Any) -> None:
+    def named_by_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise TypeError("a name that is no string")
         self.named(f"{module} {name}")
 
-    def call(self, _: Any) -> None:
-        given, function = self._stack.pop(), self._stack.pop()
-        self._call(function, given)
-
-    def call_with_keywords(self, _: Any) -> None:
-        keywords, given, function = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self._call(function, (*given, keywords) if keywords else given)
-
-    def _call(self, function: Any, given: Any) -> None:
-        if not isinstance(given, tuple):
-            raise TypeError("arguments that are no tuple")
-        self._left -= sum(len(one) for one in given if hasattr(one, "__len__"))
+    def call(self, keywords: Any = None) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(arguments, tuple):
+            raise TypeError("arguments that are not a tuple")
+        if keywords:
+            arguments = (*arguments, keywords)
+        self._left -= sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
         if self._left < 0:
             raise CheckpointError(f"{self._what}: its pickle copies the same things over and over.")
-        self._stack.append(build(function, given))
+        self._stack.append(build(function, arguments))
 
-    def set_state(self, _: Any) -> None:
+    def set_state(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if isinstance(target, Made):
             target.state = state  # of what is built here (an OrderedDict's `_metadata`) attributes are of no use
 
-    def storage(self, _: Any) -> None:
-        kind, of, key, _device, numel = self._stack.pop()
-        if kind != "storage" or not isinstance(of, Named) or of.name not in STORAGES:
-            name = f": {of.name}" if isinstance(of, Named) else ""
+    def storage(self) -> None:
+        kind, storage, key, _device, numel = self._stack.pop()
+        if kind != "storage" or not isinstance(storage, Named) or storage.name not in STORAGES:
+            name = f": {storage.name}" if isinstance(storage, Named) else ""
             raise CheckpointError(f"{self._what}: it refers to something that is no tensor's storage{name}.")
         if type(numel) is not int or numel < 0 or not isinstance(key, str):
             raise ValueError("a storage without name or size")
-        self._stack.append(Storage(key, numel, STORAGES[of.name]))
+        self._stack.append(Storage(key, numel, STORAGES[storage.name]))
 
 
 _VALUES = {
@@ -222,35 +194,29 @@ _EMPTY: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": set,
 }  # fmt: skip
 _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
-    "STOP": _Machine.stop,
-    "MARK": _Machine.mark,
-    "POP": _Machine.pop,
-    "POP_MARK": _Machine.pop_mark,
-    "DUP": _Machine.duplicate,
-    "PUT": lambda machine, index: machine.put(int(index)),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.memoize,
-    "GET": lambda machine, index: machine.get(int(index)),
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "TUPLE": _Machine.tuple_since_mark,
+    "STOP": lambda machine, _: machine.stop(),
+    "MARK": lambda machine, _: machine.mark(),
+    "POP": lambda machine, _: machine.pop(),
+    "POP_MARK": lambda machine, _: machine.pop_mark(),
+    "DUP": lambda machine, _: machine.duplicate(),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda machine, index: machine.put(int(index))),
+    "MEMOIZE": lambda machine, _: machine.put(),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda machine, index: machine.get(int(index))),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.since_mark())),
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "LIST": _Machine.list_since_mark,
-    "DICT": _Machine.dict_since_mark,
-    "FROZENSET": _Machine.frozenset_since_mark,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "ADDITEMS": _Machine.appends,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
+    "LIST": lambda machine, _: machine.push(machine.since_mark()),
+    "DICT": lambda machine, _: machine.push_dict(machine.since_mark()),
+    "FROZENSET": lambda machine, _: machine.push(frozenset(map(key_of, machine.since_mark()))),
+    "APPEND": lambda machine, _: machine.extend([machine.popped()]),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda machine, _: machine.extend(machine.since_mark())),
+    "SETITEM": lambda machine, _: machine.set_items([machine.popped(), machine.popped()][::-1]),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
     "GLOBAL": _Machine.named,
-    "STACK_GLOBAL": _Machine.named_by_stack,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
-    "NEWOBJ_EX": _Machine.call_with_keywords,
-    "BUILD": _Machine.set_state,
-    "BINPERSID": _Machine.storage,
+    "STACK_GLOBAL": lambda machine, _: machine.named_by_stack(),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.call()),
+    "NEWOBJ_EX": lambda machine, _: machine.call(machine.popped()),
+    "BUILD": lambda machine, _: machine.set_state(),
+    "BINPERSID": lambda machine, _: machine.storage(),
 }

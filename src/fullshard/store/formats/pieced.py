@@ -7,12 +7,15 @@ file of rank 1    [ weight 7 ..14 | bias 2 .. 3 |pad]
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...errors import CheckpointError
 from ..source import Entry, Source
 from .archive import Archive
 from .built import Stored
@@ -44,22 +47,38 @@ class PiecedSource(Source):
     """A checkpoint of several files of `torch.save`.
 
     Args:
-        archives: the files. They are closed with this.
-        where: for each tensor the runs that it is made of, in order, or the whole; checked.
-        entries, values, ties: see `Source`.
+        path: of the folder.
     """
 
-    def __init__(
-        self,
-        archives: Sequence[Archive],
-        where: Mapping[str, Sequence[Run] | Whole],
-        entries: Mapping[str, Entry],
-        values: Mapping[str, Any],
-        ties: Mapping[str, str],
-    ) -> None:
-        self._archives = archives
-        self._where = where
-        self.entries, self.values, self.ties = entries, values, ties
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._archives: list[Archive] = []
+        self._where: dict[str, Sequence[Run] | Whole] = {}  # the runs that a tensor is made of, in order; checked
+        self.entries: dict[str, Entry] = {}
+        self.values: Mapping[str, Any] = {}
+        self.ties: dict[str, str] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open the files, and read what they say of tensors and values."""
+
+    def _add(self, name: str, runs: Sequence[Run], entry: Entry) -> None:
+        if name in self.entries:
+            raise CheckpointError(f"{self._path} says twice what a tensor is.", parameter=name)
+        self._where[name], self.entries[name] = runs, entry
+
+    def _add_whole(self, name: str, archive: Archive, stored: Any) -> None:
+        """Add a tensor that one file holds."""
+        if not isinstance(stored, Stored):
+            raise CheckpointError(f"{archive.path} has something else in place of a tensor.", parameter=name)
+        archive.check(name, stored)
+        self._add(name, (), Entry(stored.shape, stored.dtype))
+        self._where[name] = Whole(archive, stored)
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         place, shape = self._where[name], self.entries[name].shape
@@ -89,11 +108,11 @@ class PiecedSource(Source):
 
 def _elements(runs: Sequence[Run], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of what the runs are together. One-dimensional."""
-    found = torch.empty(stop - start, dtype=dtype, device="cpu")
+    elements = torch.empty(stop - start, dtype=dtype, device="cpu")
     at = 0  # where a run begins in the whole
     for run in runs:
         first, last = max(start, at), min(stop, at + run.count)
         if first < last:
-            found[first - start : last - start] = run.read(first - at, last - at)
+            elements[first - start : last - start] = run.read(first - at, last - at)
         at += run.count
-    return found
+    return elements

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,15 @@ import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...layout import dense_strides
-from ..in_place import make_folders, put_in_place, remove_empty, sync
-from ..source import MODEL, Entry, Sink, Source
-from ..storage import open_file, read_exactly
-from .elements import read_strided
-from .safetensors_files import SUFFIX, PlannedFile, index_of, split_files
+from ..in_place import sync
+from ..source import MODEL, Entry, Source
+from ..storage import open_file, read_into, read_strided
+from ..write import bytes_of
+from .own import FolderSink
 from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
 
-INDEX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX = f"{SUFFIX}.index.json"
 MAX_FILE_BYTES = 5 * 2**30
 
 
@@ -40,9 +41,6 @@ class SafetensorsSource(Source):
     Args:
         path: the folder, or a file whose name ends in `.safetensors`.
         stem: what the names of a folder's files begin with: "model", or "adapter_model" for PEFT's.
-
-    Attributes:
-        metadata: what the writer noted in the file, or in the first one.
 
     Raises:
         CheckpointError: no such files; a name that leads out of the folder; a dtype that cannot be read.
@@ -69,7 +67,6 @@ class SafetensorsSource(Source):
             self.close()
             raise
         self.entries: Mapping[str, Entry] = entries
-        self.metadata: Mapping[str, str] = self._files[0].header.metadata
 
     def _check(self, file: _File, names: set[str] | None) -> None:
         """A file must hold what the index says of it, and nothing else."""
@@ -116,7 +113,7 @@ class _File:
 
     def __init__(self, path: Path, real: Path) -> None:
         self.path = path
-        self._file = os.fdopen(open_file(real), "rb", buffering=0)
+        self._file = open_file(real)
         try:
             self.header: Header = read_header(self._read, os.fstat(self._file.fileno()).st_size, str(path))
         except BaseException:
@@ -137,7 +134,7 @@ class _File:
         return bytes(data)
 
     def _fill(self, begin: int, target: memoryview) -> None:
-        read_exactly(self._file.fileno(), begin, target, str(self.path))
+        read_into(self._file, begin, target, str(self.path))
 
     def close(self) -> None:
         self._file.close()
@@ -175,18 +172,18 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, Path, set[str] | None
         raise DamagedCheckpointError(
             "An index of safetensors files is longer than any can be.", expected=f"{MOST_BYTES} bytes", got=str(where)
         )
-    said = parse_json(where.read_bytes(), str(where))
-    placed = said.get("weight_map") if isinstance(said, dict) else None
+    index_json = parse_json(where.read_bytes(), str(where))
+    placed = index_json.get("weight_map") if isinstance(index_json, dict) else None
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise DamagedCheckpointError(
             f"An index of safetensors files is damaged: {where}",
             expected='{"weight_map": {name: file}}',
-            got=str(said)[:100],
+            got=str(index_json)[:100],
         )
     names: dict[str, set[str]] = {}
     for name, file in placed.items():
         names.setdefault(file, set()).add(name)
-    return [(folder / file, _inside(folder, file), held) for file, held in names.items()]
+    return [(folder / file, _inside(folder, file), names_of_file) for file, names_of_file in names.items()]
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -199,21 +196,21 @@ def _inside(folder: Path, name: str) -> Path:
         DamagedCheckpointError: there is no such file.
     """
     here = folder.resolve()
-    plain = Path(name).name == name and name not in (".", "..") and "\\" not in name and "\0" not in name
-    found = (here / name).resolve() if plain else here
+    is_plain = Path(name).name == name and name not in (".", "..") and "\\" not in name and "\0" not in name
+    real = (here / name).resolve() if is_plain else here
     homes = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
-    if not plain or found.parent not in homes:
+    if not is_plain or real.parent not in homes:
         raise CheckpointError(
             "A checkpoint names a file outside of its folder.",
             expected=f"the name of a file in {folder}",
-            got=repr(name)[:200] + (f", a link to {found}" if plain else ""),
+            got=repr(name)[:200] + (f", a link to {real}" if is_plain else ""),
             remedy="do not load it unless you know why; copy the files into one folder if you do",
         )
-    if not found.is_file():
+    if not real.is_file():
         raise DamagedCheckpointError(
             "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file"
         )
-    return found
+    return real
 
 
 def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpointError:
@@ -226,24 +223,34 @@ def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpoi
     )
 
 
-class SafetensorsSink(Sink):
-    """A folder of safetensors files that is being written, one tensor in memory at a time.
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file that is being written.
 
-    Files are written beside the folder, synced, and put in its place by one rename.
+    Attributes:
+        entries: its tensors, in the order of their elements.
+        header: its first bytes.
+        begins: by name, where elements begin in the file, in bytes.
+    """
+
+    name: str
+    entries: dict[str, Entry]
+    header: bytes
+    begins: dict[str, int]
+
+
+class SafetensorsSink(FolderSink):
+    """A folder of safetensors files that is being written, one tensor in memory at a time. See `FolderSink`.
 
     Args:
         path: the folder; not there yet, or empty.
         entries: what will be written. All names begin with `model.`, which files leave out.
         max_file_bytes: of a file's elements; a larger tensor gets a file of its own.
-        metadata: to note in every file.
         stem: what the names of files begin with.
 
-    Attributes:
-        folder: where files are until `finish`: others may be put there, and will be in the folder.
-
     Raises:
-        CheckpointError: the folder is there and not empty, it cannot be made, a name or a dtype that files cannot have,
-            or not enough room on the disk.
+        CheckpointError: the folder is there and not empty, a name or a dtype that files cannot have, or not enough room
+            on the disk.
     """
 
     def __init__(
@@ -251,90 +258,78 @@ class SafetensorsSink(Sink):
         path: str | os.PathLike[str],
         entries: Mapping[str, Entry],
         max_file_bytes: int = MAX_FILE_BYTES,
-        metadata: Mapping[str, str] | None = None,
         stem: str = "model",
     ) -> None:
-        metadata = {"format": "pt"} if metadata is None else metadata
-        self._path = Path(path).absolute()
-        self._left = dict(entries)
-        self._planned = [
-            PlannedFile(name, own, *make_header(own, metadata))
-            for name, own in split_files(entries, max_file_bytes, stem)
+        files = [
+            _PlannedFile(name, own, *make_header(own, {"format": "pt"}))
+            for name, own in _split(entries, max_file_bytes, stem)
         ]
-        self._where = {name: file for file in self._planned for name in file.entries}
-        self._index = index_of(self._planned) if len(self._planned) > 1 else None
-        self._stem = stem
-        self._made: list[Path] = []  # folders, to be removed if nothing is put into them
-        self._refuse_existing()
-        total = sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self._planned)
-        self.folder = self._path.with_name(f".{self._path.name}.saving-{secrets.token_hex(4)}")
+        self._files = {name: file for file in files for name in file.entries}
+        super().__init__(path, entries)
         try:
-            self._made = make_folders(self.folder)
-            free = shutil.disk_usage(self.folder).free
-        except OSError as error:
+            self._begin(files, f"{stem}{INDEX}")
+        except BaseException:
             self.abort()
-            raise _cannot(self._path, error) from error
-        if free < total:
-            self.abort()
+            raise
+
+    def _begin(self, files: Sequence[_PlannedFile], index: str) -> None:
+        """Write headers and index."""
+        elements = sum(entry.nbytes for file in files for entry in file.entries.values())
+        expected, free = elements + sum(len(file.header) for file in files), shutil.disk_usage(self.folder).free
+        if free < expected:
             raise CheckpointError(
                 "There is not enough room for what is to be written.",
-                expected=f"{total} bytes free at {self._path.parent}",
+                expected=f"{expected} bytes free at {self._path.parent}",
                 got=f"{free}",
             )
+        for file in files:
+            (self.folder / file.name).write_bytes(file.header)
+        if len(files) > 1:
+            weight_map = dict(sorted((name, file.name) for name, file in self._files.items()))
+            text = json.dumps({"metadata": {"total_size": elements}, "weight_map": weight_map}, indent=2)
+            (self.folder / index).write_text(f"{text}\n")
 
     def _refuse_existing(self) -> None:
-        if self._path.is_symlink() or (self._path.exists() and not _is_empty_folder(self._path)):
+        empty = self._path.is_dir() and not any(self._path.iterdir())
+        if self._path.is_symlink() or (self._path.exists() and not empty):
             raise CheckpointError(
                 "The folder to write to is there already, and is not empty.",
                 got=str(self._path),
                 remedy="name another one, or remove it first: nothing is overwritten",
             )
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
         key = name.removeprefix(MODEL)
-        entry = self._left.pop(name, None)
-        if entry is None or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        file = self._files[key]
+        with (self.folder / file.name).open("r+b") as opened:
+            opened.seek(file.begins[key])
+            opened.write(bytes_of(tensor))
+
+    def _end(self) -> None:
+        for path in self.folder.iterdir():
+            sync(path)
+
+
+def _split(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, Entry]]]:
+    """Names of files, and what each holds, in order."""
+    if not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
+    files: list[dict[str, Entry]] = [{}]
+    nbytes = 0
+    for name, entry in entries.items():
+        if not name.startswith(MODEL) or name == MODEL or name.removeprefix(MODEL) == "__metadata__":
             raise CheckpointError(
-                "A tensor was written that is not what was announced, or twice.",
-                parameter=key,
-                expected=entry,
-                got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+                "safetensors files hold a model's parameters and buffers, and nothing else.",
+                parameter=name,
+                expected=f"a name that begins with {MODEL!r}",
+                remedy="leave optimizer state out",
             )
-        try:
-            self._where[key].write(self.folder, key, tensor)
-        except OSError as error:
-            raise _cannot(self._path, error, key) from error
-
-    def finish(self) -> None:
-        if self._left:
-            raise CheckpointError("Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL))
-        try:
-            for file in self._planned:
-                file.close(self.folder)  # those without elements, which nobody wrote to
-            if self._index is not None:
-                (self.folder / f"{self._stem}{INDEX}").write_text(json.dumps(self._index, indent=2) + "\n")
-            for path in self.folder.iterdir():
-                sync(path)
-            self._refuse_existing()
-            put_in_place(self.folder, self._path)
-        except OSError as error:
-            raise _cannot(self._path, error) from error
-
-    def abort(self) -> None:
-        for file in self._planned:
-            file.let_go()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        remove_empty(self._made)
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _cannot(path: Path, error: OSError, parameter: str | None = None) -> CheckpointError:
-    return CheckpointError(
-        "A folder of safetensors files could not be written.",
-        parameter=parameter,
-        got=f"{type(error).__name__}: {error}",
-        expected=f"room and rights to write {path}",
-    )
+        if files[-1] and nbytes + entry.nbytes > max_bytes:
+            files.append({})
+            nbytes = 0
+        files[-1][name.removeprefix(MODEL)] = entry
+        nbytes += entry.nbytes
+    files = [dict(sorted(file.items(), key=lambda item: -item[1].dtype.itemsize)) for file in files]  # all aligned
+    if len(files) == 1:
+        return [(f"{stem}{SUFFIX}", files[0])]
+    return [(f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}", file) for i, file in enumerate(files, 1)]

@@ -12,7 +12,6 @@ against the size of its file before any memory is taken by it.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
-from ..source import Entry
+from ..source import Entry, checked_shape
 from ..tree import once
 
 DTYPES: dict[str, torch.dtype] = {
@@ -50,7 +49,6 @@ MOST_BYTES = 100_000_000
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _LARGEST = 2**63 - 1  # what torch counts in
-_MOST_DIMS = 64  # of torch's tensors
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,10 @@ class Header:
     Attributes:
         entries: by name, in the order of the data.
         begins: by name, where elements begin in the file, in bytes.
-        metadata: what the writer noted.
     """
 
     entries: dict[str, Entry]
     begins: dict[str, int]
-    metadata: dict[str, str]
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> Header:
@@ -84,31 +80,33 @@ def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> He
     if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
         raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
     try:
-        said = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=once, parse_int=_count)
+        listed = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=once, parse_int=_count)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
         raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
-    if not isinstance(said, dict):
-        raise _damaged(called, "a header with names", f"{type(said).__name__}")
-    metadata = {} if said.get(METADATA) is None else said[METADATA]
-    said.pop(METADATA, None)
+    if not isinstance(listed, dict):
+        raise _damaged(called, "a header with names", f"{type(listed).__name__}")
+    metadata = {} if listed.get(METADATA) is None else listed[METADATA]
+    listed.pop(METADATA, None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(called, f"{METADATA} of texts", repr(metadata)[:100])
     try:
-        "".join([*said, *metadata, *metadata.values()]).encode()
+        "".join([*listed, *metadata, *metadata.values()]).encode()
     except UnicodeEncodeError as error:  # half a character, which JSON can write
         raise _damaged(called, "names in UTF-8", str(error)) from None
     data = _LENGTH.size + length
-    found = sorted(((*_offsets(name, facts, called), name) for name, facts in said.items()), key=lambda one: one[:2])
+    tensors = sorted(
+        ((*_offsets(name, facts, called), name) for name, facts in listed.items()), key=lambda one: one[:2]
+    )
     entries, at = {}, 0
-    for begin, end, name in found:
+    for begin, end, name in tensors:
         if begin != at:
             raise _damaged(called, f"{name!r} at {at}, where the tensor before it ends", f"at {begin}")
-        entries[name] = _entry(name, said[name], end - begin, called)
+        entries[name] = _entry(name, listed[name], end - begin, called)
         at = end
     if data + at != size:
         what = "truncated" if data + at > size else "longer than its header says"
         raise _damaged(called, f"{data + at} bytes", f"{size}: it is {what}")
-    return Header(entries, {name: data + begin for begin, _, name in found}, metadata)
+    return Header(entries, {name: data + begin for begin, _, name in tensors})
 
 
 def parse_json(data: bytes, called: str) -> Any:
@@ -142,8 +140,6 @@ def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
     shape, kind = facts.get("shape"), facts.get("dtype")
     if unknown := facts.keys() - {"shape", "dtype", "data_offsets"}:
         raise _damaged(called, f"{name!r} with dtype, shape and data_offsets", f"{min(unknown)!r}"[:100])
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
-        raise _damaged(called, f"{name!r} with a shape", repr(shape)[:100])
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(
             f"A safetensors file has a dtype that cannot be read: {called}",
@@ -151,12 +147,13 @@ def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
             expected=", ".join(DTYPES),
             got=repr(kind)[:100],
         )
-    dtype, numel = DTYPES[kind], math.prod(shape)
-    if math.prod(max(extent, 1) for extent in shape) > _LARGEST:
-        raise _damaged(called, f"{name!r} with a shape that can be counted", repr(shape)[:100])
-    if numel * dtype.itemsize != nbytes:
-        raise _damaged(called, f"{name!r}: {numel * dtype.itemsize} bytes, for shape {shape} of {kind}", f"{nbytes}")
-    return Entry(tuple(shape), dtype)
+    try:
+        entry = Entry(checked_shape(name, shape), DTYPES[kind])
+    except ValueError as error:
+        raise _damaged(called, f"{name!r} with a shape", str(error)) from None
+    if entry.nbytes != nbytes:
+        raise _damaged(called, f"{name!r}: {entry.nbytes} bytes, for {entry}", f"{nbytes}")
+    return entry
 
 
 def _damaged(called: str, expected: str, got: str) -> DamagedCheckpointError:
@@ -174,7 +171,7 @@ def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tu
     Raises:
         CheckpointError: a dtype that the format does not have.
     """
-    said: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    listed: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     begins, at = {}, 0
     for name, entry in entries.items():
         if entry.dtype not in NAMES:
@@ -187,9 +184,9 @@ def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tu
             )
         begins[name] = at
         offsets = [at, at + entry.nbytes]
-        said[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        listed[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         at = offsets[1]
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(listed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_BYTES:
         raise CheckpointError(

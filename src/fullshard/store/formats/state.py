@@ -13,14 +13,14 @@ values["state"]["model.norm._extra_state"]      what a module adds to a state di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
 
-from ...errors import CheckpointError
-from ..source import MODEL, MOST_NAME, OPTIMIZER
+from ...errors import CheckpointError, DamagedCheckpointError
+from ..source import MODEL, MOST_NAME, OPTIMIZER, state_path
 from .built import Made, Named, Sharded, Stored
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -106,9 +106,9 @@ class State:
                 into.setdefault("scalars", {})[str(name)] = left
         into[GROUPS] = []
         for index, group in enumerate(optimizer[GROUPS]):
-            kept = {key: value for key, value in group.items() if key != "param_names" or not names}
-            kept["params"] = [names.get(one, one) for one in group["params"]]
-            into[GROUPS].append(self.plain(kept, f"optimizer.{GROUPS}.{index}"))
+            settings = {key: value for key, value in group.items() if key != "param_names" or not names}
+            settings["params"] = [names.get(number, number) for number in group["params"]]
+            into[GROUPS].append(self.plain(settings, f"optimizer.{GROUPS}.{index}"))
         for key in optimizer.keys() - {"state", GROUPS}:
             into[str(key)] = self.plain(optimizer[key], f"optimizer.{key}")
 
@@ -158,10 +158,10 @@ class State:
         if isinstance(value, Made):
             if value.name == "argparse.Namespace" and isinstance(value.state, dict):
                 return value.state
-            found = self.understand(value)
-            if found is None:
+            meaning = self.understand(value)
+            if meaning is None:
                 raise refused(self.what, value.name, path)
-            return found
+            return meaning
         if isinstance(value, Named):
             raise refused(self.what, value.name, path)
         return value
@@ -216,19 +216,19 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _are_names(told: Any) -> TypeGuard[list[int | str]]:
+def _are_names(names: Any) -> TypeGuard[list[int | str]]:
     """Whether these are a group's parameters: names or numbers."""
-    return isinstance(told, list) and all(type(one) in (int, str) for one in told)
+    return isinstance(names, list) and all(type(name) in (int, str) for name in names)
 
 
 def _names_by_number(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
     """Names of parameters by the numbers that plain PyTorch gives them; empty where a group does not say."""
     names: dict[Any, str] = {}
     for group in groups:
-        numbers, told = group["params"], group.get("param_names")
-        if not _are_names(told) or len(told) != len(numbers):
+        numbers, its_names = group["params"], group.get("param_names")
+        if not _are_names(its_names) or len(its_names) != len(numbers):
             return {}
-        names |= {number: name for number, name in zip(numbers, told, strict=True) if isinstance(name, str)}
+        names |= {number: name for number, name in zip(numbers, its_names, strict=True) if isinstance(name, str)}
     return names if len(set(names.values())) == len(names) else {}
 
 
@@ -246,17 +246,17 @@ def nested(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> di
     model: dict[str, Any] = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
     for name in [name for name in state if name.startswith(MODEL)]:
         model[name.removeprefix(MODEL)] = state.pop(name)
-    told = {key: value for key, value in values.items() if key not in ("state", "optimizer")}
+    further = {key: value for key, value in values.items() if key not in ("state", "optimizer")}
     optimizer = values.get("optimizer") or {}
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
-    if model and not (state or told or optimizer or rest):
+    if model and not (state or further or optimizer or rest):
         return model
     states = {name: tensor for name, tensor in rest.items() if name.startswith(OPTIMIZER)}
     others = {name: tensor for name, tensor in rest.items() if name not in states}
     root = {"model": model} if model else {}
     if optimizer or states:
         root["optimizer"] = _optimizer(optimizer, states, model)
-    root |= others | told
+    root |= others | further
     if taken := root.keys() & state.keys():
         raise CheckpointError("A file of torch.save has no place for a value of this name.", parameter=min(taken))
     return root | state
@@ -268,23 +268,26 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], m
     known = {*model, *map(str, listed)}
     state: dict[Any, dict[str, Any]] = {name: dict(own) for name, own in values.get("scalars", {}).items()}
     for name, tensor in tensors.items():
-        parameter, keys = split(name.removeprefix(OPTIMIZER), known)
-        place = state.setdefault(parameter, {})
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = tensor
+        last_dot = name.removeprefix(OPTIMIZER).rpartition(".")[::2]
+        parameter, key = state_path(name, known) or last_dot
+        put_nested(state, [parameter, *key.split(".")], tensor)
     numbers = {str(one): one for one in listed if isinstance(one, int)}
     other = {key: value for key, value in values.items() if key not in (GROUPS, "scalars", "warning")}
     return {"state": {numbers.get(name, name): own for name, own in state.items()}, GROUPS: groups, **other}
 
 
-def split(name: str, parameters: set[str]) -> tuple[str, list[str]]:
-    """A parameter's name and the keys of its state: by the longest known name, else at the last dot."""
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        if ".".join(parts[:count]) in parameters:
-            return ".".join(parts[:count]), parts[count:]
-    return ".".join(parts[:-1]), parts[-1:]
+def put_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Put a value into nested dicts.
+
+    Raises:
+        DamagedCheckpointError: on its path there is a value.
+    """
+    *outer, last = path
+    for key in outer:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path))
+    tree[last] = value
 
 
 def leaves(root: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -7,26 +7,21 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch.serialization import skip_data
 
-from ...errors import CheckpointError
 from ..in_place import put_in_place
 from ..source import Entry, Sink, Source
 from ..write import bytes_of
 from .archive import Archive
-from .built import Stored
 from .state import State, leaves, nested, replaced
 
 SAVING = ".saving"
 """What the name of a file that is not finished ends with."""
-ALIGNMENT = 64  # bytes
 
 
 class TorchFileSource(Source):
@@ -84,75 +79,48 @@ class TorchFileSink(Sink):
         values: Mapping[str, Any],
         ties: Mapping[str, str] | None = None,
     ) -> None:
-        self._path = path
-        self._saving = path.with_name(path.name + SAVING)
-        self._written: set[str] = set()
-        self._places: dict[str, tuple[str, int, int]] = {}  # name to record, its position, its size in bytes
-        self._inner: dict[str, torch.Tensor] = {}
+        self._path, self._saving = path, path.with_name(path.name + SAVING)
+        self._places: dict[str, tuple[int, int]] = {}  # by name: where its record begins, and its size, in bytes
         self._file: IO[bytes] | None = None
+        inner = [leaf.detach() for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+        unnamed = {f"\0{i}": tensor for i, tensor in enumerate(inner)}
+        super().__init__({**entries, **{n: Entry(tuple(t.shape), t.dtype) for n, t in unnamed.items()}})
         try:
-            self._reserve(dict(entries), values, ties or {})
+            self._reserve(entries, unnamed, values, ties or {})
             self._file = self._saving.open("r+b")
-            for name, tensor in self._inner.items():
+            for name, tensor in unnamed.items():
                 self.write(name, tensor)
         except BaseException:
             self.abort()
             raise
 
-    def _reserve(self, entries: dict[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]) -> None:
-        """Let `torch.save` write all but the elements, of tensors in a file of nothing but holes."""
-        named = replaced(values, self._note)
-        entries |= {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in self._inner.items()}
-        total = sum(_aligned(entry.nbytes) for entry in entries.values()) + ALIGNMENT
-        with tempfile.TemporaryFile(dir=self._path.parent) as holes:
-            holes.truncate(total)
-            self._save(mmap.mmap(holes.fileno(), total), entries, named, ties)
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor among the values a name, by which it is written."""
-        self._inner[f"\0{len(self._inner)}"] = tensor.detach()
-        return torch.empty(0, device="cpu")
-
-    def _save(
-        self, memory: mmap.mmap, entries: Mapping[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]
+    def _reserve(
+        self, entries: Iterable[str], unnamed: Iterable[str], values: Mapping[str, Any], ties: Mapping[str, str]
     ) -> None:
-        start, tensors = 0, {}
-        for name, entry in entries.items():
-            tensors[name] = _in_memory(memory, start, entry)
-            start += _aligned(entry.nbytes)
-        inner = iter([name for name in tensors if name in self._inner])
-        values = replaced(values, lambda _: tensors[next(inner)])
-        shown = {name: tensor for name, tensor in tensors.items() if name not in self._inner}
-        whole = nested(shown | {name: tensors[known] for name, known in ties.items()}, values)
+        """Let `torch.save` write everything but the elements."""
+        spaces = {name: _space(entry) for name, entry in self._unwritten.items()}
+        in_order = iter([spaces[name] for name in unnamed])
+        values = replaced(values, lambda _: next(in_order))
+        whole = nested({name: spaces[ties.get(name, name)] for name in (*entries, *ties)}, values)
         with skip_data():
             torch.save(whole, self._saving)
-        names = {id(tensor): name for name, tensor in tensors.items()}
+        names = {id(space): name for name, space in spaces.items()}
         with contextlib.closing(Archive(self._saving)) as archive:
             written = dict(leaves(archive.root))
             for path, leaf in leaves(whole):
                 if isinstance(leaf, torch.Tensor):
-                    stored = written[path]
-                    assert isinstance(stored, Stored)
-                    self._places[names[id(leaf)]] = (stored.key, *archive.place(stored))
+                    self._places[names[id(leaf)]] = archive.place(written[path])
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
         assert self._file is not None
-        _, position, size = self._places[name]
+        position, nbytes = self._places[name]
         data = bytes_of(tensor)
-        if len(data) != size:
-            raise CheckpointError(
-                "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data)
-            )
+        assert len(data) == nbytes
         self._file.seek(position)
         self._file.write(data)
-        self._written.add(name)
 
-    def finish(self) -> None:
+    def _end(self) -> None:
         assert self._file is not None
-        missing = [name for name in self._places if name not in self._written]
-        if missing:
-            raise CheckpointError("Not all tensors were written.", parameter=missing[0])
-        self._file.flush()
         self._file.close()
         put_in_place(self._saving, self._path)
 
@@ -162,12 +130,7 @@ class TorchFileSink(Sink):
         self._saving.unlink(missing_ok=True)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _in_memory(memory: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
-    """A tensor of storage of its own, whose elements nobody reads."""
-    if not entry.numel:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=entry.dtype, count=entry.numel, offset=start).reshape(entry.shape)
+def _space(entry: Entry) -> torch.Tensor:
+    """A tensor of its own storage, whose memory is reserved but never touched."""
+    storage = torch.UntypedStorage(entry.nbytes, device="cpu")
+    return torch.empty(0, dtype=entry.dtype, device="cpu").set_(storage, 0, (entry.numel,), (1,)).view(entry.shape)

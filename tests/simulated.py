@@ -26,6 +26,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
@@ -106,7 +108,7 @@ class Device:
 
     def read(self, tensor: Tensor, how: str) -> None:
         """The host reads a value."""
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or is_functorch_wrapped_tensor(tensor):
             return  # of a subclass: what it does inside is what reads
         key = tensor.untyped_storage()._cdata
         if key in self._coming:
@@ -117,16 +119,21 @@ class Device:
     def queue(self, target: Tensor, values: Tensor) -> None:
         """A copy to page-locked memory begins."""
         with torch.no_grad(), _disable_current_modes():  # nothing that a device would do
-            copy = Copy(target.detach(), values.detach().clone())
-            copy.target.fill_(poison_of(target))
-        self.current.coming.append(copy)
+            copy = Copy(target, values.detach().clone())
+            target.fill_(poison_of(target))
+        coming = self.current.coming
+        coming[:] = [each for each in coming if each() is not None]
+        coming.append(weakref.ref(copy))
         self._coming[target.untyped_storage()._cdata] = copy
 
     def arrive(self, copies: list[Copy]) -> None:
         for copy in copies:
-            key = copy.target.untyped_storage()._cdata
+            target = copy.target()
+            if target is None:
+                continue
+            key = target.untyped_storage()._cdata
             with torch.no_grad():
-                copy.target.copy_(copy.values)
+                target.copy_(copy.values)
             if self._coming.get(key) is copy:
                 del self._coming[key]
 
@@ -139,14 +146,15 @@ class Copy:
     """On its way to page-locked memory."""
 
     def __init__(self, target: Tensor, values: Tensor) -> None:
-        self.target, self.values = target, values
+        self.target, self.values = weakref.ref(target), values
 
 
 class Stream:
     """As much of `torch.Stream` as is used."""
 
     def __init__(self, name: str, device: Device) -> None:
-        self.name, self.device, self.coming = name, device, []
+        self.name, self.device = name, device
+        self.coming: list[weakref.ref[Copy]] = []  # alive while their memory or an event is
         self.before: list[Stream] = []
         self.capturing = False
         self.waited: list[Stream] = []
@@ -181,13 +189,14 @@ class Event:
     """As much of `torch.Event` as is used; recorded when it is made."""
 
     def __init__(self, stream: Stream) -> None:
-        self.stream, self.copies, self.moment = stream, list(stream.coming), stream.device.now()
+        self.stream, self.moment = stream, stream.device.now()
+        self.copies = [copy for each in stream.coming if (copy := each()) is not None]
 
     def synchronize(self) -> None:
         device = self.stream.device
         device.wait(f"wait for {self.stream.name}", self.moment)
         device.arrive(self.copies)
-        self.stream.coming = [copy for copy in self.stream.coming if copy not in self.copies]
+        self.stream.coming = [each for each in self.stream.coming if each() not in self.copies]
 
     def query(self) -> bool:
         raise AssertionError("an event was polled: what follows depends on timing, and no graph can be captured")
@@ -209,6 +218,7 @@ def simulated(offload: bool = False) -> Iterator[Device]:
     Args:
         offload: whether shards and gradients live in the host's memory.
     """
+    _device_constructors()  # torch looks once which functions take a default device: before they are replaced
     device = Device()
     lane_names = iter(["inward", "outward"])
     ident, copy_, empty = threading.get_ident, Tensor.copy_, torch.empty
@@ -307,3 +317,9 @@ def by_nccl() -> Iterator[None]:
     hosts: dict[Axis, Axis] = {}
     with mock.patch.object(axes, "backend_of", lambda group, kind: "nccl"), mock.patch.object(Axis, "_over", over):
         yield
+
+
+def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)` on a device, for `--simulated`."""
+    with by_nccl(), simulated():
+        return fn(*args, **kwargs)

@@ -1,0 +1,224 @@
+"""`fullshard plan MODEL`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from ..errors import ConfigError, FullshardError
+from . import terminal
+from .main import refuse
+from .target import function_at
+
+if TYPE_CHECKING:
+    from ..insight.planner import Plan
+
+STYLES = {
+    r"(?m)^fits .*$": "green",
+    r"(?m)^no .*$": "red",
+    r"(?m)^best: .*$": "bold",
+    r"\b(does not fit)\b": "bold red",
+}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+NO_FIT = 3
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Memory, traffic and time of a training step, before it runs: which strategy fits, and which is the fastest.
+
+    MODEL is a function without arguments that builds the model (train.py:build or package.module:build), or a Hugging
+    Face configuration: config.json, or the folder that has it. What --fix does not fix is searched. Example:
+
+        fullshard plan examples/model.py:demo_model --ranks 8 --batch 4 --sequence 128 --memory 2GiB
+
+    Exit code: 0 it fits (or no memory was given), 3 it does not, 2 bad input.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
+    function step(model, micro_batch, sequence) that returns a loss"""
+    ranks: int = 8
+    """over which data is split"""
+    ranks_per_node: int | None = None
+    """of one machine; 8, or all if there are fewer"""
+    batch: int = 1
+    """sequences of one rank in one optimizer step"""
+    sequence: int = 1024
+    """tokens of a sequence"""
+    memory: str = ""
+    """of one device, as 80GiB or 80GB"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """decides on layouts, assumed rates, and what an allocator holds besides"""
+    optimizer: str = "AdamW"
+    """a class of torch.optim"""
+    dtype: str = ""
+    """in which parameters are stored; the model's own if left out"""
+    mixed: str = ""
+    """mixed precision: the dtype of gathers and computation, then that of reductions, as bf16,fp32"""
+    fix: tuple[str, ...] = ()
+    """fields of the strategy that are not searched, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
+    rates: tuple[str, ...] = ()
+    """in place of assumed ones, as flops=4e14 bandwidth=5e10; see Rates"""
+    solve: Literal["micro-batch", "sequence", "world"] | None = None
+    """the largest micro-batch or sequence, or the fewest ranks, that fit"""
+    json: bool = False
+    """print one JSON object, for programs"""
+
+
+def run(arguments: list[str]) -> int:
+    """The command; its exit code."""
+    options = terminal.parsed(Arguments, "plan", arguments)
+    if isinstance(options, int):
+        return options
+    try:
+        return answer(options)
+    except FullshardError as error:
+        return refuse(str(error))
+
+
+def answer(options: Arguments) -> int:
+    """Plan and print; the exit code.
+
+    Raises:
+        FullshardError: bad input.
+    """
+    from ..insight.planner import Strategy, assumed_rates, plan, solve, strategies
+    from ..policies import MixedPrecisionPolicy
+
+    assumed = assumed_rates(options.device)
+    computed, _, reduced = options.mixed.partition(",")
+    common: dict[str, Any] = {
+        "ranks": options.ranks,
+        "batch": options.batch,
+        "sequence": options.sequence,
+        "mp_policy": MixedPrecisionPolicy(dtype_named(computed), dtype_named(reduced)),
+        "optimizer": options.optimizer,
+        "device": options.device,
+        "device_memory": bytes_of(options.memory),
+        "rates": dataclasses.replace(assumed, **fields_of("--rates", options.rates, assumed)),
+    }
+    fixed = fields_of("--fix", options.fix, Strategy())
+    build = builder(options.model, dtype_named(options.dtype))
+    if options.solve:
+        number, best = solve(build, options.solve, strategy=Strategy(**fixed), **common)
+        show(number, best, options)
+        return 0 if best is not None else NO_FIT
+    chosen: list[Strategy] | None = None
+    if fixed:
+        node = options.ranks_per_node or min(8, options.ranks)
+        all_of_them = strategies(options.ranks, node, options.batch, Strategy())
+        chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in all_of_them))
+    plans = plan(build, strategy=chosen, ranks_per_node=options.ranks_per_node, **common)
+    if options.json:
+        print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
+    else:
+        terminal.show(str(plans), STYLES)
+    return 0 if plans.fits else NO_FIT
+
+
+def show(number: int, best: Plan | None, options: Arguments) -> None:
+    """Print what `solve` found."""
+    if options.json:
+        print(json.dumps({"solve": options.solve, "number": number, "plan": best and best.as_json()}))
+        return
+    what = {"micro-batch": "largest micro-batch", "sequence": "largest sequence", "world": "fewest ranks"}
+    found = f"{what[options.solve or '']} that fits: {number:,}" if best else "nothing fits"
+    terminal.show(found if best is None else f"{found}\n\n{best}", {r"\A.*": "bold"})
+
+
+def builder(model: str, dtype: Any) -> Callable[[], Any]:
+    """A function that builds the model, from what the command line names.
+
+    Raises:
+        ConfigError: there is no such file, function, or library.
+    """
+    path = Path(model)
+    build = partial(from_configuration, path) if path.is_dir() or path.suffix == ".json" else function_at(model)
+    if dtype is None:
+        return build
+
+    def cast() -> Any:
+        built = build()
+        (built[0] if isinstance(built, tuple) else built).to(dtype)
+        return built
+
+    return cast
+
+
+def from_configuration(path: Path) -> Any:
+    """A causal language model of Hugging Face's, from its configuration.
+
+    Raises:
+        ConfigError: transformers is not installed, or cannot read the file.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            "a Hugging Face configuration needs transformers.", remedy="pip install transformers"
+        ) from error
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}")
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise ConfigError(f"{path} is no configuration of a causal language model: {error}") from error
+
+
+def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]:
+    """The fields of a dataclass in words such as "layout=flat", converted to the types that they have in `default`.
+
+    Raises:
+        ConfigError: a field is unknown, or its value is of another type.
+    """
+    values: dict[str, Any] = {}
+    known = [field.name for field in dataclasses.fields(default)]
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in known:
+            raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(known))
+        kind = type(getattr(default, name))
+        try:
+            values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            expected = "true or false" if kind is bool else kind.__name__
+            raise ConfigError(f"{option} {name}: {text!r} is invalid", expected=expected) from None
+    return values
+
+
+def dtype_named(name: str) -> Any:
+    """A dtype by name; None for an empty one.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    import torch
+
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name), None)
+    if name and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"there is no dtype {name!r}", expected="bfloat16, float16, float32, ...")
+    return dtype if name else None
+
+
+def bytes_of(text: str) -> int | None:
+    """The bytes in "80GiB" or "80GB"; None for an empty text.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in UNITS or float(match[1]) == 0:
+        raise ConfigError(f"{text!r} is not a size of memory", expected="80GiB, 80GB, 24576MiB, ...")
+    return round(float(match[1]) * UNITS[match[2]])

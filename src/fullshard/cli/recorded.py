@@ -1,0 +1,197 @@
+"""One rank of one side of `fullshard compare`: runs the program, and records its losses, times and parameters.
+
+Started as `python -m fullshard.cli.recorded SIDE FOLDER STEPS SCRIPT ARGS...`. Of Fullshard it imports nothing that a
+program on PyTorch's FSDP could notice. Losses are scalars that a backward begins with; a step is an optimizer's first
+one after a backward, or all those within one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import random
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import adopt
+
+UNITS = {"FSDPModule", "FullyShardedDataParallel"}
+"""Names of the classes that make a module a unit, PyTorch's and Fullshard's."""
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Stopped(SystemExit):
+    """All steps are done: ends the program."""
+
+
+class Recorder:
+    """What one rank does, step by step.
+
+    Args:
+        folder: where `rank-0.json` and so on go, and the parameters after the first and the last step, `1.pt`.
+        steps: after which the program is stopped.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+        self.losses: list[list[torch.Tensor]] = []
+        self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
+        self._pending: list[torch.Tensor] = []  # losses of the step in progress
+        self._spent = dict.fromkeys(self.phases, 0.0)  # seconds in the step in progress
+        self._depth = 0  # of backwards in each other
+        self._trained = False  # whether a backward has run since the last step
+        self._within: torch.optim.Optimizer | None = None  # stepped within the backward in progress
+        self._mark = self._begun = time.perf_counter()
+        self.memory = 0
+        self.units = 0
+        self._forget_peak()
+
+    def install(self) -> None:
+        """Observe backwards and optimizers from now on."""
+        original = torch.autograd.backward
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._depth == 0:
+                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                self._pending += [root.detach().clone() for root in roots if root.numel() == 1]
+                self._end_phase("forward")
+            self._depth += 1
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            self._trained = True
+            if self._depth == 0:
+                self._end_phase("backward")
+                if self._within is not None:
+                    self._end_step(self._within)
+
+        torch.autograd.backward = backward
+        register_optimizer_step_pre_hook(lambda *_: None if self._depth else self._end_phase(None))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
+
+    def _end_phase(self, phase: str | None) -> None:
+        """Count the time since the last mark as this phase's; None: as no phase's."""
+        current = time.perf_counter()
+        if phase is not None:
+            self._spent[phase] += current - self._mark
+        self._mark = current
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._depth:
+            self._within = optimizer  # the step ends with the backward
+            return
+        self._end_phase("optimizer")
+        if self._trained:  # else another optimizer of the same step
+            self._end_step(optimizer)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._spent["step"] = time.perf_counter() - self._begun
+        for phase, seconds in self._spent.items():
+            self.phases[phase].append(seconds)
+        self.losses.append(self._pending)
+        self.memory = max(self.memory, self._peak())
+        if (step := len(self.losses)) in (1, self.steps):
+            self._save_parameters(optimizer, step)
+            if step == self.steps:
+                raise Stopped(0)
+            self._forget_peak()
+        self._pending, self._trained, self._within = [], False, None
+        self._spent = dict.fromkeys(self.phases, 0.0)
+        self._mark = self._begun = time.perf_counter()
+
+    def _save_parameters(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Write whole parameters and buffers of the models that the optimizer trains; the first rank does."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        # PyTorch's wrapper crashes on a CPU where it is to offload to one.
+        options = StateDictOptions(full_state_dict=True, cpu_offload=torch.accelerator.is_available())
+        state: dict[str, torch.Tensor] = {}
+        models = list(_models_of({id(p) for group in optimizer.param_groups for p in group["params"]}))
+        for number, model in enumerate(models):
+            whole = get_model_state_dict(model, options=options)
+            prefix = f"model {number}: " if len(models) > 1 else ""
+            state |= {f"{prefix}{name}": value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(state, self.folder / f"{step}.pt")
+        classes = [{cls.__name__ for cls in type(part).__mro__} for model in models for part in model.modules()]
+        self.units = sum(bool(names & UNITS) for names in classes)
+
+    def _peak(self) -> int:
+        """Bytes: the most that was allocated on the accelerator; without one, the most resident memory."""
+        if torch.accelerator.is_available():
+            return int(torch.accelerator.max_memory_allocated())
+        if not STATUS.exists():  # not Linux: since the process began
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line[:6] == "VmHWM:")
+
+    def _forget_peak(self) -> None:
+        """Begin to measure anew: whole parameters that were written do not count."""
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.reset_peak_memory_stats()
+        elif CLEAR.exists():
+            CLEAR.write_text("5")
+
+    def write(self) -> None:
+        """Write what was recorded."""
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        recorded = {
+            "losses": [[loss.item() for loss in losses] for losses in self.losses],
+            "phases": self.phases,
+            "memory": self.memory,
+            "units": self.units,
+            "device": "cpu" if accelerator is None else accelerator.type,
+        }
+        (self.folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(recorded))
+
+
+def _models_of(parameters: set[int]) -> Iterator[nn.Module]:
+    """The outermost modules that have some of these parameters (ids), in the order in which they were made."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    for module in modules:
+        if id(module) not in inner and any(id(parameter) in parameters for parameter in module.parameters()):
+            yield module
+
+
+def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> None:
+    """Run the program on one side, from the same random numbers."""
+    recorder = Recorder(Path(folder), int(steps))
+    recorder.install()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    try:
+        if side == "fullshard":
+            adopt.run([script, *arguments])
+        else:
+            sys.argv = [script, *arguments]
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    recorder.write()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

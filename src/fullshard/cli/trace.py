@@ -1,0 +1,137 @@
+"""`fullshard trace PATH...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import ConfigError
+from . import terminal
+from .main import printable, refuse
+
+if TYPE_CHECKING:
+    from ..insight.trace import Analysis, Run
+
+ROWS = 12
+"""Of the table of waits; --json has all of them."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Explain why a step is slow and which rank is late, from what `with fullshard.trace(PATH):` wrote on all ranks.
+
+    Each wait is split: until the last rank had issued the collective, the time is that rank's (late); the rest is
+    transfer. Example:
+
+        fullshard trace runs/trace --html trace.html
+
+    Exit code: 0 the table was printed (ranks without a file are named), 2 bad input.
+    """
+
+    path: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """folders of traces, or their files"""
+    html: Path | None = None
+    """write one page with the timeline, which needs no network"""
+    chrome: Path | None = None
+    """write the timeline for Perfetto (ui.perfetto.dev) and chrome://tracing"""
+    json: bool = False
+    """print one JSON object, for programs"""
+
+
+def run(arguments: list[str]) -> int:
+    """The command; its exit code."""
+    options = terminal.parsed(Arguments, "trace", arguments)
+    if isinstance(options, int):
+        return options
+    from ..insight.trace import analyse, read, report
+
+    if not options.path:
+        return refuse("trace needs a folder: fullshard trace PATH")
+    try:
+        merged = read(list(options.path))
+    except ConfigError as error:
+        return refuse(str(error))
+    if merged.missing:
+        print(f"fullshard: no file of {_ranks(merged.missing)}; what these did is unknown", file=sys.stderr)
+    analysis = analyse(merged)
+    try:
+        write(merged, analysis, options)
+    except OSError as error:
+        return refuse(f"cannot write {error.filename}: {error.strerror}")
+    if options.json:
+        print(json.dumps(report(merged, analysis), indent=1))
+    else:
+        show(merged, analysis)
+    return 0
+
+
+def write(merged: Run, analysis: Analysis, options: Arguments) -> None:
+    """Write the files that were asked for."""
+    from ..insight.trace import chrome_trace, html_page
+
+    if options.chrome is not None:
+        options.chrome.write_text(json.dumps(chrome_trace(merged, analysis)))
+    if options.html is not None:
+        options.html.write_text(html_page(merged, analysis), encoding="utf-8")
+
+
+def show(merged: Run, analysis: Analysis, console: Console | None = None) -> None:
+    """Print who is late, and tables of steps and of waits."""
+    console = console or Console()
+    lines, steps = analysis.in_words(merged), len(analysis.steps)
+    console.print(Text("\n".join(map(printable, lines)), style="bold"))
+    if not steps:
+        return
+    table = Table(
+        "step", "time", "compute", "waits", "late", "transfer", "waited for (share of the step)", title="Steps"
+    )
+    for number, step in enumerate(analysis.steps):
+        waits = step.late + step.transfer
+        longest = [(unit, time, rank) for unit, time, rank in step.units if time > 0.01 * step.time]
+        units = ", ".join(f"{unit} {_share(time, step.time)}{_late(rank)}" for unit, time, rank in longest)
+        shares = [_share(part, step.time) for part in (step.compute, waits, step.late, step.transfer)]
+        table.add_row(str(number), duration(step.time), *shares, Text(printable(units)))
+    console.print(table)
+    table = Table("rank", "unit", "of", "late", "transfer", "late rank", title="Waits by rank and unit, per step")
+    for row in analysis.unit_waits[:ROWS]:
+        late_rank = "" if row.late_rank is None else str(row.late_rank)
+        times = duration(row.late), duration(row.transfer)
+        table.add_row(str(row.rank), Text(printable(row.unit)), row.kind, *times, late_rank)
+    console.print(table)
+    if len(analysis.unit_waits) > ROWS:
+        console.print(f"{len(analysis.unit_waits) - ROWS} shorter ones: --json")
+    if analysis.late_ranks:
+        names = ("rank", "times last", "median", "worst", "others waited, per step", "loses time in")
+        table = Table(*names, title="Who is late")
+        for late in analysis.late_ranks:
+            seconds = [duration(time) for time in (late.typical, late.worst, late.cost)]
+            table.add_row(str(late.rank), str(late.times), *seconds, Text(printable(late.place)))
+        console.print(table)
+
+
+def duration(seconds: float) -> str:
+    """As people read it: `1.2 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _late(rank: int | None) -> str:
+    return "" if rank is None else f" (rank {rank} late)"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"

@@ -1,0 +1,6 @@
+"""What a run does while it runs: `Monitor` measures and gathers, `report` computes, `outputs` writes."""
+
+from .monitor import Monitor
+from .report import Report
+
+__all__ = ["Monitor", "Report"]

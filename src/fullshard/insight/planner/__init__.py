@@ -1,0 +1,8 @@
+"""Plans a training run before it runs: memory, traffic and time of a step, from the engine's own units."""
+
+from .plan import Plan, Plans, assumed_rates, plan, solve
+from .rates import measure_rates
+from .schedule import Rates
+from .strategy import Strategy, strategies
+
+__all__ = ["Plan", "Plans", "Rates", "Strategy", "assumed_rates", "measure_rates", "plan", "solve", "strategies"]

@@ -1,0 +1,267 @@
+"""What a unit allocates and sends: the engine's own units, run once on meta tensors over ranks that do not exist.
+
+Layouts, gather plans, reduction buffers and the account of bytes are those of a training run. Only the order of a step
+is stated a second time (`schedule.py`); tests hold it to the engine's events.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ...comm import DONE, Pending, TorchComm
+from ...layout import Blocks
+from ...mesh import Axis, MeshAxes, ShardPlacementResult
+from ...policies import MixedPrecisionPolicy
+from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
+from ...torch_private.mesh_without_group import mesh_without_group
+
+
+class _NoGroup:
+    """In the place of a process group."""
+
+
+class SilentComm(TorchComm):
+    """Collectives that send nothing, and count what they would send.
+
+    A gather or a reduction around a ring of n ranks sends (n - 1) / n of the buffer from each rank, an all-reduce twice
+    that (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005, section 4).
+
+    Attributes:
+        sent: bytes that this rank would send, and collectives, by verb.
+    """
+
+    kind = "silent"
+    communicates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[int]] = {}
+
+    def _count(self, verb: str, axis: Axis, buffer: torch.Tensor, times: int = 1) -> Pending:
+        if axis.size > 1:
+            count = self.sent.setdefault(verb, [0, 0])
+            count[0] += times * buffer.numel() * buffer.element_size() * (axis.size - 1) // axis.size
+            count[1] += 1
+        return DONE
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return self._count("gather", axis, out)
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
+        return self._count("reduce", axis, buffer)
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
+        return self._count("all_reduce", axis, tensor, 2)
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """One unit on one rank. Bytes, unless stated otherwise.
+
+    Attributes:
+        name: path of its module; "" for the root.
+        elements, padding: of its parameters, and what the layout adds over all ranks.
+        parameters, gradients: of its shards, and of the reduced slices of those that train.
+        shards: shape, dtype and whether it trains, of each parameter's part on this rank.
+        computed: of its shards in the dtypes that they are gathered in.
+        cast: of the copies of shards in these dtypes, where they differ from the shards' own.
+        in_flight: while its gather is in flight, `cast` included.
+        opening: most at the end of the gather, while memory that only the gather needs is still allocated.
+        gathered: while it is gathered.
+        buffer: of the reduction, while it is in flight.
+        scratch, scratch_again: what collectives and casts of a reduction allocate besides, for the first gradient of a
+            step and for those added to it.
+        received: of these, what is freed once the collective over the shard axis has arrived.
+        replicating: slices that may be reduced over the replicate axis at once; 0: there is none.
+        sent: bytes that this rank sends in one gather, reduction and all-reduce, and the number of collectives in each.
+    """
+
+    name: str
+    elements: int
+    padding: int
+    parameters: int
+    gradients: int
+    shards: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+    computed: int
+    cast: int
+    in_flight: int
+    opening: int
+    gathered: int
+    buffer: int
+    scratch: int
+    scratch_again: int
+    received: int
+    replicating: int
+    sent: Mapping[str, tuple[int, int]]
+
+
+def axes_of(shard: int, replicate: int = 1, backend: str = "gloo") -> MeshAxes:
+    """The axes of ranks that do not exist, seen from rank 0, which has the most elements in every layout.
+
+    Args:
+        shard, replicate: ranks over which elements are split, and over which the split copies are repeated.
+        backend: whose costs decide on layouts: "gloo" or "nccl".
+    """
+    mesh = mesh_without_group((replicate, shard) if replicate > 1 else (shard,))
+
+    def axis(size: int) -> Axis:
+        group: torch.distributed.ProcessGroup = _NoGroup()  # type: ignore[assignment]
+        return Axis(group, size, 0, backend, tuple(range(size)))
+
+    return MeshAxes(mesh, torch.device("cpu"), axis(shard), axis(replicate) if replicate > 1 else None, 0)
+
+
+def unit_costs(
+    model: nn.Module,
+    units: Sequence[str],
+    axes: MeshAxes,
+    layout: str | Blocks,
+    policy: MixedPrecisionPolicy,
+    meshes: Mapping[str, MeshAxes] | None = None,
+) -> list[UnitCosts]:
+    """The costs of each unit and of the root, in the order in which they are made: blocks first, the root last.
+
+    Args:
+        model: not changed; only shapes, dtypes and `requires_grad` are read.
+        units: paths of the modules that are units, innermost first.
+        axes: see `axes_of`.
+        layout, policy: as for `fully_shard`.
+        meshes: by pattern of names (`fnmatch`), the axes of parameters that have their own (experts).
+
+    Raises:
+        LayoutError, ConfigError: what `fully_shard` would raise.
+    """
+    outline = outline_of(model)
+    comm = SilentComm()
+    results = {pattern: ShardPlacementResult(mesh=chosen) for pattern, chosen in (meshes or {}).items()}  # type: ignore[arg-type]
+    separate = {
+        id(parameter): result
+        for name, parameter in outline.named_parameters()
+        for pattern, result in results.items()
+        if fnmatch.fnmatchcase(name, pattern)
+    }
+    settings = BuildSettings(axes, comm, policy, layout, (lambda p: separate.get(id(p))) if separate else None)
+    built: dict[int, Unit] = {}  # by id of the outline's module
+    taken: set[int] = set()
+    alike: dict[tuple[object, ...], UnitCosts] = {}
+    costs = []
+    for path in [*units, ""]:
+        module = outline.get_submodule(path)
+        parameters = find_parameters([module], lambda inner: built.get(id(inner)), taken)
+        key = tuple(map(partial(_kind, separate), parameters))
+        if any(item.owner is not None for item in parameters) or key not in alike:
+            unit = build_unit(parameters, settings)
+            built[id(module)] = unit
+            alike[key] = _costs(unit, comm)
+        else:
+            taken |= {id(item.parameter) for item in parameters}
+        costs.append(replace(alike[key], name=path))
+    return costs
+
+
+def _kind(separate: Mapping[int, ShardPlacementResult], item: Found) -> tuple[object, ...]:
+    """What the costs of a parameter depend on."""
+    p = item.parameter
+    return p.shape, p.stride(), p.dtype, p.requires_grad, type(p), separate.get(id(p))
+
+
+def outline_of(model: nn.Module) -> nn.Module:
+    """The tree of a model's modules and parameters, on meta; shared ones are shared."""
+    modules: dict[int, nn.Module] = {}
+    parameters: dict[int, nn.Parameter] = {}
+
+    def outline(module: nn.Module) -> nn.Module:
+        if id(module) in modules:
+            return modules[id(module)]
+        copy = modules[id(module)] = nn.Module()
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in parameters:
+                meta = torch.empty_like(parameter, device="meta")
+                parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            copy.register_parameter(name, parameters[id(parameter)])
+        for name, child in module._modules.items():
+            if child is not None:
+                copy.add_module(name, outline(child))
+        return copy
+
+    return outline(model)
+
+
+def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
+    """Gather and free the unit, then reduce two gradients into it, and read its account of bytes."""
+    ledger, buckets = unit.ledger, unit.buckets
+    layouts = [bucket.layout for bucket in buckets]
+    computed = [bucket.layout.shard_numel * bucket.compute_dtype.itemsize for bucket in buckets]
+    in_flight = opening = gathered = 0
+    if unit.buckets:
+        comm.sent = {}
+        unit.issue_gather(comm)
+        in_flight = ledger.gathered
+        ledger.peak = 0
+        unit.finish_gather()
+        opening, gathered = max(ledger.peak, ledger.gathered), ledger.gathered
+        unit.showing.show_unsharded()
+    first, (buffer, scratch, received) = _reduce(unit, comm)
+    again, (_, scratch_again, _) = _reduce(unit, comm)
+    assert first == again, "a unit reduces as much in every backward"
+    sent = {verb: (nbytes, count) for verb, (nbytes, count) in comm.sent.items()}
+    halves = {verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in sent.items() if verb != "gather"}
+    return UnitCosts(
+        name="",
+        elements=sum(layout.parameter_numel for layout in layouts),
+        padding=sum(layout.gathered_numel - layout.parameter_numel for layout in layouts),
+        parameters=sum(bucket.layout.shard_numel * bucket.storage_dtype.itemsize for bucket in buckets),
+        gradients=first,
+        shards=tuple(
+            (tuple(member.local.shape), bucket.storage_dtype, member.sharded.requires_grad)
+            for bucket in buckets
+            for member in bucket.members
+        ),
+        computed=sum(computed),
+        cast=sum(
+            n for n, bucket in zip(computed, buckets, strict=True) if bucket.compute_dtype != bucket.storage_dtype
+        ),
+        in_flight=in_flight,
+        opening=opening,
+        gathered=gathered,
+        buffer=buffer,
+        scratch=scratch,
+        scratch_again=scratch_again,
+        received=received,
+        replicating=min((b.axes.shard.size for b in buckets if any(b.axes.replicate for b in buckets)), default=0),
+        sent={**{verb: cost for verb, cost in sent.items() if verb == "gather"}, **halves},
+    )
+
+
+def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, tuple[int, int, int]]:
+    """Reduce one gradient of every parameter that trains; returns bytes of slices; of buffers, scratch, received."""
+    ledger, before = unit.ledger, unit.ledger.reducing
+    trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
+    for gradients in trained:
+        for member in gradients.bucket.members:
+            parameter = member.unsharded
+            if parameter is not None and parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        gradients.collect(ledger)
+    buffer, scratch, received = ledger.reducing - before, 0, 0
+    for gradients in trained:
+        assert gradients.state is GradState.PENDING
+        gradients.issue_reduce(comm, ReduceSettings(), None, unit.name)
+        scratch += gradients.running.scratch
+        segments = gradients.running.buffer.segments
+        received += sum(comm.scratch_bytes(gradients.bucket.axes.shard, segment) for segment in segments)
+    for gradients in trained:
+        ledger.reducing -= gradients.wait(unit.name)
+        if gradients.bucket.axes.replicate is not None:
+            gradients.replicate(comm)
+            gradients.wait(unit.name)
+        gradients.deliver(False)
+    return sum(gradients.held_bytes for gradients in trained), (buffer, scratch, received)

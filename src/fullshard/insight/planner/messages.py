@@ -1,0 +1,103 @@
+"""The words of the planner's errors."""
+
+from __future__ import annotations
+
+from ...errors import ConfigError
+
+
+def not_positive(name: str, value: object) -> ConfigError:
+    return ConfigError(f"plan(): {name} must be a positive integer.", expected="1, 2, 3, ...", got=repr(value))
+
+
+def not_a_divisor(name: str, value: int, whole: str, total: int) -> ConfigError:
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
+    shown = ", ".join(map(str, divisors if len(divisors) < 12 else [*divisors[:10], "...", total]))
+    return ConfigError(f"plan(): {name} must divide {whole}.", expected=f"one of {shown}", got=value)
+
+
+def not_a_model(value: object) -> ConfigError:
+    return ConfigError(
+        "plan() needs a model, or a function that returns one.",
+        expected="an nn.Module, or a callable without arguments",
+        got=type(value).__name__,
+    )
+
+
+def sharded_already(name: str) -> ConfigError:
+    return ConfigError(
+        "plan() needs the model before it is sharded.",
+        parameter=name,
+        remedy="pass a function that builds the model; fullshard.describe and memory_use show a sharded one",
+    )
+
+
+def unknown_optimizer(name: str, known: list[str]) -> ConfigError:
+    return ConfigError(
+        f"plan(): torch.optim has no optimizer {name!r}.",
+        expected=", ".join(known),
+        remedy="or pass a function: optimizer=lambda parameters: MyOptimizer(parameters)",
+    )
+
+
+def not_rates(value: object) -> ConfigError:
+    return ConfigError(
+        "plan(): rates must be a fullshard.Rates.",
+        expected="Rates(flops=..., bandwidth=..., between=..., latency=...), as fullshard.measure_rates() returns",
+        got=type(value).__name__,
+    )
+
+
+def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigError:
+    return ConfigError(
+        f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
+        got=f"micro_batch={micro_batch}, sequence={sequence}",
+        remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model; "
+        "by default the model gets token ids [micro_batch, sequence] and returns logits or an object with .logits. "
+        "Values of fake tensors cannot be read: no .item(), no branches on values",
+    )
+
+
+def optimizer_failed(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
+        remedy="name one of torch.optim, or pass a function of a list of parameters that returns the optimizer",
+    )
+
+
+def not_to_solve_for(value: object) -> ConfigError:
+    return ConfigError(
+        "solve() does not know what to solve for.", expected='"micro-batch", "sequence" or "world"', got=repr(value)
+    )
+
+
+def nothing_to_fit() -> ConfigError:
+    return ConfigError("solve() needs the memory of a device.", remedy="pass device_memory=80 * 2**30, for example")
+
+
+def unknown_device(device: object) -> ConfigError:
+    return ConfigError("plan(): unknown device.", expected='"cuda" or "cpu"', got=repr(device))
+
+
+def not_a_rate(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"Rates.{name} must be a positive number.", expected="units per second; seconds for latency", got=repr(value)
+    )
+
+
+def not_a_mesh(pattern: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",
+        expected="a pair (shard, replicate)",
+        got=repr(value),
+    )
+
+
+def unknown_layout(layout: object, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError("plan(): unknown layout.", expected=", ".join([*known, "or Blocks(...)"]), got=repr(layout))
+
+
+def build_failed(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"plan() could not build the model: {type(error).__name__}: {error}",
+        expected="a function without arguments that returns an nn.Module; its tensors are made on the meta device",
+    )

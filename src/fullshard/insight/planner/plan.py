@@ -1,0 +1,497 @@
+"""`plan`: what a training run will hold, send and take, before it runs; `solve`: the largest run that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api.wrapping import plan_wrapping
+from ...errors import ConfigError, FullshardError
+from ...forms import owner_of
+from ...names import size
+from ...policies import MixedPrecisionPolicy
+from . import messages
+from .costs import UnitCosts, axes_of, unit_costs
+from .optimizer import MakeOptimizer, optimizer_bytes
+from .profile import Profile, Step, profile
+from .schedule import KINDS, Order, Rates, run
+from .strategy import Strategy, strategies
+
+H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
+"""Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
+400 Gb/s InfiniBand between nodes at the share that rings reach. Estimates; `measure_rates` measures."""
+
+GLOO = Rates(flops=50e9, bandwidth=1e9, between=1e9, latency=300e-6, copy=8e9)
+"""Rates that are assumed for "cpu": one core, gloo over loopback. Estimates."""
+
+RESERVE = {"cuda": (1.05, 2**30, 5 * 2**30), "cpu": (1.0, 0, 0)}
+"""By device: what the caching allocator reserves over what is allocated, a factor; and the bytes of the context and of
+NCCL's buffers, and how far both together may be off (docs/plan.md has the measurements)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One strategy's step on rank 0, the rank with the most elements.
+
+    Attributes:
+        strategy: how the model is sharded and run.
+        memory: bytes by kind at the moment of the peak: parameters (shards, buffers), gradients (reduced), optimizer,
+            gathered, reducing, activations (with gradients that are not reduced yet).
+        most: by kind, its own peak.
+        where: the moment of the peak.
+        reserved: what the allocator and the device's context are expected to hold at the peak.
+        device_memory: of one device; None: not given.
+        sent: bytes that this rank sends in a step, by verb: "gather", "reduce", "all_reduce".
+        collectives: their number, by verb.
+        padding: of the layout, elements over all ranks; `elements`: of the parameters.
+        micro_batches: forwards and backwards in a step.
+        compute, exposed: seconds of computation, and of waiting for communication.
+        waits: seconds of waiting, by unit.
+        tokens: of all ranks in a step.
+        flops: of one rank in a step.
+        logits: bytes of the model's largest output.
+        units: the costs of each unit.
+    """
+
+    strategy: Strategy
+    memory: Mapping[str, int]
+    most: Mapping[str, int]
+    where: str
+    reserved: int
+    device_memory: int | None
+    sent: Mapping[str, int]
+    collectives: Mapping[str, int]
+    elements: int
+    padding: int
+    micro_batches: int
+    compute: float
+    exposed: float
+    waits: Mapping[str, float]
+    tokens: int
+    flops: int
+    logits: int
+    units: tuple[UnitCosts, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes allocated at one moment of a step."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether `reserved` is no more than `device_memory`; True if that is not given."""
+        return self.device_memory is None or self.reserved <= self.device_memory
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, the optimizer's left out."""
+        return self.compute + self.exposed
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers and strings only."""
+        fields = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("units", "strategy")
+        }
+        strategy = {
+            **dataclasses.asdict(self.strategy),
+            "layout": str(self.strategy.layout),
+            "units": str(self.strategy.units),
+        }
+        return {"strategy": strategy, "peak": self.peak, "fits": self.fits, "seconds": self.seconds, **fields}
+
+    def __str__(self) -> str:
+        """Where memory, bytes and time go."""
+        lines = [f"{self.strategy}, micro-batch {self.strategy.micro_batch} x {self.micro_batches}", ""]
+        rows = [(NAMES[kind], size(self.memory[kind])) for kind in KINDS]
+        rows += [("allocated at the peak", size(self.peak)), (f"  in the {self.where}", "")]
+        rows += [("expected with allocator and context", size(self.reserved))] if self.reserved != self.peak else []
+        if self.device_memory is not None:
+            rows.append(
+                ("memory of a device", f"{size(self.device_memory)}  {'fits' if self.fits else 'does not fit'}")
+            )
+        rows.append(("", ""))
+        for verb, nbytes in self.sent.items():
+            if nbytes:
+                rows.append((f"sent in {self.collectives[verb]} x {VERBS[verb]}", size(nbytes)))
+        rows.append(("padding of the layout", f"{100 * self.padding / max(self.elements, 1):.2f}%"))
+        rows.append(
+            ("a step", f"{self.seconds:.3g} s, of which {100 * self.exposed / max(self.seconds, 1e-12):.0f}% waiting")
+        )
+        slow = sorted(self.waits.items(), key=lambda item: -item[1])[:3]
+        rows += [(f"  waits for {name or 'the root'}", f"{seconds:.3g} s") for name, seconds in slow]
+        return "\n".join([*lines, *[f"{name:<40}{value}".rstrip() for name, value in rows]])
+
+
+NAMES = {
+    "parameters": "parameters and buffers",
+    "gradients": "reduced gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered units",
+    "reducing": "reductions in flight",
+    "activations": "activations and unreduced gradients",
+}
+VERBS = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Strategies in order: those that fit first, the fastest of them first; then those that need the least memory.
+
+    Attributes:
+        ranked: all plans.
+        model: the model's class.
+        ranks: of the world.
+    """
+
+    ranked: tuple[Plan, ...]
+    model: str
+    ranks: int
+
+    @property
+    def best(self) -> Plan:
+        """The first."""
+        return self.ranked[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any fits."""
+        return self.best.fits
+
+    def __str__(self) -> str:
+        """A table of the first ten, and the best in detail."""
+        header = ("", "strategy", "micro-batch", "memory", "s a step", "waiting", "tokens/s")
+        rows = [
+            (
+                "fits" if plan.fits else "no",
+                str(plan.strategy),
+                f"{plan.strategy.micro_batch} x {plan.micro_batches}",
+                size(plan.reserved),
+                f"{plan.seconds:.3g}",
+                f"{100 * plan.exposed / max(plan.seconds, 1e-12):.0f}%",
+                f"{plan.tokens / max(plan.seconds, 1e-12):,.0f}",
+            )
+            for plan in self.ranked[:10]
+        ]
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        table = [
+            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+            for r in [header, *rows]
+        ]
+        more = [f"... and {len(self.ranked) - 10} more"] if len(self.ranked) > 10 else []
+        title = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}"
+        if len(self.ranked) == 1:
+            return f"{title}: {self.best}"
+        return "\n".join([title, "", *(line.rstrip() for line in table), *more, "", f"best: {self.best}"])
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    ranks: int,
+    ranks_per_node: int | None = None,
+    batch: int = 1,
+    sequence: int = 1,
+    step: Step | None = None,
+    strategy: Strategy | Sequence[Strategy] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    optimizer: str | MakeOptimizer = "AdamW",
+    device: str = "cuda",
+    device_memory: int | None = None,
+    meshes: Mapping[str, tuple[int, int]] | None = None,
+    rates: Rates | None = None,
+) -> Plans:
+    """Compute memory, traffic and time of a training step before it runs, for one strategy or for the best ones.
+
+    Runs one step of the model on fake tensors, and the engine's own units on meta tensors. Needs no device, no process
+    group, and no memory for the model. The model is not changed.
+
+        plans = fullshard.plan(build, ranks=64, batch=4, sequence=2048, device_memory=80 * 2**30)
+        print(plans)
+        plans.best.strategy
+
+    Args:
+        model: not sharded; or a function that builds it, which is called with `meta` as the default device and may
+            return a pair of model and `step`. With tensor
+            parallelism pass the model as one rank of a tensor-parallel group holds it; its own traffic is not counted.
+        ranks: number of ranks over which data is split.
+        ranks_per_node: of one machine; None: 8, or all ranks if there are fewer. A search then also tries one copy per
+            machine.
+        batch: sequences of one rank in one optimizer step, over all micro-batches.
+        sequence: tokens of a sequence.
+        step: makes a batch, runs the model and returns a loss; None: token ids go in, and the cross entropy of the
+            logits is the loss. See `Step`.
+        strategy: one, or several to compare; None: all that `strategies` lists.
+        mp_policy: dtypes, as for `fully_shard`.
+        optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters.
+        device: "cuda" or "cpu": decides on layouts, rates, and what the allocator holds besides.
+        device_memory: bytes of one device.
+        meshes: by pattern of parameter names (`fnmatch`), over how many ranks these parameters are split, and how often
+            the split copies are repeated: (8, 8) for experts of which each of 8 ranks has its own.
+        rates: of computation and communication; None: estimates for an H100, or for one core and gloo.
+
+    Returns:
+        The plans, best first. Bytes are exact but for temporary memory inside kernels; times are an estimate.
+
+    Raises:
+        ConfigError: an argument is invalid, or the model or the optimizer cannot run on fake tensors.
+        LayoutError: a parameter that the layout cannot hold.
+    """
+    planner = Planner(model, sequence, step, mp_policy, optimizer, device, device_memory, meshes, rates)
+    _check_counts(ranks=ranks, batch=batch, sequence=sequence)
+    node = min(8, ranks) if ranks_per_node is None else ranks_per_node
+    _check_counts(ranks_per_node=node)
+    if strategy is None:
+        chosen = list(strategies(ranks, node, batch, Strategy()))
+    else:
+        chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
+    for choice in chosen:
+        choice.check(ranks, batch)
+    plans = [planner.plan(choice, ranks, batch) for choice in chosen]
+    if strategy is None and not any(plan.fits for plan in plans):
+        plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch) for choice in chosen]
+    ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
+    return Plans(tuple(ranked), type(planner.model).__name__, ranks)
+
+
+def solve(
+    model: nn.Module | Callable[[], nn.Module],
+    what: str,
+    *,
+    ranks: int = 1,
+    batch: int = 1,
+    sequence: int = 1,
+    step: Step | None = None,
+    strategy: Strategy | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    optimizer: str | MakeOptimizer = "AdamW",
+    device: str = "cuda",
+    device_memory: int | None = None,
+    meshes: Mapping[str, tuple[int, int]] | None = None,
+    rates: Rates | None = None,
+) -> tuple[int, Plan | None]:
+    """Find the largest micro-batch or sequence that fits into a device, or the fewest ranks on which it fits.
+
+    Args:
+        what: "micro-batch", "sequence" (found to 1 part in 16) or "world" (powers of two up to 65,536).
+        strategy: None: the default one.
+        others: see `plan`; the one that is solved for is ignored, and `batch` is the micro-batch.
+
+    Returns:
+        The number, and its plan; 0 and None if not even 1 (a world of 65,536) fits.
+
+    Raises:
+        ConfigError: see `plan`; or no `device_memory`.
+    """
+    if device_memory is None:
+        raise messages.nothing_to_fit()
+    _check_counts(ranks=ranks, batch=batch, sequence=sequence)
+    base = strategy or Strategy()
+
+    @cache
+    def at(value: int) -> Plan:
+        length = value if what == "sequence" else sequence
+        micro_batch = value if what == "micro-batch" else batch
+        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, rates)
+        chosen = dataclasses.replace(base, micro_batch=micro_batch)
+        return planner.plan(chosen, value if what == "world" else ranks, micro_batch)
+
+    def fits(value: int) -> bool:
+        try:
+            return at(value).fits
+        except ConfigError:
+            if value == 1:
+                raise
+            return False  # a length that the model does not take
+
+    if what == "world":
+        for power in range(17):
+            if 2**power % base.replicate == 0 and at(2**power).fits:
+                return 2**power, at(2**power)
+        return 0, None
+    if what not in ("micro-batch", "sequence"):
+        raise messages.not_to_solve_for(what)
+    low, high = 0, 1
+    while fits(high) and high < 2**24:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, at(low) if low else None
+
+
+class Planner:
+    """Plans strategies of one model and sequence length; profiles and unit costs are computed once for all of them.
+
+    Args: see `plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        sequence: int,
+        step: Step | None,
+        mp_policy: MixedPrecisionPolicy,
+        optimizer: str | MakeOptimizer,
+        device: str,
+        device_memory: int | None,
+        meshes: Mapping[str, tuple[int, int]] | None,
+        rates: Rates | None,
+    ) -> None:
+        if device not in RESERVE:
+            raise messages.unknown_device(device)
+        if rates is not None and not isinstance(rates, Rates):
+            raise messages.not_rates(rates)
+        self.model, own_step = _built(model)
+        self.sequence, self.policy, self.device, self.device_memory = sequence, mp_policy, device, device_memory
+        self.meshes = _checked_meshes(meshes)
+        self.step = step or own_step or tokens_to_loss
+        self.make = _optimizer(optimizer, device)
+        self.rates = rates or assumed_rates(device)
+        self.names = cache(self._names)
+        self.profile = cache(self._profile)
+        self.costs = cache(self._costs)
+        self.optimizer = cache(self._optimizer)
+
+    def _names(self, units: Any) -> tuple[str, ...]:
+        return () if units == "model" else tuple(name for name, _, _ in plan_wrapping(self.model, units))
+
+    def _profile(self, units: Any, micro_batch: int, checkpointing: bool) -> Profile:
+        try:
+            return profile(
+                self.model,
+                self.names(units),
+                self.step,
+                micro_batch,
+                self.sequence,
+                dtype=self.policy.param_dtype,
+                casts_inputs=self.policy.cast_forward_inputs,
+                checkpointing=checkpointing,
+            )
+        except FullshardError:
+            raise
+        except Exception as error:
+            raise messages.step_failed(error, micro_batch, self.sequence) from error
+
+    def _costs(self, units: Any, layout: Any, shard: int, replicate: int) -> tuple[UnitCosts, ...]:
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        axes = axes_of(shard, replicate, backend)
+        separate = {pattern: axes_of(*sizes, backend) for pattern, sizes in self.meshes.items()}
+        return tuple(unit_costs(self.model, self.names(units), axes, layout, self.policy, separate))
+
+    def _optimizer(self, units: Any, layout: Any, shard: int, replicate: int) -> tuple[int, int]:
+        try:
+            return optimizer_bytes(self.costs(units, layout, shard, replicate), self.make, "cpu")
+        except Exception as error:
+            raise messages.optimizer_failed(error) from error
+
+    def plan(self, strategy: Strategy, ranks: int, batch: int) -> Plan:
+        """The plan of one strategy; see `plan` for the arguments."""
+        shard = ranks // strategy.replicate
+        micro_batches = batch // strategy.micro_batch
+        key = strategy.units, strategy.layout, shard, strategy.replicate
+        units = self.costs(*key)
+        state, temporary = self.optimizer(*key)
+        step = self.profile(strategy.units, strategy.micro_batch, strategy.checkpointing)
+        order = Order(strategy.reshard_after_forward, strategy.prefetch, micro_batches, strategy.offload)
+        buffers = sum(buffer.nbytes for buffer in self.model.buffers())
+        timeline = run(step, units, order, self.rates, besides=buffers, state=state, temporary=temporary)
+        factor, context, _ = RESERVE[self.device]
+        return Plan(
+            strategy=strategy,
+            memory=timeline.peak,
+            most=timeline.most,
+            where=timeline.where,
+            reserved=round(timeline.peak_bytes * factor) + context,
+            device_memory=self.device_memory,
+            sent=timeline.sent,
+            collectives=timeline.collectives,
+            elements=sum(costs.elements for costs in units),
+            padding=sum(costs.padding for costs in units),
+            micro_batches=micro_batches,
+            compute=timeline.compute,
+            exposed=timeline.exposed,
+            waits=timeline.waits,
+            tokens=step.tokens * micro_batches * ranks,
+            flops=step.flops * micro_batches,
+            logits=step.logits,
+            units=units,
+        )
+
+
+def tokens_to_loss(model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
+    """The default `step`: token ids [micro_batch, sequence] go in; the cross entropy of the logits, shifted, comes out.
+
+    A model of Hugging Face's, which takes `labels`, computes its own loss.
+    """
+    tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64, device="cpu")
+    if hasattr(getattr(model, "config", None), "model_type"):
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+    output = model(tokens)
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    logits = getattr(output, "logits", output)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten())
+
+
+def assumed_rates(device: str) -> Rates:
+    """The rates that are assumed for "cuda" or "cpu"."""
+    return H100 if device == "cuda" else GLOO
+
+
+def _built(model: Any) -> tuple[nn.Module, Step | None]:
+    step = None
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise messages.not_a_model(model)
+        try:
+            with torch.device("meta"):
+                model = model()
+        except FullshardError:
+            raise
+        except Exception as error:
+            raise messages.build_failed(error) from error
+        if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
+            model, step = model
+        if not isinstance(model, nn.Module):
+            raise messages.not_a_model(model)
+    for name, parameter in model.named_parameters():
+        if owner_of(parameter) is not None:
+            raise messages.sharded_already(name)
+    return model, step
+
+
+def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
+    if callable(optimizer):
+        return optimizer
+    kinds = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and kind is not torch.optim.Optimizer and issubclass(kind, torch.optim.Optimizer)
+    }
+    if optimizer not in kinds:
+        raise messages.unknown_optimizer(optimizer, sorted(kinds))
+    kind = kinds[optimizer]
+    many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # what its default is on a GPU
+    options: dict[str, Any] = {"foreach": True} if many else {}
+    return partial(kind, **options)
+
+
+def _checked_meshes(meshes: Mapping[str, tuple[int, int]] | None) -> Mapping[str, tuple[int, int]]:
+    for pattern, sizes in (meshes or {}).items():
+        if not isinstance(sizes, tuple) or len(sizes) != 2:
+            raise messages.not_a_mesh(pattern, sizes)
+        _check_counts(**{f"meshes[{pattern!r}]": min(sizes)})
+    return meshes or {}
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise messages.not_positive(name, value)

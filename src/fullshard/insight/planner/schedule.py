@@ -1,0 +1,318 @@
+"""The order of one optimizer step, with the bytes alive and the time at each place.
+
+    enter   gather, unless prefetched; wait; prefetch the next units      back    the same, in the order of the backward
+    leave   free                                                          done    free; finish the oldest reduction;
+                                                                                  collect gradients, and reduce them
+
+The same rules as `runtime/step.py` and `runtime/reducer.py`; `tests/planner` compares them event by event.
+
+Time: compute and communication are two queues. A collective starts when it was issued and those before it are over; a
+wait lasts until its collective has ended. Copies into and out of collectives are computation; what element-wise
+operations of the model cost has to be part of `Rates.flops`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from .costs import UnitCosts
+from .messages import not_a_rate
+from .profile import Profile
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations")
+"""Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state, and what its step allocates;
+gathered units and gathers in flight; reductions in flight; activations, and gradients before they are reduced."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes and sends.
+
+    Attributes:
+        flops: floating-point operations per second that a model of this kind reaches, not the device's peak.
+        bandwidth: bytes per second that a rank sends over the shard axis.
+        between: the same over the replicate axis.
+        latency: seconds per collective.
+        host: bytes per second between host and device, for what is offloaded.
+        copy: bytes per second that a copy on the device reads and writes.
+
+    Raises:
+        ConfigError: a rate is not a positive number.
+    """
+
+    flops: float
+    bandwidth: float
+    between: float
+    latency: float
+    host: float = 20e9
+    copy: float = 2e12
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise not_a_rate(field_.name, value)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the units of a step are run.
+
+    Attributes:
+        reshard: whether units other than the root are freed after their forward.
+        prefetch: units gathered ahead.
+        micro_batches: forwards and backwards before the optimizer's step, each of which reduces.
+        offload: whether shards, gradients and optimizer state are in host memory. A gather then copies the shard to the
+            device first, in the dtype it is gathered in, and a reduced slice is copied to the host.
+    """
+
+    reshard: bool = True
+    prefetch: int = 1
+    micro_batches: int = 1
+    offload: bool = False
+
+
+@dataclass
+class Timeline:
+    """What `run` found.
+
+    Attributes:
+        peak: bytes by kind at the moment when most are alive.
+        where: that moment, in words.
+        most: by kind, its own largest number of bytes.
+        sent: bytes that this rank sends, by verb.
+        collectives: their number, by verb.
+        compute, exposed: seconds of computation, and of waiting for communication.
+        waits: seconds of waiting by unit.
+        events: verb, unit, and the bytes of gathered units and reductions then; see `fullshard.record_events`.
+    """
+
+    peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    where: str = ""
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    sent: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+    compute: float = 0.0
+    exposed: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
+    events: list[tuple[str, str, int]] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+
+class _Step:
+    def __init__(self, profile: Profile, units: Sequence[UnitCosts], order: Order, rates: Rates | None) -> None:
+        self.profile, self.order, self.rates = profile, order, rates
+        self.units = {costs.name: costs for costs in units}
+        self.timeline = Timeline()
+        self.now = dict.fromkeys(KINDS, 0)
+        self.now["parameters"] = 0 if order.offload else sum(costs.parameters for costs in units)
+        self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
+        self.gathered: set[str] = set()
+        self.reducing: tuple[UnitCosts, int, float] | None = (
+            None  # the unit, bytes besides its buffer, and when it ends
+        )
+        self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, over the replicate axis
+        self.ahead: set[str] = set()  # prefetched in the forward, not entered yet
+        self.free_at = 0.0  # when the network has sent all that was issued
+
+    # Account.
+
+    def note(self, where: str, activations: int = 0, extra: int = 0) -> None:
+        """Compare the bytes alive with the most so far. `extra`: gathered bytes alive for this moment only."""
+        now, timeline = self.now, self.timeline
+        now["activations"] = activations
+        now["gathered"] += extra
+        for kind, nbytes in now.items():
+            timeline.most[kind] = max(timeline.most[kind], nbytes)
+        if sum(now.values()) > timeline.peak_bytes:
+            timeline.peak, timeline.where = dict(now), where
+        now["gathered"] -= extra
+
+    def send(self, costs: UnitCosts, verb: str) -> float:
+        """Issue a unit's collectives; returns when they have ended."""
+        at = max(self.timeline.seconds, self.free_at)
+        nbytes, count = costs.sent.get(verb, (0, 0))
+        self.timeline.sent[verb] = self.timeline.sent.get(verb, 0) + nbytes
+        self.timeline.collectives[verb] = self.timeline.collectives.get(verb, 0) + count
+        if self.rates is not None:
+            if self.order.offload:
+                at += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
+            bandwidth = self.rates.between if verb == "all_reduce" else self.rates.bandwidth
+            at += count * self.rates.latency + nbytes / bandwidth
+        self.free_at = at
+        return at
+
+    def wait(self, until: float, unit: str) -> None:
+        late = max(0.0, until - self.timeline.seconds)
+        self.timeline.exposed += late
+        if late:
+            self.timeline.waits[unit] = self.timeline.waits.get(unit, 0.0) + late
+
+    def compute_copy(self, nbytes: int) -> None:
+        if self.rates is not None:
+            self.timeline.compute += 2 * nbytes / self.rates.copy
+
+    def event(self, verb: str, unit: str) -> None:
+        self.timeline.events.append((verb, unit, self.now["gathered"] + self.now["reducing"]))
+
+    # Units.
+
+    def issue(self, unit: str) -> None:
+        costs = self.units[unit]
+        self.now["gathered"] += self.in_flight(costs)
+        self.gathers[unit] = self.send(costs, "gather")
+        self.event("gather", unit)
+
+    def in_flight(self, costs: UnitCosts) -> int:
+        """Bytes while a gather is in flight; casts happen on the way to the device."""
+        return costs.in_flight - costs.cast + costs.computed if self.order.offload else costs.in_flight
+
+    def open(self, unit: str, where: str, activations: int) -> None:
+        """Gather, unless it is in flight or gathered; wait for it."""
+        costs = self.units[unit]
+        if unit in self.gathered or not costs.elements:
+            return
+        if unit not in self.gathers:
+            self.issue(unit)
+        self.note(where, activations)
+        self.wait(self.gathers.pop(unit), unit)
+        self.note(where, activations, costs.opening - costs.in_flight)  # the same memory is freed then
+        self.now["gathered"] += costs.gathered - self.in_flight(costs)
+        self.compute_copy(costs.opening - costs.in_flight)
+        self.gathered.add(unit)
+        self.event("gathered", unit)
+
+    def free(self, unit: str) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.now["gathered"] -= self.units[unit].gathered
+            self.event("free", unit)
+
+    def is_sharded(self, unit: str) -> bool:
+        return unit not in self.gathered and unit not in self.gathers and self.units[unit].elements > 0
+
+    def finish_reduction(self) -> None:
+        if self.reducing is None:
+            return
+        costs, scratch, until = self.reducing
+        self.reducing = None
+        self.wait(until, costs.name)
+        self.now["reducing"] -= costs.buffer + costs.received
+        if not costs.replicating:
+            self.deliver(costs, scratch - costs.received, until)
+            return
+        self.replicating.append((costs, scratch - costs.received, self.send(costs, "all_reduce")))
+        while len(self.replicating) > costs.replicating:
+            self.deliver(*self.replicating.pop(0))
+
+    def deliver(self, costs: UnitCosts, scratch: int, until: float) -> None:
+        self.wait(until, costs.name)
+        self.now["reducing"] -= scratch
+        self.event("reduced", costs.name)
+
+    def reduce(self, unit: str, again: bool, held: int) -> None:
+        costs = self.units[unit]
+        if not costs.gradients:
+            return
+        self.finish_reduction()
+        self.compute_copy(costs.buffer)
+        scratch = costs.scratch_again if again else costs.scratch
+        if self.order.offload and not again:
+            scratch += costs.gradients  # the slice, until it is on the host
+        self.now["reducing"] += costs.buffer
+        self.note(f"gradients of {unit or 'the root'} are collected", held)
+        self.now["reducing"] += scratch
+        if not again and not self.order.offload:
+            self.now["gradients"] += costs.gradients
+        self.reducing = costs, scratch, self.send(costs, "reduce")
+        self.event("reduce", unit)
+
+    # The step.
+
+    def prefetch(self, forward: Sequence[str], following: int) -> int:
+        """Gather ahead from this place of a forward on; returns the place of the next unit to gather."""
+        while following < len(forward) and len(self.ahead) < self.order.prefetch:
+            if not self.is_sharded(forward[following]):
+                break
+            self.issue(forward[following])
+            self.ahead.add(forward[following])
+            following += 1
+        return following
+
+    def micro_batch(self, again: bool) -> None:
+        moments, order = self.profile.moments, self.order
+        forward = [moment.unit for moment in moments if moment.what == "enter" and self.units[moment.unit].elements]
+        backward = [moment.unit for moment in moments if moment.what == "back"]
+        entered = following = returned = 0
+        for moment in moments:
+            unit, what = moment.unit, moment.what
+            where = {"enter": "forward", "leave": "forward, after", "back": "backward", "done": "backward, after"}[what]
+            where += f" of {unit or 'the root'}" if not where.endswith("after") else f" {unit or 'the root'}"
+            if what == "enter":
+                self.open(unit, where, moment.held)
+                entered += bool(self.units[unit].elements)
+                self.ahead.discard(unit)
+                following = self.prefetch(forward, max(following, entered))
+            elif what == "leave":
+                if unit and order.reshard:
+                    self.free(unit)
+            elif what == "back":
+                returned += 1
+                self.open(unit, where, moment.held)
+                for upcoming in backward[returned : returned + order.prefetch]:
+                    if self.is_sharded(upcoming):
+                        self.issue(upcoming)
+            else:
+                self.free(unit)
+                if (
+                    unit not in backward[returned:]
+                ):  # called more than once, it is reduced when all its gradients are there
+                    self.reduce(unit, again, moment.held)
+            self.note(where, moment.peak)
+            if self.rates is not None:
+                self.timeline.compute += moment.flops / self.rates.flops
+        self.finish_reduction()
+        while self.replicating:
+            self.deliver(*self.replicating.pop(0))
+
+
+def run(
+    profile: Profile,
+    units: Sequence[UnitCosts],
+    order: Order,
+    rates: Rates | None = None,
+    *,
+    besides: int = 0,
+    state: int = 0,
+    temporary: int = 0,
+) -> Timeline:
+    """Follow one optimizer step: forwards, backwards, reductions, and the optimizer.
+
+    Args:
+        profile: of one micro-batch, without sharding.
+        units: costs of all units of the profile, the root's included.
+        order: how they are run.
+        rates: None: no times.
+        besides: bytes of buffers and parameters that no unit holds.
+        state, temporary: bytes of the optimizer's state, and of its temporary tensors in its step; on the host, where
+            they do not count, if `order` offloads.
+    """
+    step = _Step(profile, units, order, rates)
+    step.now["parameters"] += besides
+    if order.offload:
+        state = temporary = 0
+    step.now["optimizer"] = state
+    for index in range(order.micro_batches):
+        step.micro_batch(index > 0)
+    step.now["optimizer"] += temporary
+    step.note("the optimizer's step")
+    return step.timeline

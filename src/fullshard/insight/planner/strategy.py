@@ -1,0 +1,90 @@
+"""The choices of a run, and those among which the planner searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...api.functional.arguments import LAYOUTS
+from ...layout import Blocks
+from .messages import not_a_divisor, not_positive, unknown_layout
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is sharded and run; each field as the argument of `fully_shard` that it names, or a loop's setting.
+
+    Attributes:
+        replicate: ranks that hold copies of each shard (hybrid sharding); the others split the elements.
+        layout: "rows", "flat", "owner" or `Blocks`.
+        reshard_after_forward: whether units other than the root are freed after their forward.
+        prefetch: units gathered ahead.
+        checkpointing: whether each unit's activations are recomputed in its backward.
+        micro_batch: sequences in one forward.
+        offload: whether shards, gradients and optimizer state are in host memory.
+        units: which modules are units: "auto" (the repeated blocks), "model" (all is one), or a wrap policy.
+    """
+
+    replicate: int = 1
+    layout: str | Blocks = "rows"
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    checkpointing: bool = False
+    micro_batch: int = 1
+    offload: bool = False
+    units: Any = "auto"
+
+    def check(self, ranks: int, batch: int) -> None:
+        """Check against the world and the sequences of a rank and step.
+
+        Raises:
+            ConfigError: a number is invalid.
+        """
+        if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
+            raise unknown_layout(self.layout, LAYOUTS)
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise not_positive("prefetch", self.prefetch)
+        for name, value, whole, total in (
+            ("micro_batch", self.micro_batch, "batch", batch),
+            ("replicate", self.replicate, "ranks", ranks),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise not_positive(name, value)
+            if total % value:
+                raise not_a_divisor(name, value, whole, total)
+
+    def __str__(self) -> str:
+        words = [self.layout if isinstance(self.layout, str) else f"blocks({self.layout.granule})"]
+        words += [] if self.reshard_after_forward else ["kept after forward"]
+        words += [f"{self.replicate} replicas"] if self.replicate > 1 else []
+        words += [f"prefetch {self.prefetch}"] if self.prefetch != 1 else []
+        words += ["checkpointing"] if self.checkpointing else []
+        words += ["offload"] if self.offload else []
+        words += ["one unit"] if self.units == "model" else []
+        return ", ".join(words)
+
+
+def strategies(ranks: int, ranks_per_node: int, batch: int, base: Strategy) -> Iterator[Strategy]:
+    """The strategies that a search compares: all combinations of these, with everything else as in `base`.
+
+    Args:
+        ranks, ranks_per_node: copies are kept on each node, if there are several.
+        batch: sequences of a rank and optimizer step; micro-batches are it and its divisors that are powers of two.
+        base: the strategy whose other fields are taken over.
+    """
+    replicas = [1, ranks // ranks_per_node] if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0 else [1]
+    sizes = sorted({size for size in (2**power for power in range(batch.bit_length())) if batch % size == 0} | {batch})
+    for micro_batch in sizes:
+        for checkpointing in (False, True):
+            for replicate in replicas:
+                for layout in ("rows", "flat"):
+                    for reshard in (True, False):
+                        yield replace(
+                            base,
+                            replicate=replicate,
+                            layout=layout,
+                            reshard_after_forward=reshard,
+                            checkpointing=checkpointing,
+                            micro_batch=micro_batch,
+                        )

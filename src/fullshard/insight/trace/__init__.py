@@ -1,0 +1,9 @@
+"""All ranks' events of some steps as one timeline: why is a step slow, and who is late?"""
+
+from .analyse import Analysis, analyse
+from .chrome import chrome_trace
+from .html import html_page, report
+from .merge import Run, read
+from .record import Recording, trace
+
+__all__ = ["Analysis", "Recording", "Run", "analyse", "chrome_trace", "html_page", "read", "report", "trace"]

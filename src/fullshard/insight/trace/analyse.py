@@ -1,0 +1,324 @@
+"""Splits each wait into late arrival and transfer, and finds who is late.
+
+    rank 0   issue |......... w0 [ late ////|==== transfer ] w1
+    rank 1                      issue ......|  w0 [ transfer ] w1
+                                            ^ the last rank has issued: only now can anything be sent
+
+A collective begins when its last rank issues it. Of a wait [w0, w1] the part before that moment is late arrival, and
+its rank is at fault; the rest is transfer. The k-th collective of a unit over a group of ranks is the same on all of
+them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean, median
+from typing import NamedTuple
+
+from .merge import RankTrace, Run
+
+ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}
+OUTSIDE = "(outside of units)"
+"""The place of work while no unit is gathered: data, loss, the optimizer."""
+NOISE = 0.005  # of a step: collectives that cost others less are not counted in who is late
+TOP = 5  # units named for a step
+
+
+class Collective(NamedTuple):
+    """Which collective it is, alike on all its ranks; `number` counts those with the other three in common."""
+
+    kind: str
+    unit: str
+    ranks: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A time in which a rank could not go on. Times in seconds; `late` + `transfer` = `end` - `begin`.
+
+    Attributes:
+        kind: of the collective: "gather", "reduce" or "all_reduce".
+        late: how long its last rank had not issued it yet.
+        late_rank: that rank; None if all had.
+    """
+
+    step: int
+    rank: int
+    unit: str
+    kind: str
+    begin: float
+    end: float
+    late: float
+    late_rank: int | None
+
+    @property
+    def transfer(self) -> float:
+        return self.end - self.begin - self.late
+
+
+class Work(NamedTuple):
+    """A time between two events in which a rank did not wait; `key` is the event that ended it, and its number."""
+
+    begin: float
+    end: float
+    place: str  # the unit gathered last and still gathered, or OUTSIDE
+    key: tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: seconds, and parts of them, as means over ranks.
+
+    Attributes:
+        time: of the step.
+        late, transfer: that ranks waited.
+        units: those that were waited for the longest: unit, seconds, the rank that was late (None: only transfer).
+    """
+
+    time: float
+    late: float
+    transfer: float
+    units: list[tuple[str, float, int | None]]
+
+    @property
+    def compute(self) -> float:
+        """The rest: computing, and whatever else the program does."""
+        return self.time - self.late - self.transfer
+
+
+@dataclass(frozen=True)
+class UnitWait:
+    """What a rank waited for a unit's collectives, in seconds per step; `late_rank` caused most of `late`, if any."""
+
+    rank: int
+    unit: str
+    kind: str
+    late: float
+    transfer: float
+    late_rank: int | None
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """How a rank holds up others.
+
+    Attributes:
+        times: collectives in which it came last and somebody waited for it.
+        typical, worst: seconds by which it issued those after the median of the other ranks.
+        cost: seconds that all other ranks together waited for it, per step.
+        place: the unit in which it lost the most of that time, shortly before, by what others need for the same.
+    """
+
+    rank: int
+    times: int
+    typical: float
+    worst: float
+    cost: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the ranks' events say. `bounds`: by rank, where steps begin, and where the last one ends."""
+
+    steps: list[Step]
+    waits: list[Wait]
+    unit_waits: list[UnitWait]
+    late_ranks: list[LateRank]
+    works: dict[int, list[Work]]
+    bounds: dict[int, list[float]]
+    issues: dict[Collective, dict[int, float]]
+
+    def in_words(self, run: Run) -> list[str]:
+        """What was recorded, and the answer, a line each."""
+        ranks, steps = len(run.ranks), len(self.steps)
+        error = f"; their clocks agree to within {run.error * 1e6:.0f} us" if ranks > 1 else ""
+        lines = [f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}{error}"]
+        lines += [f"rank {trace.rank} raised {trace.raised}" for trace in run.ranks if trace.raised]
+        if not steps:
+            return [*lines, "No whole step was recorded on all ranks."]
+        time, late = (fmean(getattr(step, name) for step in self.steps) for name in ("time", "late"))
+        transfer = fmean(step.transfer for step in self.steps)
+        waits = f"{100 * late / time:.0f}% for late ranks, {100 * transfer / time:.0f}% for transfer"
+        lines.append(f"A step takes {time * 1e3:.1f} ms. Of it a rank waits {waits}.")
+        for worst in self.late_ranks[:1]:
+            place = "outside of units" if worst.place == OUTSIDE else f"in unit {worst.place}"
+            lines.append(f"Rank {worst.rank} is late, by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
+            lines.append(f"For it others wait {worst.cost * 1e3:.1f} ms a step.")
+        return lines if self.late_ranks else [*lines, "No rank holds the others up."]
+
+
+def analyse(run: Run) -> Analysis:
+    """Analyse a run: steps, waits and who is late. A step that not all ranks finished is left out."""
+    bounds = {trace.rank: step_bounds(trace) for trace in run.ranks}
+    count = min(len(times) for times in bounds.values()) - 1
+    bounds = {rank: times[: count + 1] for rank, times in bounds.items()}
+    issues: dict[Collective, dict[int, float]] = defaultdict(dict)
+    pending = [(trace.rank, *wait) for trace in run.ranks for wait in _waits(trace, issues)]
+    waits = []
+    for rank, collective, begin, end in pending:
+        last = max(issues[collective], key=issues[collective].__getitem__)
+        late = min(max(issues[collective][last] - begin, 0.0), end - begin)
+        step = bisect_right(bounds[rank], begin) - 1
+        if 0 <= step < count:
+            at_fault = last if late and last != rank else None
+            late = late if at_fault is not None else 0.0
+            waits.append((collective, Wait(step, rank, collective.unit, collective.kind, begin, end, late, at_fault)))
+    works = {trace.rank: list(_works(trace)) for trace in run.ranks}
+    plain = [wait for _, wait in waits]
+    steps = [_step(number, bounds, [wait for wait in plain if wait.step == number]) for number in range(count)]
+    late_ranks = _late_ranks(waits, issues, works, steps, run.error) if count else []
+    return Analysis(steps, plain, _unit_waits(plain, count), late_ranks, works, bounds, dict(issues))
+
+
+def step_bounds(trace: RankTrace) -> list[float]:
+    """Where steps begin, and where the last ends.
+
+    As marked; else a step begins where the first unit is gathered while no reduction is in flight.
+    """
+    if trace.marks or not trace.events:
+        return [trace.begin, *trace.marks]
+    first = next((row.unit for row in trace.events if row.verb == "gather"), None)
+    starts, reducing, reduced = [trace.events[0].time], set[str](), False
+    for row in trace.events:
+        if row.verb == "reduce":
+            reducing.add(row.unit)
+        elif row.verb == "reduced":
+            reducing.discard(row.unit)
+            reduced = True
+        elif row.verb == "gather" and row.unit == first and reduced and not reducing:
+            starts.append(row.time)
+            reduced = False
+    return [*starts, trace.end]
+
+
+def _waits(trace: RankTrace, issues: dict[Collective, dict[int, float]]) -> Iterator[tuple[Collective, float, float]]:
+    """Each wait's collective, begin and end; notes when each collective was issued."""
+    numbers: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    latest: dict[tuple[str, str], Collective] = {}  # by the verb that waits, and unit
+    for row, following in zip_longest(trace.events, trace.events[1:]):
+        if row.verb in ("gather", "reduce", "all_reduce"):
+            name = row.verb, row.unit, row.ranks
+            collective = Collective(*name, numbers[name])
+            numbers[name] += 1
+            issues[collective][trace.rank] = row.time
+            latest["wait_gather" if row.verb == "gather" else "wait_reduce", row.unit] = collective
+        elif row.verb in ENDS and following is not None and following.unit == row.unit:
+            waited = latest.get((row.verb, row.unit))
+            if following.verb in ENDS[row.verb] and waited is not None:
+                yield waited, row.time, following.time
+
+
+def _works(trace: RankTrace) -> Iterator[Work]:
+    """What lies between waits."""
+    numbers: Counter[tuple[str, str]] = Counter()
+    gathered: list[str] = []
+    begin, waiting = trace.begin, False
+    for row in trace.events:
+        name = row.verb, row.unit
+        if not waiting:
+            yield Work(begin, row.time, gathered[-1] if gathered else OUTSIDE, (*name, numbers[name]))
+        numbers[name] += 1
+        begin, waiting = row.time, row.verb in ENDS
+        if row.verb in ("gathered", "free") and row.unit in gathered:
+            gathered.remove(row.unit)
+        if row.verb == "gathered":
+            gathered.append(row.unit)
+    yield Work(begin, trace.end, gathered[-1] if gathered else OUTSIDE, ("", "", 0))
+
+
+def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait]) -> Step:
+    ranks = len(bounds)
+    times: dict[str, float] = defaultdict(float)
+    for wait in waits:
+        times[wait.unit] += (wait.end - wait.begin) / ranks
+    longest = sorted(times, key=times.__getitem__, reverse=True)[:TOP]
+    return Step(
+        time=fmean(begins[number + 1] - begins[number] for begins in bounds.values()),
+        late=sum(wait.late for wait in waits) / ranks,
+        transfer=sum(wait.transfer for wait in waits) / ranks,
+        units=[(unit, times[unit], _at_fault([wait for wait in waits if wait.unit == unit])) for unit in longest],
+    )
+
+
+def _at_fault(waits: list[Wait]) -> int | None:
+    """The rank that caused the largest part of late arrival, if that is most of the waits."""
+    by_rank: dict[int, float] = defaultdict(float)
+    for wait in waits:
+        if wait.late_rank is not None:
+            by_rank[wait.late_rank] += wait.late
+    if not by_rank or 2 * sum(by_rank.values()) <= sum(wait.end - wait.begin for wait in waits):
+        return None
+    return max(by_rank, key=by_rank.__getitem__)
+
+
+def _unit_waits(waits: list[Wait], steps: int) -> list[UnitWait]:
+    """By rank, unit and kind; the longest first."""
+    groups: dict[tuple[int, str, str], list[Wait]] = defaultdict(list)
+    for wait in waits:
+        groups[wait.rank, wait.unit, wait.kind].append(wait)
+    rows = [
+        UnitWait(*name, sum(w.late for w in own) / steps, sum(w.transfer for w in own) / steps, _at_fault(own))
+        for name, own in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -(row.late + row.transfer))
+
+
+def _late_ranks(
+    waits: list[tuple[Collective, Wait]],
+    issues: dict[Collective, dict[int, float]],
+    works: dict[int, list[Work]],
+    steps: list[Step],
+    error: float,
+) -> list[LateRank]:
+    """The ranks that hold others up; those that cost the most first."""
+    costs: dict[Collective, float] = defaultdict(float)
+    for collective, wait in waits:
+        if wait.late_rank is not None:
+            costs[collective] += wait.late
+    floor = max(error, NOISE * median(step.time for step in steps))
+    excess = _Excess(works)
+    arrivals: dict[int, list[tuple[float, str, float]]] = defaultdict(list)
+    for collective, cost in costs.items():
+        times = issues[collective]
+        last = max(times, key=times.__getitem__)
+        by = times[last] - median(time for rank, time in times.items() if rank != last)
+        if cost > floor and by > error:
+            arrivals[last].append((by, excess.place(last, times[last], by), cost))
+    return sorted((_late_rank(rank, own, len(steps)) for rank, own in arrivals.items()), key=lambda late: -late.cost)
+
+
+def _late_rank(rank: int, arrivals: list[tuple[float, str, float]], steps: int) -> LateRank:
+    places: dict[str, float] = defaultdict(float)
+    for by, place, _ in arrivals:
+        places[place] += by
+    lateness = [by for by, *_ in arrivals]
+    cost = sum(cost for *_, cost in arrivals) / steps
+    return LateRank(rank, len(arrivals), median(lateness), max(lateness), cost, max(places, key=places.__getitem__))
+
+
+class _Excess:
+    """How much longer a rank worked on something than the other ranks on the same."""
+
+    def __init__(self, works: dict[int, list[Work]]) -> None:
+        self.works = works
+        self.ends = {rank: [work.end for work in own] for rank, own in works.items()}
+        self.durations: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
+        for rank, own in works.items():
+            for work in own:
+                self.durations[work.key][rank] = work.end - work.begin
+
+    def place(self, rank: int, time: float, by: float) -> str:
+        """Where a rank that came `by` seconds late at `time` lost the most, shortly before."""
+        window = range(bisect_left(self.ends[rank], time - 2 * by), bisect_left(self.ends[rank], time) + 1)
+        own = self.works[rank]
+        return own[max((number for number in window if number < len(own)), key=lambda n: self._of(rank, own[n]))].place
+
+    def _of(self, rank: int, work: Work) -> float:
+        others = [time for other, time in self.durations[work.key].items() if other != rank]
+        return work.end - work.begin - (median(others) if others else 0.0)

@@ -1,0 +1,84 @@
+"""The timeline in Chrome's trace format, for Perfetto: a process for each rank, its threads, and the bytes alive.
+
+The format: Google, "Trace Event Format" (complete events "X", counters "C", metadata "M"; microseconds).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .analyse import Analysis
+from .merge import Run
+
+THREADS = ("compute", "wait", "gather", "reduce")
+
+
+def chrome_trace(run: Run, analysis: Analysis) -> dict[str, Any]:
+    """The whole file, as an object for `json.dump`."""
+    events: list[dict[str, Any]] = []
+    for trace in run.ranks:
+        rank = trace.rank
+        events.append(_event("M", "process_name", rank, 0, args={"name": f"rank {rank}"}))
+        events += [_event("M", "thread_name", rank, t, args={"name": name}) for t, name in enumerate(THREADS)]
+        for begin, end, unit in spans_of_work(analysis, rank):
+            events.append(_slice(unit, rank, "compute", begin, end))
+        for wait in analysis.waits:
+            if wait.rank == rank and wait.late:
+                name = f"{wait.unit}: rank {wait.late_rank} late"
+                events.append(_slice(name, rank, "wait", wait.begin, wait.begin + wait.late))
+            if wait.rank == rank and wait.transfer:
+                events.append(_slice(f"{wait.unit}: {wait.kind}", rank, "wait", wait.begin + wait.late, wait.end))
+        for thread in ("gather", "reduce"):
+            for begin, end, unit in spans_of_transfer(run, analysis, rank, thread):
+                events.append(_slice(unit, rank, thread, begin, end))
+        for row in trace.events:
+            memory = {"gathered and reducing": row.live}
+            events.append(_event("C", "live bytes", rank, 0, ts=row.time * 1e6, args=memory))
+            if row.allocated >= 0:
+                memory = {"allocated": row.allocated}
+                events.append(_event("C", "allocated bytes", rank, 0, ts=row.time * 1e6, args=memory))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_of_work(analysis: Analysis, rank: int) -> list[tuple[float, float, str]]:
+    """Begin, end and unit of what a rank worked on; neighbours in the same unit are one."""
+    spans: list[tuple[float, float, str]] = []
+    for work in analysis.works[rank]:
+        if spans and spans[-1][2] == work.place and spans[-1][1] == work.begin:
+            spans[-1] = (spans[-1][0], work.end, work.place)
+        elif work.end > work.begin:
+            spans.append((work.begin, work.end, work.place))
+    return spans
+
+
+def spans_of_transfer(run: Run, analysis: Analysis, rank: int, thread: str) -> list[tuple[float, float, str]]:
+    """Begin, end and unit of a rank's collectives: at the latest since the last rank issued it, until it was needed.
+
+    Where the one before ends later, a span begins there: they take turns, and a thread's spans must not overlap.
+    """
+    kinds = ("gather",) if thread == "gather" else ("reduce", "all_reduce")
+    begins = {
+        (collective.kind, collective.unit, times[rank]): max(times.values())
+        for collective, times in analysis.issues.items()
+        if rank in times and collective.kind in kinds and len(collective.ranks) != 1
+    }
+    ends = {"gather": ("gathered",), "reduce": ("reduced", "all_reduce")}[thread]
+    events = next(trace.events for trace in run.ranks if trace.rank == rank)
+    issued: dict[str, float] = {}
+    spans: list[tuple[float, float, str]] = []
+    for row in events:
+        if row.verb in ends and row.unit in issued:
+            begin = max(issued.pop(row.unit), spans[-1][1] if spans else 0.0)
+            if row.time > begin:
+                spans.append((begin, row.time, row.unit))
+        if (begun := begins.get((row.verb, row.unit, row.time))) is not None:
+            issued[row.unit] = begun
+    return spans
+
+
+def _slice(name: str, rank: int, thread: str, begin: float, end: float) -> dict[str, Any]:
+    return _event("X", name, rank, THREADS.index(thread), ts=begin * 1e6, dur=(end - begin) * 1e6)
+
+
+def _event(phase: str, name: str, rank: int, thread: int, **more: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": rank, "tid": thread, **more}

@@ -1,0 +1,126 @@
+"""Reads the files of all ranks into one run, on one clock: that of rank 0, from the moment the first rank began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .messages import no_files, not_a_trace, same_rank, two_runs
+from .record import COLUMNS, FORMAT
+
+
+class Row(NamedTuple):
+    """An event, as `fullshard.Event`; `time` in seconds since the run's begin, `allocated` in bytes or -1."""
+
+    verb: str
+    unit: str
+    ranks: tuple[int, ...]
+    nbytes: int
+    live: int
+    time: float
+    allocated: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded. Times in seconds since the run's begin.
+
+    Attributes:
+        begin, end: of the recorded block.
+        marks: where steps ended, if the program said so.
+        raised: the error that ended the block, if any.
+        clock: "host", or the type of the device whose stream gave the times.
+        offset_error: seconds by which the clock may be off from rank 0's.
+    """
+
+    rank: int
+    begin: float
+    end: float
+    marks: list[float]
+    events: list[Row]
+    raised: str | None
+    clock: str
+    offset_error: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks, in order; `missing` are those of the world without a file."""
+
+    ranks: list[RankTrace]
+    missing: list[int]
+
+    @property
+    def error(self) -> float:
+        """Seconds by which two clocks may differ: no shorter lateness can be told."""
+        return sum(sorted((rank.offset_error for rank in self.ranks), reverse=True)[:2])
+
+
+def read(paths: list[Path]) -> Run:
+    """Read the files of a run.
+
+    Args:
+        paths: folders of `fullshard.trace`, files in them, or both.
+
+    Raises:
+        ConfigError: there are no files, one is not ours, or they are of several runs.
+    """
+    files = [file for path in paths for file in (sorted(path.glob("rank-*.json")) if path.is_dir() else [path])]
+    if not files:
+        raise no_files(paths)
+    runs: list[Any] = []
+    traces: dict[int, tuple[Path, RankTrace]] = {}
+    for file in dict.fromkeys(files):
+        content = _content(file)
+        runs.append((content["run"], content["world"]))
+        if runs[-1] != runs[0]:
+            raise two_runs(files[0], file)
+        try:
+            trace = _trace(content)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise not_a_trace(file, f"{type(error).__name__}: {error}") from error
+        if trace.rank in traces:
+            raise same_rank(traces[trace.rank][0], file)
+        traces[trace.rank] = file, trace
+    ranks = [traces[rank][1] for rank in sorted(traces)]
+    start = min(rank.begin for rank in ranks)
+    return Run([_moved(rank, -start) for rank in ranks], [rank for rank in range(runs[0][1]) if rank not in traces])
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise not_a_trace(file, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise not_a_trace(file, "not JSON, or only part of it") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise not_a_trace(file, f"its format is not {FORMAT!r}")
+    if not isinstance(content.get("world"), int) or "run" not in content:
+        raise not_a_trace(file, "it does not say of which run it is")
+    if content.get("columns") != list(COLUMNS):
+        raise not_a_trace(file, f"columns are {content.get('columns')}")
+    return content
+
+
+def _trace(content: dict[str, Any]) -> RankTrace:
+    verbs, units, groups = content["verbs"], content["units"], [tuple(ranks) for ranks in content["groups"]]
+    events = [
+        Row(verbs[verb], units[unit], groups[group], *numbers) for verb, unit, group, *numbers in content["events"]
+    ]
+    header = (content["rank"], content["begin"], content["end"], content["steps"], events)
+    trace = RankTrace(*header, content["raised"], content["clock"], content["offset_error"])
+    return _moved(trace, content["offset"])
+
+
+def _moved(trace: RankTrace, by: float) -> RankTrace:
+    """The same, with `by` seconds added to all times."""
+    return replace(
+        trace,
+        begin=trace.begin + by,
+        end=trace.end + by,
+        marks=[mark + by for mark in trace.marks],
+        events=[row._replace(time=row.time + by) for row in trace.events],
+    )

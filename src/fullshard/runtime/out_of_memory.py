@@ -1,0 +1,82 @@
+"""What holds memory now, in one paragraph, with the smallest changes that free some: for errors, and on demand.
+
+Bytes of units are the engine's own; what the allocator holds beyond them are activations and the program's own tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from ..comm import has_streams
+from ..shard import State
+from .messages import memory_in_words
+from .phases import Phase
+from .root import Runnable
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)")
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on an accelerator or on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def bytes_asked(text: str) -> int | None:
+    """The bytes that the failed allocation asked for, if the error's text says so."""
+    asked = _ASKED.search(text)
+    return round(float(asked[1]) * _UNITS[asked[2]]) if asked and asked[2] in _UNITS else None
+
+
+def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: int | None = None) -> str:
+    """Say what holds memory, and which changes free how much, the smallest change first.
+
+    Args:
+        runners: of all units of a model.
+        optimizer: bytes of optimizer state; None: not known.
+        asked: bytes that an allocation asked for in vain.
+    """
+    kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
+    for runner in runners:
+        unit = runner.unit
+        if unit.state is State.SHARDED or not unit.buckets:
+            continue
+        kind = "prefetched" if unit.state is State.GATHERING else "kept" if runner.phase is Phase.IDLE else "running"
+        nbytes = unit.gathered.issued_bytes if unit.state is State.GATHERING else unit.gathered.live_bytes
+        kinds[kind].append((unit.name or "(root)", nbytes))
+    ledger = runners[0].unit.ledger
+    shards = sum(
+        tensor.nbytes for tensor in _on_device([t for r in runners for b in r.unit.buckets for t in b.shard_tensors])
+    )
+    gradients = sum(g.held_bytes for r in runners for g in r.unit.gradients if g.bucket.home is None)
+    device = next((bucket.axes.device for r in runners for bucket in r.unit.buckets), torch.device("cpu"))
+    allocated, reserved = _allocator(device)
+    known = shards + gradients + ledger.live + (optimizer or 0)
+    return memory_in_words(
+        kinds,
+        reducing=ledger.reducing,
+        shards=shards,
+        gradients=gradients,
+        optimizer=optimizer,
+        rest=None if allocated is None else max(allocated - known, 0),
+        unused=None if allocated is None or reserved is None else reserved - allocated,
+        asked=asked,
+        ranks=max((bucket.axes.shard.size for r in runners for bucket in r.unit.buckets), default=1),
+    )
+
+
+def _on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those in host memory beside an accelerator's."""
+    devices = {tensor.device.type for tensor in tensors}
+    return [tensor for tensor in tensors if len(devices) == 1 or tensor.device.type != "cpu"]
+
+
+def _allocator(device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes allocated, and reserved by the caching allocator; None without one."""
+    if not has_streams(device):
+        return None, None
+    statistics = torch.accelerator.memory_stats(device)
+    return statistics.get("allocated_bytes.all.current"), statistics.get("reserved_bytes.all.current")

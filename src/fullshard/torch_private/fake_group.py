@@ -1,0 +1,42 @@
+"""A process group whose collectives do nothing: one process as one rank of a world of any size.
+
+Private torch API: `torch._C._distributed_c10d.FakeProcessGroup`, which `torch.testing` registers as the backend "fake".
+Public alternative: none; a dry run would need all its ranks. Test: tests/planner/test_dry_run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+
+@contextmanager
+def pretended(world: int) -> Iterator[None]:
+    """Make this process rank 0 of `world`: every group made within is a fake one, whatever the program asks for."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    def fake(common: Any, options: Any) -> Any:
+        create: Any = FakeProcessGroup._create_internal  # the stubs lack the last argument
+        return create(common.group_rank, common.group_size, options)
+
+    if not hasattr(dist.Backend, "FAKE"):
+        dist.Backend.register_backend("fake", fake, extended_api=True, devices=["cpu", "cuda"])
+    begin, again = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        begin("fake", store=HashStore(), rank=0, world_size=world)
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return again(ranks, timeout, None, *args, **kwargs)
+
+    dist.init_process_group, dist.new_group = init_process_group, new_group
+    try:
+        yield
+    finally:
+        dist.init_process_group, dist.new_group = begin, again
+        if dist.is_initialized():
+            dist.destroy_process_group()

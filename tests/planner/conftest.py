@@ -1,0 +1,21 @@
+"""Planned steps are compared with the engine and with what the allocator reports (benchmarks/allocations.py)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def in_a_process() -> Iterator[Callable[..., Any]]:
+    """`in_a_process(function, *arguments)`: what it returns, from a new process: the profiler sees all its memory."""
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()

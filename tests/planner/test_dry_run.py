@@ -1,0 +1,75 @@
+"""`fullshard dry-run`: one rank of a program, in a world of any size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fullshard", "dry-run", *words], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+def test_the_example():
+    """128 ranks: each has a 128th; a unit is gathered twice and reduced once."""
+    ran = dry_run("--world", "128", "examples/dry_run.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "128 ranks: sharded 128 ways; gradients: mean over 128" in ran.stdout
+    assert "all-gathers in a step: 9," in ran.stdout and "reduce-scatters in a step: 5," in ran.stdout
+    assert "One process cannot show" in ran.stdout
+
+
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from fullshard import fully_shard
+dist.init_process_group("nccl", init_method="env://")
+mesh = init_device_mesh("cpu", (4, dist.get_world_size() // 4), mesh_dim_names=("replicate", "shard"))
+print("group", dist.new_group([0, 1], backend="gloo").size(), "arguments", sys.argv[1:])
+model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_asks_for_nccl_and_a_mesh(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED)
+    ran = dry_run("--world=16", "--steps", "3", f"{tmp_path}/train.py", "5")
+    assert ran.returncode == 0, ran.stderr
+    assert "group 2 arguments ['5']" in ran.stdout
+    assert "sharded 4 ways x 4 replicas" in ran.stdout and "all-reduces of replicas in a step: 1," in ran.stdout
+    ran = dry_run("--world=16", "--steps", "3", f"{tmp_path}/train.py", "2")
+    assert ran.returncode == 1 and "ended before step 3" in ran.stderr
+
+
+def test_errors_of_the_program_are_shown(tmp_path):
+    """A world that no mesh of the program's divides is found before a cluster is booked."""
+    (tmp_path / "train.py").write_text(SHARDED.replace("// 4)", "// 4 + 1)"))
+    ran = dry_run("--world", "16", f"{tmp_path}/train.py", "5")
+    assert ran.returncode == 1
+    assert "Traceback" in ran.stderr and "the program raised as rank 0 of 16" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nothing.py"], ["--world", "0", "x.py"], ["--world", "many", "x.py"], ["--colour"], ["--world"], ["--steps=2"]],
+)
+def test_bad_arguments(words):
+    ran = dry_run(*words)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("fullshard: ") and len(ran.stderr.splitlines()) == 1
+
+
+def test_help_fits_a_screen():
+    for words in ([], ["--help"]):
+        assert "usage: fullshard dry-run" in dry_run(*words).stdout
+    assert len(dry_run("--help").stdout.splitlines()) <= 40

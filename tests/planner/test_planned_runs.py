@@ -1,0 +1,226 @@
+"""`fullshard.plan`, `solve` and `fullshard plan`: answers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plan import MODELS, WAYS, memory_row
+from torch import nn
+
+import fullshard
+import models
+from fullshard import ConfigError, MixedPrecisionPolicy, Rates, Strategy, plan, solve
+from fullshard.cli.main import main
+from fullshard.insight.planner import strategies
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "model.py")
+
+
+def tokens(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+
+def gpt() -> nn.Module:
+    return models.GPT(3)
+
+
+HOW = {"ranks": 8, "batch": 4, "sequence": 12, "step": tokens}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_is_what_the_allocator_reports(name, way, in_a_process):
+    """Within 3% of the third step's, AdamW included; parameters, gradients and optimizer state to the byte."""
+    row = in_a_process(memory_row, name, way, 8)
+    assert row["exact"]
+    assert row["planned"] == pytest.approx(row["measured"], rel=0.03)
+
+
+def test_bytes_sent_are_those_of_the_engine(fake_world):
+    """As a recording communicator counts them: whole buffers, of which each rank sends all but its own slice."""
+    fake_world(8)
+    best = plan(gpt, **HOW, strategy=Strategy(micro_batch=4)).best
+    model = models.GPT(3)
+    recorded = fullshard.RecordingComm(fullshard.TorchComm())
+    for unit in [*model.blocks, model]:
+        fullshard.fully_shard(unit, comm=recorded)
+    for _ in range(2):
+        recorded.calls.clear()
+        tokens(model, 4, 12).backward()
+        model.zero_grad()
+    for verb in ("gather", "reduce"):
+        calls = [call for call in recorded.calls if call.verb == verb]
+        assert best.sent[verb] == sum(call.nbytes * 7 // 8 for call in calls)
+        assert best.collectives[verb] == len(calls)
+
+
+def test_a_search_ranks_what_fits_by_time():
+    plans = plan(gpt, **HOW, device="cpu", device_memory=10**9)
+    assert plans.fits and all(p.fits for p in plans.ranked)
+    seconds = [p.seconds for p in plans.ranked]
+    assert seconds == sorted(seconds)
+    assert {p.strategy for p in plans.ranked} == set(strategies(8, 8, 4, Strategy()))
+    least = min(p.reserved for p in plans.ranked)
+    tight = plan(gpt, **HOW, device="cpu", device_memory=least)
+    assert tight.fits and tight.best.reserved == least
+    none = plan(gpt, **HOW, device="cpu", device_memory=1000)
+    assert not none.fits and any(p.strategy.offload for p in none.ranked)
+    peaks = [p.peak for p in none.ranked]
+    assert peaks == sorted(peaks)
+
+
+def test_communication_that_costs_nothing_exposes_nothing():
+    fast = Rates(flops=1e9, bandwidth=1e18, between=1e18, latency=1e-12)
+    slow = replace(fast, bandwidth=1e6)
+    strategy = Strategy(micro_batch=4)
+    free, dear = (plan(gpt, **HOW, strategy=strategy, rates=rates).best for rates in (fast, slow))
+    assert free.exposed < 1e-6 < dear.exposed
+    assert dear.compute == free.compute
+    assert (
+        dear.seconds > (dear.sent["gather"] + dear.sent["reduce"]) / slow.bandwidth
+    )  # the link is never idle for long
+
+
+def test_experts_on_their_own_mesh():
+    """Each of 8 ranks has its own of 8 experts: nothing of them is gathered over 64 ranks, and nothing is padded."""
+    build, step = MODELS["MoE"]
+    how = {"ranks": 64, "batch": 1, "sequence": 128, "step": step, "strategy": Strategy()}
+    shared, own = plan(build, **how).best, plan(build, **how, meshes={"*.mlp.up": (8, 8), "*.mlp.down": (8, 8)}).best
+    assert own.padding < shared.padding / 10
+    assert own.sent["gather"] < shared.sent["gather"] / 2
+    assert own.memory["parameters"] == shared.memory["parameters"]  # padded, a rank has a whole expert too
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    here, away = (plan(gpt, **HOW, strategy=Strategy(micro_batch=4, offload=away)).best for away in (False, True))
+    assert (
+        away.memory["parameters"] == away.memory["optimizer"] == away.memory["gradients"] == 0 < here.most["gradients"]
+    )
+    assert away.peak < here.peak
+
+
+def test_solving_finds_the_largest_that_fits():
+    how = {**HOW, "device": "cpu", "strategy": Strategy(layout="flat")}
+    at = {n: plan(gpt, **{**how, "batch": n, "strategy": Strategy(layout="flat", micro_batch=n)}).best for n in (5, 6)}
+    number, best = solve(gpt, "micro-batch", **how, device_memory=at[6].reserved - 1)
+    assert (number, best.peak) == (5, at[5].peak)
+    number, best = solve(gpt, "micro-batch", **how, device_memory=1000)
+    assert (number, best) == (0, None)
+    how["batch"] = 1
+    peaks = {n: plan(gpt, **{**how, "ranks": n, "strategy": Strategy(layout="flat")}).best.peak for n in (2, 4)}
+    assert peaks[4] < peaks[2]
+    assert solve(gpt, "world", **how, device_memory=peaks[4])[0] == 4
+    longest, best = solve(gpt, "sequence", **how, device_memory=peaks[4])
+    assert 1 <= longest <= 12 and best.fits
+
+
+def test_a_large_world_takes_seconds():
+    """1,024 ranks and 100 layers: 2.4 s on an idle core."""
+    build = lambda: models.GPT(100)  # noqa: E731
+    begin = time.process_time()
+    plan(build, ranks=1024, sequence=12, step=tokens, strategy=Strategy())
+    assert time.process_time() - begin < 5
+
+
+BAD = {
+    "ranks": ({"ranks": 0}, "ranks must be a positive integer"),
+    "a bool": ({"batch": True}, "batch must be a positive integer"),
+    "a float": ({"sequence": 1.5}, "sequence must be a positive integer"),
+    "micro-batch": ({"strategy": Strategy(micro_batch=3)}, "micro_batch must divide batch"),
+    "replicas": ({"strategy": Strategy(replicate=3)}, "replicate must divide ranks"),
+    "prefetch": ({"strategy": Strategy(prefetch=-1)}, "prefetch must be"),
+    "optimizer": ({"optimizer": "Adamm"}, "no optimizer 'Adamm'"),
+    "broken optimizer": ({"optimizer": lambda parameters: 1 / 0}, "could not run the optimizer"),
+    "device": ({"device": "tpu"}, "unknown device"),
+    "rates": ({"rates": 3}, "rates must be a fullshard.Rates"),
+    "step": ({"step": lambda *_: 1 / 0}, "could not run one step"),
+    "value of a fake": ({"step": lambda m, b, s: tokens(m, b, s) * tokens(m, b, s).item()}, "could not run one step"),
+    "meshes": ({"meshes": {"*": 3}}, "meshes\\['\\*'\\] must say"),
+    "layout": ({"strategy": Strategy(layout="diagonal")}, "layout"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    change, words = BAD[name]
+    with pytest.raises(ConfigError, match=words):
+        plan(gpt, **{**HOW, "strategy": Strategy(micro_batch=4), **change})
+
+
+def test_refused_models_and_rates(fake_world):
+    with pytest.raises(ConfigError, match="needs a model"):
+        plan(3, ranks=2)
+    with pytest.raises(ConfigError, match="needs a model"):
+        plan(lambda: 3, ranks=2)
+    with pytest.raises(ConfigError, match=r"Rates\.flops must be a positive number"):
+        Rates(0, 1, 1, 1)
+    with pytest.raises(ConfigError, match="memory of a device"):
+        solve(gpt, "world", **HOW)
+    with pytest.raises(ConfigError, match="does not know what to solve for"):
+        solve(gpt, "ranks", **HOW, device_memory=1)
+    fake_world(2)
+    with pytest.raises(ConfigError, match="before it is sharded"):
+        plan(fullshard.fully_shard(gpt()), ranks=2)
+
+
+def test_the_command(capsys):
+    """The example of its help; JSON; what fits, what does not, and what cannot be read."""
+    words = [f"{EXAMPLE}:demo_model", "--ranks", "8", "--batch", "4", "--sequence", "128"]
+    assert main(["plan", *words, "--memory", "2GiB"]) == 0
+    assert "best: " in capsys.readouterr().out
+    assert main(["plan", *words, "--memory", "1GiB", "--json", "--fix", "layout=rows", "micro_batch=2"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert {p["strategy"]["layout"] for p in answer["plans"]} == {"rows"}
+    assert {p["strategy"]["micro_batch"] for p in answer["plans"]} == {2}
+    assert main(["plan", *words, "--memory", "2GiB", "--solve", "micro-batch", "--device", "cpu"]) == 0
+    assert "largest micro-batch that fits: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing.py:build"],
+        [f"{EXAMPLE}:nothing"],
+        ["nothing.json"],
+        [f"{EXAMPLE}:demo_model", "--memory", "much"],
+        [f"{EXAMPLE}:demo_model", "--dtype", "float17"],
+        [f"{EXAMPLE}:demo_model", "--fix", "layout"],
+        [f"{EXAMPLE}:demo_model", "--fix", "colour=red"],
+        [f"{EXAMPLE}:demo_model", "--fix", "prefetch=many"],
+        [f"{EXAMPLE}:demo_model", "--rates", "flops=fast"],
+        [f"{EXAMPLE}:demo_model", "--ranks", "0"],
+        [f"{EXAMPLE}:demo_model", "--solve", "world"],
+        [f"{EXAMPLE}:initial_value"],
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_of_the_command(words, capsys):
+    assert main(["plan", *words]) == 2
+    assert capsys.readouterr().err.startswith("fullshard: ")
+
+
+def test_a_hugging_face_configuration(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="reads the configuration")
+    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", str(path), "--ranks", "4", "--sequence", "32", "--dtype", "bf16"]) == 0
+        assert "LlamaForCausalLM on 4 ranks" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "no configuration of a causal language model" in capsys.readouterr().err
+
+
+def test_planning_needs_no_process_group():
+    assert not torch.distributed.is_initialized()
+    plan(gpt, **HOW, strategy=Strategy(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert not torch.distributed.is_initialized()
+    assert "torch.testing" not in str(sys.modules["fullshard.insight.planner.costs"].__dict__.keys())

@@ -1,0 +1,156 @@
+"""The planner's schedule, event by event, beside the engine's own events in a fake world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import models
+from fullshard import MixedPrecisionPolicy, fully_shard, memory_use, record_events
+from fullshard.insight.planner.costs import axes_of, unit_costs
+from fullshard.insight.planner.profile import profile
+from fullshard.insight.planner.schedule import Order, run
+
+VERBS = ("gather", "gathered", "free", "reduce", "reduced")
+WORLD = 8
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Nested(nn.Module):
+    """A block with a unit inside it, called in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(Nested() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Twice(nn.Module):
+    """Each block runs twice: the backward reaches it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(Nested() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return x
+
+
+class Unused(Outer):
+    """The second block does not run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[0](self.first(x)))
+
+
+def frozen() -> nn.Module:
+    model = models.GPT(4)
+    for block in model.blocks:
+        block.mlp.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    return model
+
+
+def tokens(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+
+def rows(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+    return model(torch.ones(batch, 24)).float().square().mean()
+
+
+@dataclass
+class Case:
+    build: Callable[[], nn.Module]
+    units: list[str]
+    step: Callable[[nn.Module, int, int], torch.Tensor] = tokens
+    how: dict[str, Any] = field(default_factory=dict)
+    replicate: int = 1
+    micro_batches: int = 1
+
+
+BLOCKS = [f"blocks.{i}" for i in range(4)]
+CASES = {
+    "rows": Case(lambda: models.GPT(4), BLOCKS),
+    "flat": Case(lambda: models.GPT(4), BLOCKS, how={"layout": "flat"}),
+    "owner": Case(lambda: models.GPT(4), BLOCKS, how={"layout": "owner"}),
+    "no prefetch": Case(lambda: models.GPT(4), BLOCKS, how={"prefetch": 0}),
+    "prefetch of two": Case(lambda: models.GPT(4), BLOCKS, how={"prefetch": 2}),
+    "prefetch of three": Case(lambda: models.GPT(4), BLOCKS, how={"prefetch": 3, "layout": "flat"}),
+    "kept": Case(lambda: models.GPT(4), BLOCKS, how={"reshard_after_forward": False}),
+    "mixed precision": Case(lambda: models.GPT(4), BLOCKS, how={"mp_policy": MIXED}),
+    "mixed precision, flat": Case(lambda: models.GPT(4), BLOCKS, how={"mp_policy": MIXED, "layout": "flat"}),
+    "replicas": Case(lambda: models.GPT(4), BLOCKS, replicate=2),
+    "replicas, flat, mixed": Case(
+        lambda: models.GPT(4), BLOCKS, how={"mp_policy": MIXED, "layout": "flat"}, replicate=4
+    ),
+    "replicas, two micro-batches": Case(lambda: models.GPT(4), BLOCKS, replicate=4, micro_batches=2),
+    "two micro-batches": Case(lambda: models.GPT(4), BLOCKS, micro_batches=2),
+    "tied": Case(lambda: models.GPT(4, tied=True), BLOCKS),
+    "frozen in part": Case(frozen, BLOCKS),
+    "one unit": Case(lambda: models.GPT(4), []),
+    "called twice": Case(Twice, ["blocks.0", "blocks.1"], rows),
+    "unused": Case(Unused, ["blocks.0", "blocks.1", "blocks.2"], rows),
+    "nested": Case(Outer, ["blocks.0.inner", "blocks.0", "blocks.1.inner", "blocks.1", "blocks.2"], rows),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planned_step_is_the_engines(fake_world, name):
+    """Same verbs of the same units in the same order, with the same bytes gathered and in reduction after each."""
+    case = CASES[name]
+    fake_world(WORLD)
+    how = dict(case.how)
+    policy, layout = how.get("mp_policy", MixedPrecisionPolicy()), how.get("layout", "rows")
+    with torch.device("meta"):
+        outline = case.build()
+    step = profile(outline, case.units, case.step, 2, 12, dtype=policy.param_dtype)
+    costs = unit_costs(outline, case.units, axes_of(WORLD // case.replicate, case.replicate, "fake"), layout, policy)
+    order = Order(how.get("reshard_after_forward", True), how.get("prefetch", 1), case.micro_batches)
+    planned = run(step, costs, order)
+
+    model = case.build()
+    if case.replicate > 1:
+        how["mesh"] = init_device_mesh("cpu", (case.replicate, WORLD // case.replicate), mesh_dim_names=("dp", "fsdp"))
+    for path in case.units:
+        fully_shard(model.get_submodule(path), **how)
+    fully_shard(model, **{key: value for key, value in how.items() if key != "reshard_after_forward"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):  # orders are known from the second step on
+        optimizer.zero_grad()
+        with record_events() as events:
+            for _ in range(case.micro_batches):
+                case.step(model, 2, 12).backward()
+        optimizer.step()
+    seen = [(e.verb, e.unit.replace("(root)", ""), e.live) for e in events if e.verb in VERBS]
+    assert planned.events == seen
+    use = memory_use(model)
+    assert sum(unit.parameters for unit in costs) == use.parameters
+    assert planned.most["gradients"] == use.gradients
+    assert planned.most["gathered"] <= use.peak_transient <= planned.most["gathered"] + planned.most["reducing"]

@@ -1,0 +1,215 @@
+"""`fullshard compare`: one program on PyTorch's FSDP and on Fullshard, and the first difference between the two."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.cli.main import main
+from fullshard.insight.compare import PHASES, LossDifference, ParameterDifference, Recording, compare
+
+pytestmark = pytest.mark.xdist_group("compare")
+ROOT = Path(__file__).parents[1]
+
+START = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+"""
+FUNCTIONAL = """
+from torch.distributed.fsdp import fully_shard
+for layer in (model[0], model[2]):
+    fully_shard(layer)
+fully_shard(model)
+"""
+WRAPPER = """
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+model = FullyShardedDataParallel(
+    model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"), use_orig_params=True
+)
+"""
+TRAIN = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(int(sys.argv[1])):
+    for micro in range(2):
+        model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ON_FULLSHARD = 'on_fullshard = dist.fsdp.fully_shard.__module__.startswith("fullshard")\n'
+
+
+def program(folder: Path, *parts: str) -> str:
+    path = folder / "program.py"
+    path.write_text("".join([START, *parts]))
+    return str(path)
+
+
+def compared(capfd: Any, script: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """What `--json` prints, of three steps."""
+    assert main(["compare", script, "--steps", "3", "--json", "--", *arguments]) == code, capfd.readouterr()
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("front_end", [FUNCTIONAL, WRAPPER], ids=["fully_shard", "wrapper"])
+def test_the_same_program_gives_the_same_losses(capfd, tmp_path, front_end):
+    """Micro-batches are losses of one step; the program is stopped, or it would run on for years."""
+    found = compared(capfd, program(tmp_path, front_end, TRAIN), str(10**9))
+    assert found["same"] is True and found["steps"] == 3
+    assert [[len(rank) for rank in step] for step in found["fullshard"]["losses"]] == [[2, 2]] * 3
+    assert found["torch"]["losses"] == found["fullshard"]["losses"] and found["torch"]["losses"][0][0][0] > 0
+    for side in ("torch", "fullshard"):
+        assert found[side]["units"] == 3 and found[side]["memory"] > 2**26
+        seconds = found[side]["seconds"]
+        assert 0 < seconds["optimizer"] < seconds["step"] and seconds["backward"] < seconds["step"]
+
+
+def test_differences_are_named(capfd, tmp_path):
+    """On Fullshard this program has another learning rate, so the first losses are equal, and no parameter after."""
+    changed = TRAIN.replace("lr=0.1", "lr=0.1 + 0.1 * on_fullshard")
+    script = program(tmp_path, FUNCTIONAL, ON_FULLSHARD, changed)
+    found = compared(capfd, script, "9", code=1)
+    assert found["same"] is False
+    different = found["loss_that_differs"]
+    assert (different["step"], different["rank"]) == (2, 0) and different["torch"] != different["fullshard"]
+    assert (found["parameter_that_differs"]["step"], found["parameter_that_differs"]["name"]) == (1, "0.weight")
+    assert found["parameter_that_differs"]["by"] > 0
+    assert main(["compare", script, "--steps", "2", "--", "9"]) == 1
+    said = capfd.readouterr().out
+    assert re.search(r"losses: DIFFERENT from step 2 on, first on rank 0: [\d.]+ on PyTorch's FSDP, ", said), said
+    assert "parameters: DIFFERENT after step 1, first 0.weight: by up to" in said
+
+
+def test_a_program_that_ends_by_itself(capfd, tmp_path):
+    """After two of the three steps: parameters of the last one are not there any more. Two optimizers are one step."""
+    two = TRAIN.replace("optimizer.step()", "optimizer.step()\n    other.step()")
+    script = program(
+        tmp_path,
+        FUNCTIONAL,
+        "other = torch.optim.SGD(model.parameters(), lr=0.1)",
+        two,
+        "dist.destroy_process_group()\n",
+    )
+    assert main(["compare", script, "--steps", "3", "--", "2"]) == 0
+    said = capfd.readouterr().out
+    assert "losses of 2 steps: the same in every bit" in said and "parameters after step 1: the same" in said
+
+
+def test_an_optimizer_that_steps_within_backward(capfd, tmp_path):
+    steps = """
+for parameter in model.parameters():
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.register_post_accumulate_grad_hook(lambda p, step=optimizer.step: step())
+while True:
+    model(torch.ones(4, 6)).square().mean().backward()
+    model.zero_grad()
+"""
+    found = compared(capfd, program(tmp_path, FUNCTIONAL, steps))
+    assert found["same"] and found["steps"] == 3 and found["torch"]["losses"][2] < found["torch"]["losses"][0]
+
+
+REFUSED = [
+    ("", [], "ended before its first optimizer step on PyTorch's FSDP and on Fullshard"),
+    (FUNCTIONAL + TRAIN, ["--steps", "0"], "--steps must be at least 1, got 0"),
+    (FUNCTIONAL + TRAIN, ["--ranks", "65"], "--ranks must be from 1 to 64, got 65"),
+    (
+        f"{FUNCTIONAL}{ON_FULLSHARD}assert not on_fullshard, 'no'\n{TRAIN}",
+        [],
+        "failed on Fullshard: rank 0, exit code 1",
+    ),
+    ("import os; os._exit(0)", [], "failed on PyTorch's FSDP: rank 0, exit code 0"),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_what_cannot_be_compared(capfd, tmp_path, text, options, words):
+    assert main(["compare", program(tmp_path, text), *options, "--", "2"]) == 2
+    said = capfd.readouterr()
+    assert words in said.err and not said.out
+    assert "failed" in words or said.err.count("\n") == 1
+    assert "failed on Fullshard" not in words or "AssertionError: no" in said.err
+
+
+def test_a_script_that_is_missing_and_ranks_that_torchrun_started(capfd, tmp_path, monkeypatch):
+    assert main(["compare", "missing.py"]) == 2
+    assert capfd.readouterr().err == "fullshard: there is no file missing.py\n"
+    monkeypatch.setenv("RANK", "0")
+    assert main(["compare", program(tmp_path)]) == 2
+    assert "run it without torchrun" in capfd.readouterr().err
+
+
+def test_the_example_of_the_help_runs(capfd, monkeypatch):
+    """The help fits a screen, and what it shows is a command that works."""
+    monkeypatch.chdir(ROOT)
+    assert main(["compare", "--help"]) == 0
+    told = capfd.readouterr().out
+    assert len(told.splitlines()) <= 40
+    (example,) = re.findall(r"^ +fullshard (compare .*)$", told, re.M)
+    assert main(example.split()) == 0
+    said = capfd.readouterr().out
+    assert "losses of 40 steps: the same in every bit" in said
+    assert "parameters after step 1 and step 40: the same in every bit" in said
+    assert re.search(r"step, median .* [\d.]+ ms .* [\d.]+ ms .* \d\.\d\d ", said), said
+
+
+# -- recordings, without processes
+
+
+def recording(folder: Path, seconds: list[float], losses: list[float], weights: dict[int, torch.Tensor]) -> Recording:
+    folder.mkdir()
+    for step, weight in weights.items():
+        torch.save({"weight": weight, "same": torch.ones(2)}, folder / f"{step}.pt")
+    phases = {phase: [seconds, [0.0] * len(seconds)] for phase in PHASES}
+    return Recording([[[loss], [loss]] for loss in losses], phases, 2**20, 2, "cpu", folder)
+
+
+def test_medians_leave_out_the_first_quarter_and_take_the_slowest_rank(tmp_path):
+    theirs = recording(tmp_path / "a", [9.0, 9.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [1.0] * 8, {1: torch.zeros(2)})
+    ours = recording(tmp_path / "b", [9.0, 9.0, *[0.175] * 6], [1.0] * 8, {1: torch.zeros(2)})
+    comparison = compare(theirs, ours)
+    assert comparison.same and theirs.median("step") == pytest.approx(0.35)
+    assert comparison.rows()[0] == ("step, median", "350.0 ms", "175.0 ms", "0.50")
+    assert comparison.rows()[1] == ("step, quartiles", "225.0 to 475.0 ms", "175.0 to 175.0 ms", "")
+    assert comparison.rows()[3] == ("forward, host, per unit", "175,000 us", "87,500 us", "0.50")
+    assert comparison.rows()[2] == ("peak resident memory", "1.0 MiB", "1.0 MiB", "1.00")
+
+
+NAN = float("nan")
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights", "loss", "parameter"),
+    [
+        ([1.0, 2.0], {1: ONE, 2: ONE}, None, None),
+        ([1.0, 2.5], {1: ONE, 2: ONE}, LossDifference(2, 0, 2.0, 2.5), None),
+        ([1.0, 2.0], {1: ONE, 2: 3 * ONE}, None, ParameterDifference(2, "weight", 2.0)),
+        ([1.0, 2.0], {1: torch.ones(3), 2: ONE}, None, ParameterDifference(1, "weight", float("inf"))),
+        ([1.0], {1: ONE}, None, None),
+    ],
+    ids=["same", "loss", "last parameter", "shape", "steps"],
+)
+def test_the_first_difference(tmp_path, losses, weights, loss, parameter):
+    theirs = recording(tmp_path / "a", [1.0], [1.0, 2.0], {1: ONE, 2: ONE})
+    comparison = compare(theirs, recording(tmp_path / "b", [1.0], losses, weights))
+    assert (comparison.loss, comparison.parameter) == (loss, parameter)
+    assert comparison.same is (loss is None and parameter is None and len(losses) == 2)
+
+
+def test_bits_are_compared(tmp_path):
+    """NaN equals itself, and minus zero is not zero."""
+    theirs = recording(tmp_path / "a", [1.0], [NAN], {1: torch.tensor([NAN, 0.0])})
+    assert compare(theirs, recording(tmp_path / "b", [1.0], [float("nan")], {1: torch.tensor([NAN, 0.0])})).same
+    signed = compare(theirs, recording(tmp_path / "c", [1.0], [NAN], {1: torch.tensor([NAN, -0.0])}))
+    assert signed.parameter is not None and signed.parameter.name == "weight"

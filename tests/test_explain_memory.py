@@ -1,0 +1,88 @@
+"""What holds memory, in one paragraph: on demand, and with an allocation that fails in a forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+import models
+from fullshard import ConfigError, explain_memory, fully_shard, memory_use
+from fullshard.names import size
+from fullshard.runtime.out_of_memory import bytes_asked, is_out_of_memory
+
+TOKENS = torch.zeros(2, 12, dtype=torch.int64)
+
+
+@pytest.fixture
+def model(fake_world) -> nn.Module:
+    fake_world(8)
+    model = models.GPT(4)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=block is not model.blocks[0])
+    return fully_shard(model)
+
+
+def test_between_steps(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    use, said = memory_use(model, optimizer), explain_memory(model, optimizer)
+    for nbytes, what in (
+        (use.parameters, "sharded parameters"),
+        (use.gradients, "reduced gradients"),
+        (use.optimizer, "optimizer state"),
+    ):
+        assert f"{size(nbytes)} in {what}" in said
+    assert "units" not in said and "16 ranks in place of 8" in said
+    assert "optimizer state" not in explain_memory(model)
+
+
+@pytest.mark.parametrize("asked", [1000, 10**9])
+def test_an_allocation_that_fails_in_a_forward(model, asked):
+    """The note of the error names units by why they are gathered, and marks the changes that free enough."""
+    for _ in range(2):  # the order of units is known from then on
+        model(TOKENS).sum().backward()
+        model.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked / 2**20:.6f} MiB. GPU 0 has ...")
+
+    handle = model.blocks[2].mlp[1].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(TOKENS)
+    (note,) = caught.value.__notes__
+    assert "units in use ((root), blocks.2)" in note
+    assert "units kept for the backward or by request (blocks.0)" in note
+    assert "units gathered ahead (blocks.3)" in note
+    assert "prefetch=0" in note and "reshard_after_forward=True" in note
+    assert ("(enough)" in note) == (asked == 1000)
+    handle.remove()
+    model(TOKENS).sum().backward()  # the model goes on
+
+
+def test_the_failures_that_are_recognised():
+    host = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 42 bytes."
+    )
+    assert is_out_of_memory(host) and bytes_asked(str(host)) == 42
+    assert is_out_of_memory(torch.OutOfMemoryError("no")) and bytes_asked("no") is None
+    assert bytes_asked("Tried to allocate 1.50 GiB.") == 3 * 2**29
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+
+def test_what_is_allocated_besides_is_activations(model, monkeypatch):
+    """On an accelerator: what its allocator holds beyond units and state."""
+    known = memory_use(model).parameters
+    monkeypatch.setattr("fullshard.runtime.out_of_memory._allocator", lambda device: (known + 2**20, known + 2**21))
+    said = explain_memory(model)
+    assert "1.0 MiB in optimizer state, activations and the program's own tensors" in said
+    assert "The allocator has 1.0 MiB more" in said
+    assert "512.0 KiB  half the micro-batch" in said
+
+
+def test_a_model_without_units():
+    with pytest.raises(ConfigError, match="needs a sharded model"):
+        fullshard.explain_memory(nn.Linear(2, 2))

@@ -1,0 +1,147 @@
+"""`fullshard trace`: what it prints and writes, its exit codes, and its page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_analyse import content, rank_trace, run_of, step_of
+
+from fullshard.cli.main import main
+from fullshard.cli.trace import Arguments
+from fullshard.insight.trace import analyse, html_page
+from fullshard.insight.trace.merge import Run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write_run(folder: Path, ranks: tuple[int, ...] = (0, 1), **more: object) -> None:
+    """Files of ranks of which rank 1 loses 3 s in unit a, in each of two steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        lost = 3.0 * rank
+        rows = step_of(0, lost, 5.5) + step_of(8, lost, 13.5)
+        verbs, units, groups = (list(dict.fromkeys(row[i] for row in rows)) for i in range(3))
+        events = [
+            [verbs.index(verb), units.index(unit), groups.index(ranks), nbytes, live, time - 5 * rank, allocated]
+            for verb, unit, ranks, nbytes, live, time, allocated in rows
+        ]
+        tables = {"verbs": verbs, "units": units, "groups": groups, "events": events}
+        text = json.dumps({**content(rank), "begin": -5.0 * rank, "end": 20.0 - 5 * rank, **tables, **more})
+        (folder / f"rank-{rank}.json").write_text(text)
+
+
+def test_the_table_names_the_late_rank_and_its_unit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    write_run(tmp_path)
+    assert main(["trace", str(tmp_path)]) == 0
+    told, errors = capsys.readouterr()
+    assert not errors
+    assert "Rank 1 is late, by up to 3000.0 ms, which it loses in unit a." in told
+    assert re.search(r"│ 0 +│ b +│ gather +│ 3\.00 s +│ 500\.0 ms +│ 1 +│", told)
+    assert re.search(r"│ 1 +│ 2 +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ a +│", told)
+    assert re.search(r"│ 0 +│ 8\.00 s +│ .*b \d+% \(rank 1 late\)", told)
+
+
+def test_what_programs_read_is_what_the_tables_show(tmp_path, capsys):
+    write_run(tmp_path)
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (late,) = told["late_ranks"]
+    assert (late["rank"], late["place"], late["worst"], late["times"]) == (1, "a", 3, 2)
+    assert len(told["steps"]) == 2 and told["missing"] == []
+
+
+def test_the_example_of_the_help_runs_and_the_help_fits_a_screen(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "trace")
+    (example,) = re.findall(r"^ +fullshard (trace .*)$", str(Arguments.__doc__), re.M)
+    assert main(example.split()) == 0
+    assert "<h1>Who is late?</h1>" in (tmp_path / "trace.html").read_text()
+    capsys.readouterr()
+    assert main(["trace", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert f"fullshard {example}" in told and len(told.splitlines()) <= 40
+
+
+def test_chromes_file_is_json(tmp_path):
+    write_run(tmp_path)
+    assert main(["trace", str(tmp_path), "--chrome", str(tmp_path / "chrome.json")]) == 0
+    written = json.loads((tmp_path / "chrome.json").read_text())
+    assert {event["ph"] for event in written["traceEvents"]} == {"M", "X", "C"}
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
+    write_run(tmp_path / "mixed")
+    write_run(tmp_path / "mixed", ranks=(1,), run=8)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    write_run(tmp_path / "run")
+    unwritable = ["run", "--html", str(tmp_path / "no" / "folder.html")]
+    for words in (["mixed"], ["empty"], ["other.json"], ["nothing"], unwritable):
+        assert main(["trace", str(tmp_path / words[0]), *words[1:]]) == 2, words
+        told, errors = capsys.readouterr()
+        assert not told and errors.count("\n") == 1 and errors.startswith("fullshard: "), errors
+    assert main(["trace"]) == 2
+
+
+def test_ranks_without_a_file_are_named(tmp_path, capsys):
+    write_run(tmp_path, ranks=(1,))
+    assert main(["trace", str(tmp_path)]) == 0
+    told, errors = capsys.readouterr()
+    assert "no file of rank 0" in errors and "No rank holds the others up." in told
+
+
+def test_a_run_without_events_is_told(tmp_path, capsys):
+    (tmp_path / "rank-0.json").write_text(json.dumps({**content(0, world=1), "events": []}))
+    assert main(["trace", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "No whole step was recorded" in capsys.readouterr().out
+
+
+def test_the_page_loads_nothing_and_names_cannot_end_its_data():
+    run = run_of(step_of(0, 0, 5.5), step_of(0, 3, 5.5))
+    events = [row._replace(unit="</script><b>") for row in step_of(0, 0, 3)]
+    for page in (html_page(run, analyse(run)), html_page(one := Run([rank_trace(0, events)], []), analyse(one))):
+        assert not re.search(r"""(?:src|href)\s*=|@import|url\(|https?://|fetch\(|import\(""", page)
+        assert page.count("</script>") == 2 and '"DATA"' not in page
+
+
+PROBE = """<script>
+const lane = document.querySelector("#lanes canvas"), box = lane.getBoundingClientRect();
+const at = (time) => box.left + label() + (time - view[0]) / (view[1] - view[0]) * (box.width - label());
+const point = (time, y) => {
+  lane.dispatchEvent(new PointerEvent("pointermove", {clientX: at(time), clientY: box.top + y}));
+  return $("tip").textContent;
+};
+const pixels = lane.getContext("2d").getImageData(0, 0, lane.width, lane.height).data;
+const seen = {late: point(3.5, 45), transfer: point(5.3, 45), work: point(1.5, 25), memory: point(3, 110),
+  painted: pixels.some((value) => value > 0), wide: document.documentElement.scrollWidth, window: window.innerWidth};
+zoom(0.5);
+seen.zoomed = view;
+make(document.body, "pre", JSON.stringify(seen)).id = "seen";
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
+@pytest.mark.parametrize("width", [1280, 500])  # headless windows are no narrower than 500
+def test_the_page_in_a_browser(width, tmp_path):
+    """It draws, tells details of what is pointed at, zooms, and is no wider than the window."""
+    run = run_of(step_of(0, 0, 5.5), step_of(0, 3, 5.5))
+    page = tmp_path / "page.html"
+    page.write_text(html_page(run, analyse(run)).replace("</body>", PROBE))
+    command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "Uncaught" not in done.stderr, done.stderr
+    (text,) = re.findall(r'<pre[^>]* id="seen">(.*?)</pre>', done.stdout, re.S)
+    seen = json.loads(text)
+    assert "waits for rank 1, which is late to issue the gather of b\n3.00 s, from 2.00 s" in seen["late"]
+    assert "waits for the transfer: gather of b\n500.0 ms" in seen["transfer"]
+    assert seen["work"].startswith("rank 0 computes in a") and seen["memory"] == "8 B gathered or in reduction"
+    assert seen["painted"] and seen["wide"] <= seen["window"] and seen["zoomed"] == [5, 15]
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", done.stdout, re.S)
+    assert any(re.findall(r">([^<]*)</td>", row)[:3] == ["1", "a", "3.00 s"] for row in rows)
