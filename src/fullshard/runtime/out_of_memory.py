@@ -75,8 +75,14 @@ def _on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _allocator(device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes allocated, and reserved by the caching allocator; None without one."""
+    """Bytes allocated, and reserved by the caching allocator; None without one, or from one that keeps no statistics.
+
+    It never raises: it is asked while an error of the user's is on its way, which must not be hidden.
+    """
     if not has_streams(device):
         return None, None
-    statistics = torch.accelerator.memory_stats(device)
+    try:
+        statistics = torch.accelerator.memory_stats(device)
+    except RuntimeError:  # no accelerator is initialized, or its allocator (MPS) has no statistics
+        return None, None
     return statistics.get("allocated_bytes.all.current"), statistics.get("reserved_bytes.all.current")
