@@ -1,6 +1,7 @@
 """How far `fullshard.plan` is off: its peak beside the allocator's reports, its times beside a run on two gloo ranks.
 
     python benchmarks/plan.py                  # memory: four models, six strategies, two worlds
+    python benchmarks/plan.py --device cuda    # the same on a GPU, and offload
     python benchmarks/plan.py --time           # step time of seven strategies on two ranks, in turns
     python benchmarks/plan.py --out FILE.md    # write the table too
 
@@ -19,8 +20,10 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +34,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import MixedPrecisionPolicy, Strategy, fully_shard, measure_rates, memory_use, plan
+from fullshard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Rates,
+    Strategy,
+    fully_shard,
+    measure_rates,
+    memory_use,
+    plan,
+)
 
 PLAIN = MixedPrecisionPolicy()
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -183,17 +195,18 @@ WAYS = {
     "2 replicas": Way(replace(BASE, replicate=2)),
     "4 micro-batches, flat": Way(replace(BASE, micro_batch=1, layout="flat")),
 }
+ON_A_GPU = {"offload": Way(replace(BASE, offload=True))}  # a CPU has no memory beside its own
 WORLDS = (8, 64)
 
 
-def apply(model: nn.Module, way: Way, world: int) -> nn.Module:
+def apply(model: nn.Module, way: Way, world: int, device: str = "cpu") -> nn.Module:
     """Shard a model whose blocks are units."""
     strategy = way.strategy
-    mesh = None
-    if strategy.replicate > 1:
-        sizes = (strategy.replicate, world // strategy.replicate)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    sizes = (strategy.replicate, world // strategy.replicate) if strategy.replicate > 1 else (world,)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     how = {"mesh": mesh, "layout": strategy.layout, "mp_policy": way.policy, "prefetch": strategy.prefetch}
+    if strategy.offload:
+        how["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks if strategy.units == "auto" else ():
         if strategy.checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -205,14 +218,28 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
 
-def memory_row(name: str, way_name: str, world: int) -> dict[str, object]:
-    """Planned and measured bytes of one model, strategy and world; in a process of its own."""
+def requested(device: str) -> int:
+    """Bytes that a GPU's allocator was asked for and holds; warms up the library of matrix products before.
+
+    It keeps memory of its own for each thread that calls it: the backward's, which also recomputes, is another.
+    """
+    if device != "cuda":
+        return 0
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.ones(64, 64, dtype=dtype, device="cuda", requires_grad=True)
+        checkpoint(F.linear, square, square, square[0], use_reentrant=False).sum().backward()
+        del square
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def memory_row(name: str, way_name: str, world: int, device: str = "cpu") -> dict[str, object]:
+    """Planned and measured bytes of one model, strategy and world; on a CPU in a process of its own."""
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    (build, step), way = MODELS[name], WAYS[way_name]
+    (build, step), way = MODELS[name], (WAYS | ON_A_GPU)[way_name]
     began = time.perf_counter()
     planned = plan(
         build,
@@ -226,30 +253,47 @@ def memory_row(name: str, way_name: str, world: int) -> dict[str, object]:
         device="cuda",  # the fake group has the layouts of accelerators, and none of gloo's scratch memory
     ).best
     seconds = time.perf_counter() - began
-    with watch() as watched:
-        model = apply(build(), way, world)
+    on_cuda = device == "cuda"
+    before = requested(device)
+    with nullcontext() if on_cuda else watch() as watched:
+        with torch.device(device):
+            model = build()
+        model = apply(model, way, world, device)
         optimizer = fused([p for p in model.parameters() if p.requires_grad])
         for index in range(3):
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats()
             with mark(str(index)):
                 for _ in range(BATCH // way.strategy.micro_batch):
-                    step(model, way.strategy.micro_batch, SEQUENCE).backward()
+                    with torch.device(device):
+                        loss = step(model, way.strategy.micro_batch, SEQUENCE)
+                    loss.backward()
+                    del loss
                 use = memory_use(model, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
     exact = {"parameters": use.parameters, "gradients": use.gradients, "optimizer": use.optimizer}
+    if way.strategy.offload:
+        exact = dict.fromkeys(exact, 0)  # on the device
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     state = {kind: planned.most[kind] - (buffers if kind == "parameters" else 0) for kind in exact}
-    peak = watched.windows["2"].peak
+    if watched is not None:
+        peak = watched.windows["2"].peak
+    else:
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    torch.distributed.destroy_process_group()
     return {
         "model": name, "strategy": way_name, "world": world, "planned": planned.peak, "measured": peak,
         "exact": state == exact, "where": planned.where, "seconds": seconds,
     }  # fmt: skip
 
 
-def memory_table(workers: int) -> tuple[list[str], float]:
+def memory_table(workers: int, device: str) -> tuple[list[str], float]:
     """The table of memory, and the worst error of a peak in percent."""
-    rows = [(name, way, world) for name in MODELS for way in WAYS for world in WORLDS]
-    with ProcessPoolExecutor(workers, max_tasks_per_child=1) as pool:
+    ways = [*WAYS, *(ON_A_GPU if device == "cuda" else ())]
+    rows = [(name, way, world, device) for name in MODELS for way in ways for world in WORLDS]
+    each = None if device == "cuda" else 1  # rows of a process: on a CPU the profiler must have seen all of its memory
+    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=each) as pool:
         results = list(pool.map(memory_row, *zip(*rows, strict=True)))
     lines = [
         "| model | strategy | ranks | planned peak, MB | measured, MB | off by | kinds |",
@@ -314,7 +358,7 @@ def time_rank(rounds: int) -> None:
     }
     if torch.distributed.get_rank() == 0:
         result = {name: (plans[name].seconds, median(seconds)) for name, (_, _, seconds) in runs.items()}
-        print(json.dumps({"rates": [rates.flops, rates.bandwidth, rates.latency], "seconds": result}))
+        print(json.dumps({"rates": asdict(rates), "seconds": result}))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -327,9 +371,11 @@ def time_table(rounds: int) -> list[str]:
         [*command, "--rank", "--rounds", str(rounds)], env=environment, check=True, text=True, stdout=subprocess.PIPE
     )
     result = json.loads(next(line for line in ranks.stdout.splitlines() if line.startswith("{")))
-    flops, bandwidth, latency = result["rates"]
+    rates = Rates(**result["rates"])
     lines = [
-        f"Rates as measured: {flops / 1e9:.1f} GFLOP/s, {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:.0f} us.",
+        f"Rates as measured: {rates.flops / 1e9:.1f} GFLOP/s; gathers {rates.bandwidth / 1e6:,.0f} MB/s, reductions "
+        f"{rates.of('reduce', 0) / 1e6:,.0f} MB/s, {rates.large:.2f} of it in large buffers; latency "
+        f"{rates.latency * 1e6:.0f} us; copies {rates.copy / 1e9:.1f} GB/s; overlap {rates.overlap:.2f}.",
         "",
         "| strategy | planned, ms | measured, ms | planned place | measured place |",
         "|---|---|---|---|---|",
@@ -347,6 +393,7 @@ def main() -> int:
     parser.add_argument("--time", action="store_true", help="step times in place of memory")
     parser.add_argument("--rounds", type=int, default=15, help="of step times")
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="whose allocator reports memory")
     parser.add_argument("--most", type=float, default=3.0, help="percent by which a peak may be off")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -358,7 +405,7 @@ def main() -> int:
     if options.time:
         lines = time_table(options.rounds)
     else:
-        lines, worst = memory_table(options.workers)
+        lines, worst = memory_table(options.workers, options.device)
         lines += ["", f"Worst: {worst:.2f}%."]
     print("\n".join(lines))
     if options.out:

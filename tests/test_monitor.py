@@ -235,7 +235,7 @@ def test_nothing_is_read_in_other_steps(clock):
 
 
 def test_an_accelerator_is_asked_how_long_its_stream_waited(monkeypatch):
-    """Marks lie in the stream, and are read once, at the end."""
+    """Marks lie in the stream, and are read once, at the end. The step, too, is measured there: hosts run ahead."""
     marks: list[Any] = []
 
     class Mark:
@@ -250,7 +250,7 @@ def test_an_accelerator_is_asked_how_long_its_stream_waited(monkeypatch):
             self.read = True
 
         def elapsed_time(self, end: Mark) -> float:
-            assert marks[3].read, "the last mark was not waited for"
+            assert marks[-1].read, "the last mark was not waited for"
             return 1000.0 * (marks.index(end) - marks.index(self))
 
     monkeypatch.setattr(torch, "Event", Mark)
@@ -258,12 +258,12 @@ def test_an_accelerator_is_asked_how_long_its_stream_waited(monkeypatch):
     waits.begin()
     for verb in ("gather", "wait_gather", "gathered", "collect", "wait_reduce", "reduced", "wait_reduce", "collect"):
         stream.emit(verb, "0", 0, 0, 0)
-    assert waits.end()[1:] == (2, 2.0)
+    assert waits.end() == (6.0, 2, 2.0)
     monkeypatch.setattr(lanes, "captures", lambda device: True)  # marks in a graph have no time
     waits.begin()
     for verb in ("wait_gather", "gathered"):
         stream.emit(verb, "0", 0, 0, 0)
-    assert waits.end()[1:] == (0, 0)
+    assert waits.end() == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -539,3 +539,26 @@ def test_a_load_pre_hook_can_tell_whether_tensors_are_assigned() -> None:
     for assign in (False, True):
         module.load_state_dict(module.state_dict(), assign=assign)
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_optimizers_and_clipping_take_sharded_parameters_as_lists(layout, fake_world, monkeypatch) -> None:
+    """As plain tensors and DTensors where nothing is asked for: on a GPU; clipping on a CPU, too."""
+    fake_world(2)
+    model = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), layout=layout)
+    optimizer = torch.optim.AdamW(model.parameters())
+    chooser = sys.modules[torch.optim.Optimizer.__module__]  # torch hides it behind a name of its own
+    monkeypatch.setattr(chooser, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    model(torch.ones(2, 4)).sum().backward()
+    seen = set()
+    for name in ("_foreach_norm", "_foreach_addcdiv_"):
+        original = getattr(torch, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            seen.add(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, counted)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert seen == {"_foreach_norm", "_foreach_addcdiv_"}

@@ -135,7 +135,7 @@ def shard(
 
 def wrap(module: nn.Module, library: types.ModuleType = fullshard, **keywords: Any) -> Any:
     """`module` in one instance of the library's wrapper, on the CPU."""
-    return library.FullyShardedDataParallel(module, device_id=torch.device("cpu"), **keywords)
+    return library.FullyShardedDataParallel(module, device_id=torch.get_default_device(), **keywords)
 
 
 def example_of(build: Callable[[], nn.Module], *units: str) -> Example:

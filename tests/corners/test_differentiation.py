@@ -7,6 +7,8 @@ model takes an ordinary step as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +136,24 @@ def test_functional_calls_and_transforms(way: str) -> list[str]:
         found = right_or_named(way, lambda: Network(Block), loss, (*names, "remedy") if names else ())
         problems += [f"{what}: {problem}" for problem in found]
     return problems
+
+
+def jacobians_of_another_thread(model: nn.Module, x: Tensor) -> Tensor:
+    """Their nodes are numbered apart from the forward's, as on a GPU, where autograd's own thread runs backwards."""
+    grad = torch.autograd.grad
+    with ThreadPoolExecutor(1) as thread:
+        there = lambda *args, **kwargs: thread.submit(grad, *args, **kwargs).result()  # noqa: E731
+        with mock.patch.object(torch.autograd, "grad", there):
+            rows = [torch.autograd.functional.jacobian(model, row, create_graph=True) for row in x[::4]]
+    return torch.stack(rows)
+
+
+@pytest.mark.gloo("a rank in memory is a thread, and has no other")
+@some_ways
+@on_ranks
+def test_a_graph_is_differentiated_in_any_order(way: str) -> list[str]:
+    """The unit stays gathered until all of its backward's graph is differentiated, even if its forward's is earlier."""
+    return right_or_named(way, lambda: Network(Block), transformed(jacobians_of_another_thread), ())
 
 
 # Sparse gradients.

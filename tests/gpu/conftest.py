@@ -1,12 +1,16 @@
-"""What several files on one GPU share."""
+"""What several files on one GPU share; some use the communication and the models of `benchmarks/`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests, whose models.py is another
 
 
 @pytest.fixture

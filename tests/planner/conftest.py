@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests, whose models.py is another
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.mesh.axes import device_type_of
+from fullshard.torch_private.fake_group import pretended
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,3 +78,13 @@ def test_help_fits_a_screen():
     for words in ([], ["--help"]):
         assert "usage: fullshard dry-run" in dry_run(*words).stdout
     assert len(dry_run("--help").stdout.splitlines()) <= 40
+
+
+def test_a_group_over_gloo_is_for_the_host(monkeypatch):
+    """As a real one: units stay on the CPU where there is an accelerator. With NCCL, or nothing said, they do not."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    for backend, kind in (("gloo", "cpu"), ("nccl", "cuda"), (None, "cuda"), ("cpu:gloo,cuda:nccl", "cuda")):
+        with pretended(8):
+            dist.init_process_group(backend)
+            assert device_type_of(None) == device_type_of(dist.new_group([0, 1])) == kind

@@ -88,6 +88,21 @@ def test_communication_that_costs_nothing_exposes_nothing():
     )  # the link is never idle for long
 
 
+def test_what_computation_cannot_hide_is_exposed_whenever_it_was_issued():
+    """With overlap 0 the step is the sum of computation and all communication; a reduction has a rate of its own."""
+    rates = Rates(flops=1e9, bandwidth=1e9, between=1e9, latency=1e-5, reduce=1e8)
+    hidden, shown = (
+        plan(gpt, **HOW, strategy=Strategy(micro_batch=4), rates=replace(rates, overlap=overlap)).best
+        for overlap in (1.0, 0.0)
+    )
+    sending = hidden.sent["gather"] / 1e9 + hidden.sent["reduce"] / 1e8
+    sending += 1e-5 * sum(hidden.collectives.values())
+    assert shown.exposed == pytest.approx(sending)
+    assert shown.compute == hidden.compute
+    assert hidden.exposed < 0.9 * sending
+    assert sum(shown.waits.values()) == pytest.approx(shown.exposed)
+
+
 def test_experts_on_their_own_mesh():
     """Each of 8 ranks has its own of 8 experts: nothing of them is gathered over 64 ranks, and nothing is padded."""
     build, step = MODELS["MoE"]
@@ -161,6 +176,8 @@ def test_refused_models_and_rates(fake_world):
         plan(lambda: 3, ranks=2)
     with pytest.raises(ConfigError, match=r"Rates\.flops must be a positive number"):
         Rates(0, 1, 1, 1)
+    with pytest.raises(ConfigError, match=r"Rates\.overlap must be a number from 0 to 1"):
+        Rates(1, 1, 1, 1, overlap=1.5)
     with pytest.raises(ConfigError, match="memory of a device"):
         solve(gpt, "world", **HOW)
     with pytest.raises(ConfigError, match="does not know what to solve for"):

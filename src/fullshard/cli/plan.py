@@ -178,6 +178,8 @@ def from_configuration(path: Path) -> Any:
 def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]:
     """The fields of a dataclass in words such as "layout=flat", converted to the types that they have in `default`.
 
+    What is None there is a number.
+
     Raises:
         ConfigError: a field is unknown, or its value is of another type.
     """
@@ -187,7 +189,7 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
         name, _, text = word.partition("=")
         if name not in known:
             raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(known))
-        kind = type(getattr(default, name))
+        kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
             values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError):

@@ -7,6 +7,7 @@ one after a backward, or all those within one.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import json
@@ -191,6 +192,10 @@ def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> No
     recorder.write()
     if dist.is_initialized():
         dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo's that have not ended may abort the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ..containers import call_apart
 from ..errors import PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
+from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
@@ -36,6 +37,7 @@ from .run import Run
 aten = torch.ops.aten
 
 
+@works_in_lists
 class FlatShard(torch.Tensor):
     """A tensor of shape `run.shape` of which this rank holds the elements of `run`, in the 1-D tensor `local`.
 

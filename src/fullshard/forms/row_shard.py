@@ -16,6 +16,7 @@ from ..comm import can_open, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..mesh import backend_of
+from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import (
     become,
     delete_grad,
@@ -38,6 +39,7 @@ DATA_DIMS_KEY = "_fullshard_data_dims"
 """Attribute of a `RowShard`: the number of leading dims of its mesh that are data-parallel."""
 
 
+@works_in_lists
 class RowShard(DTensor):
     """A sharded parameter of the rows layout: a `DTensor` with helpful errors.
 

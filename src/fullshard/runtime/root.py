@@ -103,8 +103,8 @@ class Root:
         ahead: units gathered ahead in the current pass and not opened yet, by index; the value is whether they were
             gathered because they are known to come next.
         recomputed: the last recomputed unit; its backward comes next.
-        usual_forward, usual_backward: whether such a pass is running with no comparison of ranks and no profiler
-            range, so that units may be opened and closed the usual way; see `step.py`.
+        usual_forward, usual_backward: whether such a pass is running with no comparison of ranks, no profiler's range,
+            and no `create_graph`, so that units may be opened and closed the usual way; see `step.py`.
         position: compares what is issued next with the other ranks.
         reducer: reduces gradients.
         finalizing: handle of the finalization in flight; see `reduce_kept.py`.
@@ -348,7 +348,9 @@ class Root:
         self.ahead.clear()
         self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
         self.usual_forward = False
-        self.usual_backward = self.guide.in_step is None and not self._every and not recording()
+        self.usual_backward = (
+            self.guide.in_step is None and not self._every and not recording() and not torch.is_grad_enabled()
+        )
 
     def pass_back_over(self, steps: Iterable[Step]) -> None:
         """Run these steps of the trace, which this rank's backward passes over, in the order that all ranks share."""

@@ -16,9 +16,9 @@ from torch import nn
 
 from ..agreement import arrive
 from ..shard import State, Unit, refuse_meta, refuse_parked, settle
-from ..torch_private.tensor_hooks import on_gradient
 from ..watcher import GATHER, REGATHER
 from .call import Forward
+from .kept_graph import keep_from, keep_until, stays
 from .messages import not_while_it_runs, prefetches_another_model, root_is_gone
 from .outputs import FirstGradient, Leftovers
 from .phases import Happening, Phase, row
@@ -228,8 +228,8 @@ class Runner:
 
     # Backward.
 
-    def before_backward(self, call: Any) -> None:
-        """Begin the backward of a `Call`: one of its outputs got its gradient."""
+    def before_backward(self, call: Any, gradient: Any = None) -> None:
+        """Begin the backward of a `Call`: one of its outputs got its gradient, if it is known which."""
         root, period = self.root, call.period
         trace = period.trace
         if trace is not None and trace.root() is not root:
@@ -239,6 +239,8 @@ class Runner:
             raise root_is_gone([member.name for member in self.unit.members])
         if root.backward is None or root.backward.alive() is None:
             root.begin_backward()
+        if torch.is_grad_enabled() and isinstance(gradient, torch.Tensor) and gradient.requires_grad:
+            keep_from(call, root.backward, gradient)
         if call.version != self.unit.version():
             root.reducer.changed(self)
         else:
@@ -327,7 +329,7 @@ class Runner:
             self.before_backward(call)
         if gradient is not None and gradient.requires_grad:
             # create_graph: differentiating this gradient needs the parameters first
-            on_gradient(gradient, call.before_backward)
+            keep_until(call, None if self.root is None else self.root.backward, gradient)
         self.finish_call(call)
 
     def finish_call(self, call: Any) -> None:
@@ -337,6 +339,8 @@ class Runner:
             call.done = True
             period.calls -= 1
         if period.calls > 0 or root is None or root.backward is None or root.backward.alive() is None:
+            return
+        if stays(period, root.backward):
             return
         if self.phase is Phase.BACKWARD and (passed := root.traces.back_to(period, False)):
             root.pass_back_over(passed)

@@ -32,6 +32,7 @@ from ..torch_private.transforms import current_transform
 from ..watcher import GATHER, RANK, REGATHER, VERB_BITS
 from .call import Forward
 from .hints import add_hint
+from .kept_graph import Graph
 from .messages import refused_transform
 from .outputs import detached_from_unit
 from .phases import Happening, Phase
@@ -201,6 +202,7 @@ class Call:
 
     done = hands_on = False
     forgets: Sequence[Callable[[], None]] = ()
+    graph: Graph | None = None  # what the last backward with `create_graph` left
 
     def __init__(self, runner: Runner, period: Period, version: int) -> None:
         self.runner, self.period, self.version = runner, period, version
@@ -240,7 +242,7 @@ class Call:
             if not follows_trace or token != REGATHER | steps[-2][0].unit << VERB_BITS or not root.gather_ahead(token):
                 root.prefetch_back(depth)
         else:
-            runner.before_backward(self)
+            runner.before_backward(self, gradient)
 
     def after_backward(self, gradient: Tensor | None) -> None:
         """Close the unit: a watched input got its gradient (None in a reentrant checkpoint where none arrived)."""
@@ -256,7 +258,6 @@ class Call:
             and trace is root.traces.reached
             and trace.steps[-1:] == [(period, False)]
             and not self.done
-            and not is_grad_enabled()
             and all(map(is_, map(call, usual.read), usual.unsharded))
             and root.backward.alive() is not None
             and not stream.listeners

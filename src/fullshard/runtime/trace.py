@@ -25,9 +25,12 @@ class Period:
         opened: whether its backward has begun.
         leads_back: whether an output of a call needs a gradient on this rank, so that a backward may follow.
         hides: whether a call's output may hide a graph: the unit stays gathered for it.
+        again, closes_late: see `kept_graph`, which makes them.
     """
 
-    __slots__ = ("calls", "hides", "leads_back", "opened", "trace", "unit")
+    __slots__ = ("again", "calls", "closes_late", "hides", "leads_back", "opened", "trace", "unit")
+    again: tuple[object, int]
+    closes_late: bool
 
     def __init__(self, unit: int, trace: Trace | None = None) -> None:
         self.unit, self.trace, self.calls = unit, trace, 0

@@ -1,6 +1,7 @@
 """A process group whose collectives do nothing: one process as one rank of a world of any size.
 
-Private torch API: `torch._C._distributed_c10d.FakeProcessGroup`, which `torch.testing` registers as the backend "fake".
+Private torch API: `torch._C._distributed_c10d.FakeProcessGroup`, which `torch.testing` registers as the backend "fake";
+`torch.distributed.Backend._plugins`.
 Public alternative: none; a dry run would need all its ranks. Test: tests/planner/test_dry_run.py.
 """
 
@@ -25,10 +26,15 @@ def pretended(world: int) -> Iterator[None]:
 
     if not hasattr(dist.Backend, "FAKE"):
         dist.Backend.register_backend("fake", fake, extended_api=True, devices=["cpu", "cuda"])
+    plugins: Any = dist.Backend._plugins
+    plugins.setdefault(
+        "FAKE", dist.Backend._BackendPlugin(fake, True)
+    )  # torch 2.13 has it built in, for all devices only
     begin, again = dist.init_process_group, dist.new_group
 
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        begin("fake", store=HashStore(), rank=0, world_size=world)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        on_host = str(backend).lower() in ("gloo", "mpi")  # then the group's units are on the CPU, as they would be
+        begin("cpu:fake" if on_host else "fake", store=HashStore(), rank=0, world_size=world)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return again(ranks, timeout, None, *args, **kwargs)

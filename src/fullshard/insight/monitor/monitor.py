@@ -230,40 +230,51 @@ class Waits:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._by_host = device, device.type == "cpu"
         self._began: Any = None  # the mark at which the wait in progress began
         self._pairs: list[tuple[Any, Any]] = []
-        self._start: float | None = None  # seconds; None: not listening
+        self._listens = False
+        self._start: Any = None
         self._listener: Callable[[Event], None] = self._listen
 
     def begin(self) -> None:
         """Listen from now on."""
-        self._start = now()
+        self._listens, self._start = True, self._mark(now())
         stream.listeners.append(self._listener)
 
     def end(self) -> tuple[float, int, float]:
-        """Stop listening. Returns the seconds listened, the number of waits, and their seconds together."""
-        if self._start is None:
+        """Stop listening. Returns the seconds listened, the number of waits, and their seconds together.
+
+        All by one clock: an accelerator may begin the step long after the host has.
+        """
+        if not self._listens:
             return 0.0, 0, 0.0
         stream.listeners.remove(self._listener)
-        listened, self._start = now() - self._start, None
+        start, stop = self._start, self._mark(now())
         pairs, self._pairs, self._began = self._pairs, [], None
-        if self._device.type == "cpu" or not pairs:
-            return listened, len(pairs), sum(end - begin for begin, end in pairs)
-        pairs[-1][1].synchronize()
-        return listened, len(pairs), sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+        self._listens, self._start = False, None
+        if start is None or stop is None:  # a graph is being captured
+            return 0.0, 0, 0.0
+        if not self._by_host:
+            stop.synchronize()
+        return self._seconds(start, stop), len(pairs), sum(self._seconds(*pair) for pair in pairs)
 
     def _listen(self, event: Event) -> None:
         began, self._began = self._began, None
         if event.verb in _WAITS:
-            self._began = self._mark(event)
+            self._began = self._mark(event.time)
         elif began is not None and event.verb in _ENDS:
-            end = self._mark(event)
+            end = self._mark(event.time)
             if end is not None:
                 self._pairs.append((began, end))
 
-    def _mark(self, event: Event) -> Any:
-        return event.time if self._device.type == "cpu" else timed_event(self._device)
+    def _mark(self, moment: float) -> Any:
+        """The moment; on an accelerator the place that its stream has reached, None in a capture."""
+        return moment if self._by_host else timed_event(self._device)
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks."""
+        return float(end - begin if self._by_host else begin.elapsed_time(end) / 1000)
 
 
 def _check(name: str, value: object, expected: str, valid: bool) -> None:

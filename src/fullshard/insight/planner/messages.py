@@ -79,6 +79,8 @@ def unknown_device(device: object) -> ConfigError:
 
 
 def not_a_rate(name: str, value: object) -> ConfigError:
+    if name == "overlap":
+        return ConfigError("Rates.overlap must be a number from 0 to 1.", got=repr(value))
     return ConfigError(
         f"Rates.{name} must be a positive number.", expected="units per second; seconds for latency", got=repr(value)
     )

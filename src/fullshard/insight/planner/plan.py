@@ -27,7 +27,7 @@ H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
 400 Gb/s InfiniBand between nodes at the share that rings reach. Estimates; `measure_rates` measures."""
 
-GLOO = Rates(flops=50e9, bandwidth=1e9, between=1e9, latency=300e-6, copy=8e9)
+GLOO = Rates(flops=50e9, bandwidth=1e9, between=1e9, latency=300e-6, copy=8e9, overlap=0.0, large=0.5)
 """Rates that are assumed for "cpu": one core, gloo over loopback. Estimates."""
 
 RESERVE = {"cuda": (1.05, 2**30, 5 * 2**30), "cpu": (1.0, 0, 0)}

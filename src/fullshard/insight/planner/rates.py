@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...torch_private.collectives import all_gather
-from .schedule import Rates
+from ...comm import TorchComm
+from ...mesh import axes_of_groups
+from .schedule import LARGE, Rates
 
 
 def measure_rates(
@@ -19,8 +19,9 @@ def measure_rates(
 ) -> Rates:
     """Measure the rates of this rank: of computation by running `work`, of communication on the default process group.
 
-    Collective over the default group, if there is one of more than one rank; without it bandwidth is that of a copy.
-    Latency is the time of a gather of a few bytes; bandwidth comes from a gather of `nbytes`, less latency.
+    Collective over the default group, if there is one of more than one rank; without it communication is a copy.
+    Latency is the time of a gather of a few bytes; bandwidths are those of a gather and a reduction of `nbytes`, less
+    latency; `overlap` compares gathers beside `work` with both apart; `large` compares buffers of 16 and 64 MiB.
 
     Args:
         work: a forward and backward of the kind that will be run (one block of the model), on `device`.
@@ -34,33 +35,77 @@ def measure_rates(
     """
     place = torch.device(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    group: Any = dist.group.WORLD
+    whole = torch.zeros(max(nbytes // (4 * world), 1) * world, device=place)
+    copy = torch.zeros_like(whole)
 
-    def gather(size: int) -> Callable[[], object]:
-        shard = torch.zeros(max(size // world, 1), dtype=torch.uint8, device=place)
-        out = torch.zeros(shard.numel() * world, dtype=torch.uint8, device=place)
-        if world == 1:
-            return lambda: out.copy_(shard)
-        start = all_gather(out, shard, group)
-        return lambda: start().wait()
+    if world == 1:
+        compute, copying = _seconds((work, lambda: whole.copy_(copy)), place, rounds)
+        bandwidth = whole.nbytes / copying
+        return Rates(flops=flops / compute, bandwidth=bandwidth, between=bandwidth, latency=1e-9, copy=2 * bandwidth)
 
-    times = [_seconds(call, place, rounds) for call in (work, gather(world), gather(nbytes))]
-    if world > 1:
-        slowest = torch.tensor(times, dtype=torch.float64, device=place)
+    comm, axis = TorchComm(), axes_of_groups(dist.group.WORLD, False, place).shard
+    shard = torch.zeros(whole.numel() // world, device=place)
+    few = whole[:world]
+
+    def gather() -> None:
+        comm.gather(axis, whole, shard).wait()
+
+    def exchange(size: int) -> None:
+        into = torch.empty(size // world // 4 * world, device=place)
+        comm.gather(axis, into, torch.zeros(into.numel() // world, device=place)).wait()
+        comm.reduce(axis, torch.empty(into.numel() // world, device=place), torch.zeros_like(into), True).wait()
+
+    def beside() -> None:
+        gathers = [comm.gather(axis, whole, shard) for _ in range(count)]
+        work()
+        for pending in gathers:
+            pending.wait()
+
+    compute, copying, latency, gathering, reducing, small_buffers, large_buffers = _seconds(
+        (
+            work,
+            lambda: whole.copy_(copy),
+            lambda: comm.gather(axis, few, shard[:1]).wait(),
+            gather,
+            lambda: comm.reduce(axis, shard, whole, True).wait(),
+            lambda: exchange(LARGE // 2),
+            lambda: exchange(LARGE * 2),
+        ),
+        place,
+        rounds,
+    )
+    count = max(1, round(compute / 2 / gathering))  # they end before `work` does, if they run beside it
+    (beside_work,) = _seconds((beside,), place, rounds)
+    sent = shard.nbytes * (world - 1)
+    bandwidth = sent / max(gathering - latency, 1e-9)
+    return Rates(
+        flops=flops / compute,
+        bandwidth=bandwidth,
+        between=bandwidth,
+        latency=latency,
+        copy=2 * whole.nbytes / copying,
+        reduce=sent / max(reducing - latency, 1e-9),
+        overlap=min(1.0, max(0.0, (compute + count * gathering - beside_work) / (count * gathering))),
+        large=min(1.0, 4 * small_buffers / large_buffers),
+    )
+
+
+def _seconds(calls: tuple[Callable[[], object], ...], device: torch.device, rounds: int) -> list[float]:
+    """The median time of each call, on the slowest rank; all ranks begin together."""
+    medians = []
+    for call in calls:
+        times = []
+        for _ in range(rounds + 1):
+            if dist.is_initialized():
+                dist.barrier()
+            begin = time.perf_counter()
+            call()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        medians.append(max(median(times[1:]), 1e-9))
+    if dist.is_initialized():
+        slowest = torch.tensor(medians, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times = slowest.tolist()
-    compute, latency, transfer = times
-    sent = nbytes * (world - 1) // world if world > 1 else nbytes
-    bandwidth = sent / max(transfer - latency, 1e-9)
-    return Rates(flops=flops / compute, bandwidth=bandwidth, between=bandwidth, latency=latency)
-
-
-def _seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    times = []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return max(median(times[1:]), 1e-9)
+        medians = slowest.tolist()
+    return medians

@@ -7,8 +7,9 @@
 The same rules as `runtime/step.py` and `runtime/reducer.py`; `tests/planner` compares them event by event.
 
 Time: compute and communication are two queues. A collective starts when it was issued and those before it are over; a
-wait lasts until its collective has ended. Copies into and out of collectives are computation; what element-wise
-operations of the model cost has to be part of `Rates.flops`.
+wait lasts until its collective has ended. What of a collective computation cannot hide (`Rates.overlap`) delays the
+computation at once. Copies into and out of collectives are computation; what element-wise operations of the model cost
+has to be part of `Rates.flops`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activa
 """Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state, and what its step allocates;
 gathered units and gathers in flight; reductions in flight; activations, and gradients before they are reduced."""
 
+LARGE = 32 * 2**20
+"""Bytes from which on a buffer is large (`Rates.large`)."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -32,14 +36,19 @@ class Rates:
 
     Attributes:
         flops: floating-point operations per second that a model of this kind reaches, not the device's peak.
-        bandwidth: bytes per second that a rank sends over the shard axis.
+        bandwidth: bytes per second that a rank sends over the shard axis in a gather.
         between: the same over the replicate axis.
         latency: seconds per collective.
         host: bytes per second between host and device, for what is offloaded.
         copy: bytes per second that a copy on the device reads and writes.
+        reduce: bytes per second that a rank sends in a reduce-scatter; None: `bandwidth`.
+        overlap: part of a collective's time in which the rank computes as fast as without it. 0 where as many ranks as
+            cores share a CPU: the collective's threads take the time from the computation.
+        large: factor of the three bandwidths for buffers of 32 MiB and more. Less than 1 on a CPU: malloc maps memory
+            of this size anew for each buffer (mallopt(3), M_MMAP_THRESHOLD), and the first access to a page is slow.
 
     Raises:
-        ConfigError: a rate is not a positive number.
+        ConfigError: a rate is not a positive number, or `overlap` not between 0 and 1.
     """
 
     flops: float
@@ -48,12 +57,23 @@ class Rates:
     latency: float
     host: float = 20e9
     copy: float = 2e12
+    reduce: float | None = None
+    overlap: float = 1.0
+    large: float = 1.0
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
-            value = getattr(self, field_.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise not_a_rate(field_.name, value)
+            name, value = field_.name, getattr(self, field_.name)
+            if value is None and name == "reduce":
+                continue
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not (0 <= value <= 1 if name == "overlap" else 0 < value < math.inf):
+                raise not_a_rate(name, value)
+
+    def of(self, verb: str, buffer: int) -> float:
+        """The bandwidth of a collective whose larger buffer has so many bytes."""
+        of = {"gather": self.bandwidth, "reduce": self.reduce or self.bandwidth, "all_reduce": self.between}
+        return of[verb] * (self.large if buffer >= LARGE else 1.0)
 
 
 @dataclass(frozen=True)
@@ -139,23 +159,28 @@ class _Step:
 
     def send(self, costs: UnitCosts, verb: str) -> float:
         """Issue a unit's collectives; returns when they have ended."""
-        at = max(self.timeline.seconds, self.free_at)
         nbytes, count = costs.sent.get(verb, (0, 0))
         self.timeline.sent[verb] = self.timeline.sent.get(verb, 0) + nbytes
         self.timeline.collectives[verb] = self.timeline.collectives.get(verb, 0) + count
+        seconds = 0.0
         if self.rates is not None:
+            buffer = {"gather": costs.gathered, "reduce": costs.buffer, "all_reduce": costs.gradients}[verb]
+            seconds = count * self.rates.latency + nbytes / self.rates.of(verb, buffer)
+            self.lose((1 - self.rates.overlap) * seconds, costs.name)
+            seconds *= self.rates.overlap
             if self.order.offload:
-                at += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
-            bandwidth = self.rates.between if verb == "all_reduce" else self.rates.bandwidth
-            at += count * self.rates.latency + nbytes / bandwidth
-        self.free_at = at
-        return at
+                seconds += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
+        self.free_at = max(self.timeline.seconds, self.free_at) + seconds
+        return self.free_at
 
     def wait(self, until: float, unit: str) -> None:
-        late = max(0.0, until - self.timeline.seconds)
-        self.timeline.exposed += late
-        if late:
-            self.timeline.waits[unit] = self.timeline.waits.get(unit, 0.0) + late
+        self.lose(max(0.0, until - self.timeline.seconds), unit)
+
+    def lose(self, seconds: float, unit: str) -> None:
+        """The rank does not compute for so long, because of this unit's communication."""
+        if seconds:
+            self.timeline.exposed += seconds
+            self.timeline.waits[unit] = self.timeline.waits.get(unit, 0.0) + seconds
 
     def compute_copy(self, nbytes: int) -> None:
         if self.rates is not None:
