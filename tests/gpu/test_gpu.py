@@ -344,3 +344,34 @@ def test_peak_memory_keeps_its_promise(fake_world: Callable[..., None], layout: 
     peak = torch.cuda.max_memory_allocated() - base
     assert peak <= allowed, f"peak {peak:,} B, allowed {allowed:,.0f} B"
     assert memory_use(model).peak_transient <= allowed
+
+
+@LAYOUTS
+def test_second_derivatives_equal_plain_pytorch(one_rank: DeviceMesh, layout: str) -> None:
+    """A gradient penalty: autograd's thread numbers the nodes of the first backward for itself."""
+    x, results = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2)).to(DEVICE), []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = nn.Sequential(
+                *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)],
+                nn.Linear(WIDTH, 4),
+            )
+        for block in model[:-1] if sharded else ():
+            fully_shard(block, mesh=one_rank, layout=layout, comm=TorchComm(local_shortcut=False))
+        if sharded:
+            fully_shard(model, mesh=one_rank, layout=layout, comm=TorchComm(local_shortcut=False))
+        given = x.clone().requires_grad_()
+        rows = [torch.autograd.grad(out.sum(), given, create_graph=True)[0] for out in model(given).unbind(1)]
+        torch.stack(rows).square().sum().backward()
+        results.append(
+            [
+                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
+                for p in model.parameters()
+                if p.grad is not None
+            ]
+        )
+        if sharded:
+            assert memory_use(model).gathered == 0
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -103,6 +103,37 @@ def test_what_computation_cannot_hide_is_exposed_whenever_it_was_issued():
     assert sum(shown.waits.values()) == pytest.approx(shown.exposed)
 
 
+def test_large_buffers_have_a_factor():
+    """One unit of 40 MB is slower by it than its bytes say; units below 32 MiB are not."""
+    wide = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(10)])  # noqa: E731
+    step = lambda model, batch, length: model(torch.ones(batch, 1024)).sum()  # noqa: E731
+    rates = Rates(flops=1e15, bandwidth=1e9, between=1e9, latency=1e-9)
+    for units, factor in (("model", 2), ("auto", 1)):
+        whole, slow = (
+            plan(wide, ranks=8, step=step, strategy=Strategy(units=units, prefetch=0), rates=given).best.exposed
+            for given in (rates, replace(rates, large=0.5))
+        )
+        assert slow == pytest.approx(factor * whole, rel=0.01)
+
+
+def measured() -> Rates:
+    weight = torch.ones(256, 256)
+    return fullshard.measure_rates(lambda: weight @ weight, 2 * 256**3, rounds=2)
+
+
+@pytest.mark.gloo("rates of real communication")
+def test_rates_are_measured_alike_on_all_ranks(run_ranks):
+    first, second = run_ranks(measured, world=2)
+    assert first == second
+    assert 1e8 < first.flops < 1e13 and 1e7 < first.bandwidth < 1e11 and 1e7 < first.reduce < 1e11
+    assert 1e-6 < first.latency < 0.1 and 0 <= first.overlap <= 1 and 0 < first.large <= 1
+
+
+def test_rates_of_one_process():
+    rates = measured()
+    assert rates.flops > 1e8 and rates.bandwidth == rates.between == rates.copy / 2
+
+
 def test_experts_on_their_own_mesh():
     """Each of 8 ranks has its own of 8 experts: nothing of them is gathered over 64 ranks, and nothing is padded."""
     build, step = MODELS["MoE"]

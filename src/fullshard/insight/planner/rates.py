@@ -9,74 +9,67 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ...comm import TorchComm
+from ...comm import Pending, TorchComm
 from ...mesh import axes_of_groups
 from .schedule import LARGE, Rates
 
 
-def measure_rates(
-    work: Callable[[], object], flops: int, *, device: str = "cpu", nbytes: int = 2**24, rounds: int = 5
-) -> Rates:
+def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu", rounds: int = 5) -> Rates:
     """Measure the rates of this rank: of computation by running `work`, of communication on the default process group.
 
     Collective over the default group, if there is one of more than one rank; without it communication is a copy.
-    Latency is the time of a gather of a few bytes; bandwidths are those of a gather and a reduction of `nbytes`, less
-    latency; `overlap` compares gathers beside `work` with both apart; `large` compares buffers of 16 and 64 MiB.
+    Latency is the time of a gather of a few bytes; bandwidths are those of a gather and a reduction of 16 MiB, less
+    latency; `large` compares these with 64 MiB, and `overlap` compares gathers beside `work` with both apart.
 
     Args:
         work: a forward and backward of the kind that will be run (one block of the model), on `device`.
         flops: floating-point operations of `work`; `plan(...).best.flops` says how many.
         device: on which `work` runs.
-        nbytes: of the larger gather, all ranks' slices together.
-        rounds: medians are of so many runs, after one that does not count.
+        rounds: medians are of so many runs, after one that does not count; of five times as many for collectives.
 
     Returns:
         The same on all ranks: the slowest rank's.
     """
     place = torch.device(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    whole = torch.zeros(max(nbytes // (4 * world), 1) * world, device=place)
-    copy = torch.zeros_like(whole)
-
+    slice_of_each = LARGE // 2 // (4 * world)  # float32 numbers
+    whole, copy = (torch.zeros(slice_of_each * world, device=place) for _ in range(2))
     if world == 1:
         compute, copying = _seconds((work, lambda: whole.copy_(copy)), place, rounds)
         bandwidth = whole.nbytes / copying
         return Rates(flops=flops / compute, bandwidth=bandwidth, between=bandwidth, latency=1e-9, copy=2 * bandwidth)
 
     comm, axis = TorchComm(), axes_of_groups(dist.group.WORLD, False, place).shard
-    shard = torch.zeros(whole.numel() // world, device=place)
-    few = whole[:world]
+    large, shard = (torch.zeros(4 * slice_of_each * n, device=place) for n in (world, 1))
 
-    def gather() -> None:
-        comm.gather(axis, whole, shard).wait()
+    def gather(out: torch.Tensor) -> Pending:
+        return comm.gather(axis, out, shard[: out.numel() // world])
 
-    def exchange(size: int) -> None:
-        into = torch.empty(size // world // 4 * world, device=place)
-        comm.gather(axis, into, torch.zeros(into.numel() // world, device=place)).wait()
-        comm.reduce(axis, torch.empty(into.numel() // world, device=place), torch.zeros_like(into), True).wait()
+    def reduce(buffer: torch.Tensor) -> None:
+        comm.reduce(axis, shard[: buffer.numel() // world], buffer, True).wait()
 
     def beside() -> None:
-        gathers = [comm.gather(axis, whole, shard) for _ in range(count)]
+        gathers = [gather(whole) for _ in range(count)]
         work()
         for pending in gathers:
             pending.wait()
 
-    compute, copying, latency, gathering, reducing, small_buffers, large_buffers = _seconds(
+    (compute,) = _seconds((work,), place, rounds)
+    copying, latency, gathering, reducing, gathering_large, reducing_large = _seconds(
         (
-            work,
             lambda: whole.copy_(copy),
-            lambda: comm.gather(axis, few, shard[:1]).wait(),
-            gather,
-            lambda: comm.reduce(axis, shard, whole, True).wait(),
-            lambda: exchange(LARGE // 2),
-            lambda: exchange(LARGE * 2),
+            lambda: gather(whole[:world]).wait(),
+            lambda: gather(whole).wait(),
+            lambda: reduce(whole),
+            lambda: gather(large).wait(),
+            lambda: reduce(large),
         ),
         place,
-        rounds,
+        5 * rounds,  # they take milliseconds, and vary
     )
     count = max(1, round(compute / 2 / gathering))  # they end before `work` does, if they run beside it
     (beside_work,) = _seconds((beside,), place, rounds)
-    sent = shard.nbytes * (world - 1)
+    sent = 4 * slice_of_each * (world - 1)
     bandwidth = sent / max(gathering - latency, 1e-9)
     return Rates(
         flops=flops / compute,
@@ -86,7 +79,7 @@ def measure_rates(
         copy=2 * whole.nbytes / copying,
         reduce=sent / max(reducing - latency, 1e-9),
         overlap=min(1.0, max(0.0, (compute + count * gathering - beside_work) / (count * gathering))),
-        large=min(1.0, 4 * small_buffers / large_buffers),
+        large=min(1.0, 4 * (gathering + reducing) / (gathering_large + reducing_large)),
     )
 
 
