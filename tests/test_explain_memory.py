@@ -62,6 +62,27 @@ def test_an_allocation_that_fails_in_a_forward(model, asked):
     model(TOKENS).sum().backward()  # the model goes on
 
 
+def test_an_allocation_that_fails_in_a_backward(model):
+    """The units of its moment are named, once; the next step is an ordinary one."""
+    for _ in range(2):
+        model(TOKENS).sum().backward()
+        model.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+
+    handle = model.blocks[2].mlp[1].register_full_backward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(TOKENS).sum().backward()
+    (note,) = caught.value.__notes__
+    assert "units in use ((root), blocks.2)" in note and "in reductions" in note, note
+    handle.remove()
+    with pytest.raises(ZeroDivisionError) as other:
+        model.blocks[2].mlp[1].register_full_backward_hook(lambda *_: 1 / 0)
+        model(TOKENS).sum().backward()
+    assert not hasattr(other.value, "__notes__")
+
+
 def test_the_failures_that_are_recognised():
     host = RuntimeError(
         "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: "

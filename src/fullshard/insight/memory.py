@@ -92,8 +92,8 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Say in one paragraph what holds this rank's memory now, and which changes would free how much.
 
-    The paragraph of an allocation that fails in a forward is a note of its error. Where one fails in a backward or in
-    the optimizer's step, catch it and ask:
+    The paragraph of an allocation that fails in a forward or a backward is a note of its error. Where one fails in the
+    optimizer's step, catch it and ask:
 
         except torch.OutOfMemoryError:
             print(fullshard.explain_memory(model, optimizer))

@@ -1,4 +1,4 @@
-"""Notes on PyTorch errors raised in a forward that sharding is likely to have caused.
+"""Notes on PyTorch errors that sharding is likely to have caused: raised in a forward, or for want of memory.
 
 Such an error mentions shapes, dtypes or memory, but neither the parameter nor the remedy. Errors are inspected only
 after they are raised, and only if their text is one that sharding is known to cause.
@@ -7,7 +7,7 @@ after they are raised, and only if their text is one that sharding is known to c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,11 +28,12 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
     """Add a note if sharding is a likely cause of the error. Call for the innermost unit, before its state is reset."""
     if isinstance(error, FullshardError) or _SEEN in error.__dict__:
         return
+    if is_out_of_memory(error):
+        explain_failed_allocation(error, runner.root.units if runner.root is not None else [runner])
+        return
     error.__dict__[_SEEN] = True
     text, hint = str(error), None
-    if is_out_of_memory(error):
-        hint = explain(runner.root.units if runner.root is not None else [runner], asked=bytes_asked(text))
-    elif _FREED in text:
+    if _FREED in text:
         hint = _of_freed(error)
     elif _SHAPES.search(text):
         hint = _of_parts(error)
@@ -40,6 +41,13 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
         hint = _of_dtypes(runner)
     if hint is not None:
         error.add_note(f"Fullshard: {hint}")
+
+
+def explain_failed_allocation(error: BaseException, runners: Sequence[Runnable]) -> None:
+    """Add what holds memory to an error of memory that is not explained yet, before these units' state is reset."""
+    if is_out_of_memory(error) and _SEEN not in error.__dict__:
+        error.__dict__[_SEEN] = True
+        error.add_note(f"Fullshard: {explain(runners, asked=bytes_asked(str(error)))}")
 
 
 def _of_freed(error: RuntimeError) -> str:

@@ -27,7 +27,9 @@ from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.versions import set_version
 from ..watcher import RANK
+from .hints import explain_failed_allocation
 from .messages import grad_of_sharded, input_never_ran, needs_what_was_freed
+from .out_of_memory import is_out_of_memory
 from .root import all_roots
 
 _installed: list[Any] = []
@@ -63,6 +65,9 @@ def recover() -> None:
 
 def _recover_after(error: BaseException) -> None:
     RANK.catches(error)
+    for root in all_roots() if is_out_of_memory(error) else ():
+        if root.backward is not None:
+            explain_failed_allocation(error, root.units)
     try:
         recover()
     except Exception as second:
