@@ -166,7 +166,7 @@ def test_the_picture_of_what_a_rank_holds_is_measured() -> None:
 
 
 def test_a_loss_holds_three_times_its_logits() -> None:
-    """What `logits` of docs/guides/strategy.md counts: 12 bytes per token and word at the beginning of backward."""
+    """As docs/guides/strategy.md says: 12 bytes per token and word at the beginning of backward."""
     tokens, words, width = 256, 5000, 8
     live: dict[int, int] = {}
     most = 0

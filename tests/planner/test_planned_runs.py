@@ -103,6 +103,16 @@ def test_what_computation_cannot_hide_is_exposed_whenever_it_was_issued():
     assert sum(shown.waits.values()) == pytest.approx(shown.exposed)
 
 
+@pytest.mark.parametrize(
+    ("shard", "replicate", "gather", "all_reduce"),
+    [(4, 1, 100, 100), (4, 2, 100, 100), (16, 1, 24, 3), (8, 2, 100, 3), (64, 1, 24, 3)],
+)
+def test_axes_of_several_machines_use_the_links_between_them(shard, replicate, gather, all_reduce):
+    """With 8 ranks on a machine: a ring's gather all 8 links together, an all-reduce of replicas the rank's own."""
+    rates = Rates(flops=1, bandwidth=100, between=3, latency=1).on(shard, replicate, node=8)
+    assert [rates.of(verb, 1) for verb in ("gather", "reduce", "all_reduce")] == [gather, gather, all_reduce]
+
+
 def test_large_buffers_have_a_factor():
     """One unit of 40 MB is slower by it than its bytes say; units below 32 MiB are not."""
     wide = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(10)])  # noqa: E731

@@ -98,6 +98,7 @@ def answer(options: Arguments) -> int:
     computed, _, reduced = options.mixed.partition(",")
     common: dict[str, Any] = {
         "ranks": options.ranks,
+        "ranks_per_node": options.ranks_per_node,
         "batch": options.batch,
         "sequence": options.sequence,
         "mp_policy": MixedPrecisionPolicy(dtype_named(computed), dtype_named(reduced)),
@@ -117,7 +118,7 @@ def answer(options: Arguments) -> int:
         node = options.ranks_per_node or min(8, options.ranks)
         all_of_them = strategies(options.ranks, node, options.batch, Strategy())
         chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in all_of_them))
-    plans = plan(build, strategy=chosen, ranks_per_node=options.ranks_per_node, **common)
+    plans = plan(build, strategy=chosen, **common)
     if options.json:
         print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
     else:

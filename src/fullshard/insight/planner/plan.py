@@ -220,8 +220,8 @@ def plan(
             return a pair of model and `step`. With tensor
             parallelism pass the model as one rank of a tensor-parallel group holds it; its own traffic is not counted.
         ranks: number of ranks over which data is split.
-        ranks_per_node: of one machine; None: 8, or all ranks if there are fewer. A search then also tries one copy per
-            machine.
+        ranks_per_node: of one machine; None: 8, or all ranks if there are fewer. Axes with more ranks send between
+            machines. A search also tries one copy per machine.
         batch: sequences of one rank in one optimizer step, over all micro-batches.
         sequence: tokens of a sequence.
         step: makes a batch, runs the model and returns a loss; None: token ids go in, and the cross entropy of the
@@ -252,9 +252,9 @@ def plan(
         chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
     for choice in chosen:
         choice.check(ranks, batch)
-    plans = [planner.plan(choice, ranks, batch) for choice in chosen]
+    plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
     if strategy is None and not any(plan.fits for plan in plans):
-        plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch) for choice in chosen]
+        plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, ranks)
 
@@ -264,6 +264,7 @@ def solve(
     what: str,
     *,
     ranks: int = 1,
+    ranks_per_node: int | None = None,
     batch: int = 1,
     sequence: int = 1,
     step: Step | None = None,
@@ -290,7 +291,7 @@ def solve(
     """
     if device_memory is None:
         raise messages.nothing_to_fit()
-    _check_counts(ranks=ranks, batch=batch, sequence=sequence)
+    _check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=ranks_per_node or 1)
     base = strategy or Strategy()
 
     @cache
@@ -299,7 +300,8 @@ def solve(
         micro_batch = value if what == "micro-batch" else batch
         planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, rates)
         chosen = dataclasses.replace(base, micro_batch=micro_batch)
-        return planner.plan(chosen, value if what == "world" else ranks, micro_batch)
+        world = value if what == "world" else ranks
+        return planner.plan(chosen, world, micro_batch, ranks_per_node or min(8, world))
 
     def fits(value: int) -> bool:
         try:
@@ -390,9 +392,10 @@ class Planner:
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
-    def plan(self, strategy: Strategy, ranks: int, batch: int) -> Plan:
-        """The plan of one strategy; see `plan` for the arguments."""
+    def plan(self, strategy: Strategy, ranks: int, batch: int, node: int) -> Plan:
+        """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
         shard = ranks // strategy.replicate
+        rates = self.rates.on(shard, strategy.replicate, node)
         micro_batches = batch // strategy.micro_batch
         key = strategy.units, strategy.layout, shard, strategy.replicate
         units = self.costs(*key)
@@ -400,7 +403,7 @@ class Planner:
         step = self.profile(strategy.units, strategy.micro_batch, strategy.checkpointing)
         order = Order(strategy.reshard_after_forward, strategy.prefetch, micro_batches, strategy.offload)
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        timeline = run(step, units, order, self.rates, besides=buffers, state=state, temporary=temporary)
+        timeline = run(step, units, order, rates, besides=buffers, state=state, temporary=temporary)
         factor, context, _ = RESERVE[self.device]
         return Plan(
             strategy=strategy,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from .costs import UnitCosts
 from .messages import not_a_rate
@@ -36,12 +36,13 @@ class Rates:
 
     Attributes:
         flops: floating-point operations per second that a model of this kind reaches, not the device's peak.
-        bandwidth: bytes per second that a rank sends over the shard axis in a gather.
-        between: the same over the replicate axis.
+        bandwidth: bytes per second that a rank sends in a gather among the ranks of one machine.
+        between: bytes per second of a rank's own link to other machines. Ranks of one machine use theirs together: the
+            rings of a gather over several machines pass each of these links (nccl-tests, PERFORMANCE.md).
         latency: seconds per collective.
         host: bytes per second between host and device, for what is offloaded.
         copy: bytes per second that a copy on the device reads and writes.
-        reduce: bytes per second that a rank sends in a reduce-scatter; None: `bandwidth`.
+        reduce: bytes per second that a rank sends in a reduce-scatter within a machine; None: `bandwidth`.
         overlap: part of a collective's time in which the rank computes as fast as without it. 0 where as many ranks as
             cores share a CPU: the collective's threads take the time from the computation.
         large: factor of the three bandwidths for buffers of 32 MiB and more. Less than 1 on a CPU: malloc maps memory
@@ -70,8 +71,18 @@ class Rates:
             if not number or not (0 <= value <= 1 if name == "overlap" else 0 < value < math.inf):
                 raise not_a_rate(name, value)
 
+    def on(self, shard: int, replicate: int, node: int) -> Rates:
+        """The rates over axes of these sizes with `node` ranks on a machine: `between` is the replicate axis's."""
+        most = node * self.between if shard > node else math.inf
+        return replace(
+            self,
+            bandwidth=min(self.bandwidth, most),
+            reduce=min(self.reduce or self.bandwidth, most),
+            between=self.between if shard * replicate > node else self.bandwidth,
+        )
+
     def of(self, verb: str, buffer: int) -> float:
-        """The bandwidth of a collective whose larger buffer has so many bytes."""
+        """The bandwidth of a collective whose larger buffer has so many bytes; see `on`."""
         of = {"gather": self.bandwidth, "reduce": self.reduce or self.bandwidth, "all_reduce": self.between}
         return of[verb] * (self.large if buffer >= LARGE else 1.0)
 
