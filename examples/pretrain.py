@@ -19,6 +19,7 @@ import argparse
 import math
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 
 import torch
@@ -36,13 +37,14 @@ from launch import (
     start_process_group,
 )
 from model import GPT, GPTConfig, initial_value
-from report import draw_loss, draw_memory, human_bytes
+from report import draw_loss, draw_memory, draw_timeline, human_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from fullshard import MixedPrecisionPolicy, Monitor, clip_grad_norm_, fully_shard, memory_use, optimizer_view
+from fullshard import MixedPrecisionPolicy, Monitor, clip_grad_norm_, fully_shard, memory_use, optimizer_view, trace
 
+TRACED = 5  # the last steps, of which one is drawn
 TARGET = 2.6  # nats per byte that the defaults must get below on held-out files
 
 
@@ -167,8 +169,13 @@ def train(
     interrupt = Interrupt()
     tokens = options.batch * options.context  # in a step, over all ranks
     every = max(options.steps // 20, 1)  # from one line to the next
-    with Monitor(model, optimizer, every=every, start_step=record.step, tokens_per_step=tokens // WORLD) as monitor:
+    with ExitStack() as recorded:
+        monitor = Monitor(model, optimizer, every=every, start_step=record.step, tokens_per_step=tokens // WORLD)
+        recorded.enter_context(monitor)
+        recording = None
         while record.step < options.steps:
+            if record.step == max(options.steps - TRACED, 0):
+                recording = recorded.enter_context(trace(options.out / "trace"))
             started = time.perf_counter()
             loss, norm = train_step(model, optimizer, corpus, step=record.step, options=options, device=device)
             mean, interrupted = mean_over_ranks(loss, float(interrupt.noted), device=device)
@@ -183,6 +190,8 @@ def train(
                 record.memory = memory_of_ranks(model, optimizer, device)
                 (record.seconds,) = mean_over_ranks(record.seconds, device=device)  # a record of all ranks
             optimizer.zero_grad()
+            if recording is not None:
+                recording.step()
             if record.step % options.validate_every == 0 and not last:
                 held_out_loss = validate(model, corpus, rounds=4, options=options, device=device)
                 record.validation.append((record.step, held_out_loss))
@@ -218,6 +227,8 @@ def draw(options: argparse.Namespace, record: Record) -> None:
     loss, memory = options.out / "loss.png", options.out / "memory.png"
     if draw_loss(loss, record.losses, record.validation, TARGET) and draw_memory(memory, record.memory):
         say(f"loss curve      {loss}\nmemory picture  {memory}")
+        if draw_timeline(options.out / "timeline.png", options.out / "trace"):
+            say(f"one step        {options.out / 'timeline.png'}")
     else:
         say("no pictures: matplotlib is not installed")
 

@@ -1,4 +1,4 @@
-"""What examples/pretrain.py shows when it has trained: the loss curve and the memory picture.
+"""What examples/pretrain.py shows when it has trained: the loss curve, the memory picture, and one step's timeline.
 
 matplotlib is used where it is installed; without it there are no pictures.
 """
@@ -7,6 +7,8 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
+
+from fullshard.insight.trace import analyse, draw_step, read
 
 PARTS = (  # fields of fullshard.memory_use, what a reader calls them, colour
     ("parameters", "parameters", "#3b6ea8"),
@@ -106,3 +108,17 @@ def draw_memory(path: Path, ranks: Sequence[dict[str, int]]) -> bool:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     return True
+
+
+def draw_timeline(path: Path, trace: Path) -> bool:
+    """Write one step of all ranks as a PNG; False if nothing was traced, as training was over or was interrupted.
+
+    `fullshard trace` draws the same of any trace (`--picture`).
+    """
+    if not trace.is_dir():
+        return False
+    run = read([trace])
+    analysis = analyse(run)
+    if analysis.steps:
+        draw_step(run, analysis, path)
+    return bool(analysis.steps)

@@ -188,7 +188,13 @@ def test_demo_on_two_ranks_goes_on_on_one(run: Any, tmp_path: Path, text: Path) 
         and "tokens/s" in done.stdout
         and "Validation loss:" in done.stdout
     )
-    assert sorted(path.name for path in two.iterdir()) == ["checkpoints", "loss.png", "memory.png"]
+    assert sorted(path.name for path in two.iterdir()) == [
+        "checkpoints",
+        "loss.png",
+        "memory.png",
+        "timeline.png",
+        "trace",
+    ]
     run(one, "--steps", "6")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert "after step 6 of 8" in run(two, "--steps", "8")  # resumed on one rank

@@ -75,6 +75,15 @@ def test_chromes_file_is_json(tmp_path):
     assert {event["ph"] for event in written["traceEvents"]} == {"M", "X", "C"}
 
 
+@pytest.mark.parametrize("kind", [".png", ".svg"])
+def test_a_step_is_drawn(tmp_path, kind):
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    write_run(tmp_path)
+    assert main(["trace", str(tmp_path), "--picture", str(tmp_path / f"step{kind}")]) == 0
+    written = (tmp_path / f"step{kind}").read_bytes()
+    assert written[:4] == b"\x89PNG" if kind == ".png" else b"</svg>" in written
+
+
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     write_run(tmp_path / "mixed")
     write_run(tmp_path / "mixed", ranks=(1,), run=8)
@@ -82,7 +91,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"a": 1}')
     write_run(tmp_path / "run")
     unwritable = ["run", "--html", str(tmp_path / "no" / "folder.html")]
-    for words in (["mixed"], ["empty"], ["other.json"], ["nothing"], unwritable):
+    picture = ["run", "--picture", str(tmp_path / "step.gif")]
+    for words in (["mixed"], ["empty"], ["other.json"], ["nothing"], unwritable, picture):
         assert main(["trace", str(tmp_path / words[0]), *words[1:]]) == 2, words
         told, errors = capsys.readouterr()
         assert not told and errors.count("\n") == 1 and errors.startswith("fullshard: "), errors

@@ -142,3 +142,13 @@ def test_one_process_without_a_group(tmp_path):
     with pytest.raises(ConfigError, match="cannot write"), fullshard.trace(tmp_path / "file"):
         raise AssertionError("entered")
     assert not stream.listeners
+
+
+def test_files_of_a_larger_world_are_removed(tmp_path):
+    """The run that follows in the same folder is one of its own."""
+    for number in (0, 1, 7):
+        (tmp_path / f"rank-{number}.json").write_text("{}")
+    (tmp_path / "rank-notes.json").write_text("{}")
+    with fullshard.trace(tmp_path):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-notes.json"]

@@ -42,6 +42,8 @@ class Arguments:
     """write one page with the timeline, which needs no network"""
     chrome: Path | None = None
     """write the timeline for Perfetto (ui.perfetto.dev) and chrome://tracing"""
+    picture: Path | None = None
+    """draw one step, for a report: a .png, .svg or .pdf (needs matplotlib)"""
     json: bool = False
     """print one JSON object, for programs"""
 
@@ -64,6 +66,8 @@ def run(arguments: list[str]) -> int:
     analysis = analyse(merged)
     try:
         write(merged, analysis, options)
+    except ConfigError as error:
+        return refuse(str(error))
     except OSError as error:
         return refuse(f"cannot write {error.filename}: {error.strerror}")
     if options.json:
@@ -75,12 +79,14 @@ def run(arguments: list[str]) -> int:
 
 def write(merged: Run, analysis: Analysis, options: Arguments) -> None:
     """Write the files that were asked for."""
-    from ..insight.trace import chrome_trace, html_page
+    from ..insight.trace import chrome_trace, draw_step, html_page
 
     if options.chrome is not None:
         options.chrome.write_text(json.dumps(chrome_trace(merged, analysis)))
     if options.html is not None:
         options.html.write_text(html_page(merged, analysis), encoding="utf-8")
+    if options.picture is not None:
+        draw_step(merged, analysis, options.picture)
 
 
 def show(merged: Run, analysis: Analysis, console: Console | None = None) -> None:

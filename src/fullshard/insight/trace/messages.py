@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -26,3 +27,18 @@ def two_runs(first: Path, other: Path) -> ConfigError:
 
 def same_rank(first: Path, other: Path) -> ConfigError:
     return ConfigError(f"{first} and {other} are of the same rank")
+
+
+def unknown_picture(path: Path, kinds: Sequence[str]) -> ConfigError:
+    """The error for a picture whose name has another ending."""
+    return ConfigError(f"{path}: a picture's name ends in one of {', '.join(kinds)}")
+
+
+def nothing_to_draw() -> ConfigError:
+    """The error for a picture of a trace without steps."""
+    return ConfigError("no step to draw: none was recorded on all ranks from its begin to its end")
+
+
+def no_matplotlib() -> ConfigError:
+    """The error for a picture where matplotlib is not installed."""
+    return ConfigError("a picture needs matplotlib, which is not installed (pip install matplotlib)")

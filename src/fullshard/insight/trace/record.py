@@ -103,6 +103,7 @@ def trace(path: Path | str) -> Iterator[Recording]:
 
     For all models of the process. `fullshard trace PATH` reads the files of all ranks and tells why a step is slow and
     who is late. With several ranks every rank enters the block at the same point: their clocks are compared then.
+    Files of an earlier run in the folder are replaced.
 
         with fullshard.trace("runs/trace") as recording:
             for batch in batches[:5]:
@@ -149,12 +150,14 @@ def _meet(folder: Path) -> tuple[int, int, int, float, float]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if problem:
             raise cannot_write(folder, {0: problem})
+        _remove_ranks_from(1, folder)
         return 0, 1, time.time_ns(), 0.0, 0.0
     group: Any = dist.group.WORLD
     answers = objects_of_all((problem, time.time_ns()), group, "a trace")
     problems = {rank: answer for rank, (answer, _) in enumerate(answers) if answer}
     if problems:
         raise cannot_write(folder, problems)
+    _remove_ranks_from(dist.get_world_size(), folder)  # nobody writes before all have been here
     rank, token, spans = dist.get_rank(), torch.zeros(1, device=device_of(group)), []
     for _ in range(ROUNDS):
         enter = time.perf_counter()
@@ -181,6 +184,13 @@ def clock_offset(spans: list[tuple[float, float]], first: list[tuple[float, floa
     low = max(enter - left for (_, left), (enter, _) in pairs)
     high = min(left - enter for (enter, _), (_, left) in pairs)
     return (low + high) / 2, (high - low) / 2
+
+
+def _remove_ranks_from(world: int, folder: Path) -> None:
+    """Remove the files of an earlier, larger world: others are overwritten."""
+    for file in folder.glob("rank-*.json"):
+        if (number := file.stem.removeprefix("rank-")).isdigit() and int(number) >= world:
+            file.unlink(missing_ok=True)
 
 
 def _problem(folder: Path) -> str:
