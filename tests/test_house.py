@@ -46,7 +46,7 @@ EXPORTS = [
     "FlatShard", "Folder", "FullOptimStateDictConfig", "FullStateDictConfig", "FullshardError",
     "FullyShardedDataParallel", "GradientReductionHandle", "LayoutError", "Loaded", "LocalOptimStateDictConfig",
     "LocalStateDictConfig", "MemoryUse", "MixedPrecision", "MixedPrecisionPolicy", "Monitor", "Moved",
-    "NonfiniteGradient",
+    "Muon", "NonfiniteGradient",
     "NullComm", "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "Owned", "PhaseError",
     "PrivateNameError", "RecordingComm", "RowShard", "Saving", "ShardPlacementResult", "ShardedGradScaler",
     "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",

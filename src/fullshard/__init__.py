@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .layout import Blocks
     from .mesh.axes import ShardPlacementResult
     from .mesh.data_parallel import DataParallelMeshDims
-    from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
+    from .optim import Muon, NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
     from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .runtime.reduce_kept import GradientReductionHandle
     from .store.background import Saving
@@ -116,7 +116,7 @@ _HOMES = {
         "layout": "Blocks",
         "mesh.axes": "ShardPlacementResult",
         "mesh.data_parallel": "DataParallelMeshDims",
-        "optim": "NonfiniteGradient ShardedGradScaler clip_grad_norm_ nonfinite_gradients optimizer_view",
+        "optim": "Muon NonfiniteGradient ShardedGradScaler clip_grad_norm_ nonfinite_gradients optimizer_view",
         "policies": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "runtime.reduce_kept": "GradientReductionHandle",
         "store.background": "Saving",
@@ -131,7 +131,7 @@ _HOMES = {
 }
 """Where each public name is defined. Modules are imported on first use: `import fullshard` alone imports no torch."""
 
-_MODULES = ("comm_hooks", "errors", "events", "policies", "state_dict", "wrap")
+_MODULES = ("comm_hooks", "errors", "events", "optim", "policies", "state_dict", "wrap")
 """Modules that are attributes of the package without an explicit import."""
 
 
@@ -179,6 +179,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Monitor",
     "Moved",
+    "Muon",
     "NonfiniteGradient",
     "NullComm",
     "OffloadPolicy",

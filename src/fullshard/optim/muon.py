@@ -1,0 +1,226 @@
+"""Muon for sharded matrices: momentum on shards, orthogonalisation of whole matrices on their owners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import ConfigError
+from ..forms import NAME_KEY, PART_KEY
+from .owners import Cut, OtherCut, Owners, cut_of, local_piece
+
+
+class Muon(torch.optim.Optimizer):
+    """As `torch.optim.Muon`, for parameters of `fully_shard` in any layout, and for plain ones.
+
+        matrices = [p for p in model.blocks.parameters() if p.ndim == 2]  # not the embedding, not the head
+        muon = fullshard.Muon(matrices, lr=0.02)
+        others = {*model.parameters()} - {*matrices}
+        adamw = torch.optim.AdamW(others)
+
+    Momentum is kept in shards, so checkpoints of it load on any number of ranks. In each step every matrix is whole on
+    one rank of its shard axis, its owner, which orthogonalises it; owners are balanced over all matrices. A rank sends
+    its pieces to the owners and gets them back, in bfloat16, in which the matrices are orthogonalised: 4 bytes for each
+    number of its shards in all, without padding. `DTensor`s that are split over two mesh axes (tensor parallelism) are
+    gathered on all ranks instead. Steps are collective: ranks must have gradients of the same parameters.
+
+    Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. Learning rates: as there, or as in Liu et al.
+    2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
+
+    Args:
+        params: matrices, or groups of them. A group may have `split`: see there.
+        lr, weight_decay: decoupled, as in AdamW.
+        momentum, nesterov: of the gradients.
+        ns_coefficients, ns_steps, eps: of the Newton-Schulz iteration; `eps` is the least norm it divides by.
+        adjust_lr_fn: "original" (None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n));
+            "match_rms_adamw" by 0.2 sqrt(max(m, n)).
+        split: rows of the parts that are orthogonalised, and scaled, each by itself: a number of rows (of a head), or a
+            number for each part (queries, keys and values in one matrix); None: the whole.
+
+    Raises:
+        ConfigError: a setting is out of range, a parameter is no matrix, or its rows are not those of `split`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        split: int | Sequence[int] | None = None,
+    ) -> None:
+        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
+        for name, value in given.items():
+            if not value >= (name in ("eps", "ns_steps")) * 1e-300:
+                raise ConfigError(f"Muon: {name} is out of range.", expected="a number of at least 0", got=repr(value))
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ConfigError(
+                "Muon: unknown adjust_lr_fn.", expected='"original", "match_rms_adamw" or None', got=repr(adjust_lr_fn)
+            )
+        defaults = {**given, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn, "split": split})
+        self._owners: dict[Any, Owners] = {}  # by group of ranks, of the last step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer`'s; checks the parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names") or [None] * len(group["params"])
+        for parameter, name in zip(group["params"], names, strict=True):
+            if parameter.ndim != 2 or PART_KEY in parameter.__dict__:
+                self.param_groups.pop()
+                raise ConfigError(
+                    "Muon: a parameter is no matrix.",
+                    parameter=name or parameter.__dict__.get(NAME_KEY, "?"),
+                    expected="two dims",
+                    got=f"shape {tuple(parameter.shape)}",
+                    remedy="give it to AdamW, say; a matrix of FullyShardedDataParallel or of optimizer_view is a run "
+                    "of its elements: use fully_shard and model.parameters()",
+                )
+            try:
+                _rows(parameter, group["split"])
+            except ConfigError:
+                self.param_groups.pop()
+                raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step. Collective among the ranks of each shard axis.
+
+        Returns:
+            What `closure` returns, which is called first, with gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    updates.append((parameter, group, self._momentum(parameter, group)))
+        self._finish(updates)
+        return loss
+
+    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Update the momentum; this rank's piece of what is to be orthogonalised, in bfloat16."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        buffer, piece = local_piece(state["momentum_buffer"]), local_piece(gradient)
+        buffer.lerp_(piece, 1 - group["momentum"])
+        return (piece.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+
+    def _finish(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
+        """Orthogonalise, and change the parameters."""
+        by_group: dict[Any, tuple[list[int], list[Cut]]] = {}
+        for index, (parameter, group, piece) in enumerate(updates):
+            cut = cut_of(parameter)
+            if isinstance(cut, OtherCut):
+                _apply(parameter, group, _of_all(parameter, group, piece))
+            elif cut is None:
+                _apply(parameter, group, _orthogonal(piece, group))
+            else:
+                indices, cuts = by_group.setdefault(cut.group, ([], []))
+                indices.append(index)
+                cuts.append(cut)
+        for ranks, (indices, cuts) in by_group.items():
+            if ranks not in self._owners or self._owners[ranks].cuts != cuts:
+                self._owners[ranks] = Owners(cuts, [_cost(cut.shape) for cut in cuts])
+            owners = self._owners[ranks]
+            pieces = [updates[index][2] for index in indices]
+            wholes = owners.gather(pieces)
+            made = [_orthogonal(whole, updates[indices[at]][1]) for at, whole in zip(owners.mine, wholes, strict=True)]
+            for index, piece in zip(indices, owners.scatter(made, pieces), strict=True):
+                parameter, group, _ = updates[index]
+                _apply(parameter, group, piece)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_owners": {}}  # which hold process groups
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """Multiplications of a Newton-Schulz step: for m <= n, of m x n with its transpose, m x m and again m x n."""
+    small, large = sorted(shape)
+    return 2 * small * small * large + small**3
+
+
+def _rows(parameter: torch.Tensor, split: Any) -> list[int]:
+    """Rows of the parts of a matrix."""
+    rows = parameter.shape[0]
+    if split is None:
+        return [rows]
+    parts = [split] * (rows // split) if isinstance(split, int) and split > 0 else split
+    if not isinstance(parts, (list, tuple)) or sum(parts) != rows or min(parts) < 1:
+        raise ConfigError(
+            "Muon: a matrix cannot be split so.",
+            parameter=parameter.__dict__.get(NAME_KEY, "?"),
+            expected=f"rows that add up to {rows}",
+            got=f"split={split!r}",
+        )
+    return list(parts)
+
+
+def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The update of a whole bfloat16 matrix, but for the learning rate; each part scaled by what adjusts that."""
+    parts = whole.split(_rows(whole, group["split"]))
+    made = [newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
+    if len(made) == 1:
+        return made[0]
+    scales = [_adjusted(part.shape, group) / _adjusted(whole.shape, group) for part in parts]
+    return torch.cat([part.mul_(scale) for part, scale in zip(made, scales, strict=True)])
+
+
+def newton_schulz(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """A matrix whose singular vectors are those of a bfloat16 `matrix`, and whose singular values are near 1.
+
+    X <- a X + (b X X^T + c (X X^T)^2) X, from X of Frobenius norm 1 (Jordan et al. 2024, "Newton-Schulz iteration").
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        squared = x @ x.T
+        x = torch.addmm(x, torch.addmm(squared, squared, squared, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _adjusted(shape: Sequence[int], group: dict[str, Any]) -> float:
+    """The factor of the learning rate."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _apply(parameter: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+    """Decay the weights, and add this rank's piece of the update."""
+    local, lr = local_piece(parameter.detach()), group["lr"]
+    local.mul_(1 - lr * group["weight_decay"])
+    local.add_(update.view(local.shape), alpha=-float(lr) * _adjusted(parameter.shape, group))
+    increment_version(parameter)
+
+
+def _of_all(parameter: Any, group: dict[str, Any], piece: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of the update of a `DTensor` in any placements, gathered whole on all ranks."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    split = DTensor.from_local(
+        piece, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    made = _orthogonal(split.full_tensor(), group)
+    cut = distribute_tensor(made.contiguous(), mesh, placements, src_data_rank=None)
+    return local_piece(cut)

@@ -1,0 +1,240 @@
+"""`fullshard.Muon`: bit for bit what `torch.optim.Muon` does with whole matrices and the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fullshard
+from fullshard.optim.owners import Owners, RowsCut, balanced
+
+WIDE, NARROW = 12, 7
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "momentum": 0.9, "weight_decay": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
+]
+
+
+def build() -> nn.Sequential:
+    """Tall, wide and square matrices, of which the number of rows is odd; biases are of AdamW's."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDE, 2 * WIDE + 1), nn.Tanh(), nn.Linear(2 * WIDE + 1, WIDE)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(WIDE, WIDE), nn.Linear(WIDE, NARROW))
+
+
+def sharded(**options: Any) -> nn.Sequential:
+    model = build()
+    for block in model[:3]:
+        fullshard.fully_shard(block, **options)
+    return fullshard.fully_shard(model, **options)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(5, WIDE, generator=generator)).square().mean().backward()
+
+
+def train(model: nn.Module, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        backward(model, step)
+        muon.step()
+        adamw.step()
+        model.zero_grad()
+
+
+def optimizers(model: nn.Module, **settings: Any) -> tuple[fullshard.Muon, torch.optim.AdamW]:
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return fullshard.Muon(matrices(model), lr=0.05, **settings), torch.optim.AdamW(others, lr=0.01)
+
+
+def differences(settings: dict[str, Any], options: dict[str, Any], mesh: tuple[int, ...]) -> list[str]:
+    """Parameters that differ in any bit from those that torch's Muon makes of the same gradients."""
+    names = ("replicate", "shard")[-len(mesh) :]
+    model = sharded(mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), **options)
+    plain = build()
+    muon = fullshard.Muon(matrices(model), lr=0.05, **settings)
+    reference = torch.optim.Muon(matrices(plain), lr=0.05, **settings)
+    for step in range(3):
+        backward(model, step)
+        for theirs, ours in zip(matrices(plain), matrices(model), strict=True):
+            theirs.grad = whole(ours.grad).clone()
+        if step == 1:  # one without a gradient is left alone
+            matrices(plain)[2].grad = matrices(model)[2].grad = None
+        muon.step()
+        reference.step()
+        model.zero_grad()
+    names_of = [name for name, p in model.named_parameters() if p.ndim == 2]
+    pairs = zip(names_of, matrices(model), matrices(plain), strict=True)
+    return [name for name, ours, theirs in pairs if not torch.equal(whole(ours), theirs)]
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat", "owner", fullshard.Blocks("row"), fullshard.Blocks(8)], ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_equals_torchs_on_whole_matrices(run_ranks, layout, mesh):
+    for settings in SETTINGS if mesh == (3,) else SETTINGS[:1]:
+        found = run_ranks(differences, settings, {"layout": layout}, mesh, world=torch.Size(mesh).numel())
+        assert found == [[]] * len(found), settings
+
+
+def split_over_two_axes() -> bool:
+    """A matrix of tensor parallelism: rows over one axis, columns over the other; and its rows over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    same = True
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+        value, gradient = torch.randn(9, 6), torch.randn(9, 6)
+        plain = nn.Parameter(value.clone())
+        ours = nn.Parameter(distribute_tensor(value, mesh, placements))
+        plain.grad, ours.grad = gradient, distribute_tensor(gradient, mesh, placements)
+        torch.optim.Muon([plain], lr=0.1).step()
+        fullshard.Muon([ours], lr=0.1).step()
+        assert isinstance(ours, DTensor)
+        same = same and torch.equal(ours.full_tensor(), plain)
+    return same
+
+
+@pytest.mark.gloo("DTensor's collectives")
+def test_matrices_that_are_split_twice_are_gathered(run_ranks):
+    assert run_ranks(split_over_two_axes, world=4) == [True] * 4
+
+
+def test_parts_of_a_matrix_are_orthogonalised_apart():
+    """Heads of 4 rows; queries, keys and values of different numbers of rows."""
+    value, gradient = torch.randn(12, 5), torch.randn(12, 5)
+    for split, sizes in ((4, [4, 4, 4]), ((6, 3, 3), [6, 3, 3])):
+        one = nn.Parameter(value.clone())
+        one.grad = gradient
+        parts = [nn.Parameter(part.clone()) for part in value.split(sizes)]
+        for part, part_gradient in zip(parts, gradient.split(sizes), strict=True):
+            part.grad = part_gradient.clone()
+        fullshard.Muon([{"params": [one], "split": split}], lr=0.1).step()
+        torch.optim.Muon(parts, lr=0.1).step()
+        torch.testing.assert_close(one.data, torch.cat([part.data for part in parts]), rtol=1e-2, atol=1e-3)
+        assert not torch.equal(one.data, value)
+
+
+def first_half(folder: str, layout: str) -> dict[str, torch.Tensor]:
+    """Two steps, a save, and two more steps."""
+    model = sharded(layout=layout)
+    pair = optimizers(model)
+    train(model, *pair, range(2))
+    fullshard.save(folder, model, list(pair))
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def loaded(folder: str, layout: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    model = sharded(layout=layout)
+    pair = optimizers(model)
+    fullshard.load(folder, model, list(pair))
+    state = [whole(pair[0].state[p]["momentum_buffer"]) for p in matrices(model)]
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}, state
+
+
+@pytest.mark.gloo("processes")
+def test_momentum_is_loaded_on_another_number_of_ranks(run_ranks, tmp_path: Path):
+    saved = run_ranks(first_half, str(tmp_path / "saved"), "rows", world=2)[0]
+    _, expected = run_ranks(loaded, str(tmp_path / "saved"), "rows", world=2)[0]
+    parameters, state = run_ranks(loaded, str(tmp_path / "saved"), "flat", world=3)[0]
+    assert all(torch.equal(parameters[name], value) for name, value in saved.items())
+    assert all(torch.equal(ours, theirs) and ours.any() for ours, theirs in zip(state, expected, strict=True))
+
+
+def bytes_of_a_step(layout: str) -> tuple[int, int]:
+    """Sent in exchanges, and what this rank's shards of the matrices take in bfloat16."""
+    model = sharded(layout=layout)
+    muon = fullshard.Muon(matrices(model))
+    backward(model, 0)
+    original, sent = dist.all_to_all_single, []
+
+    def counted(out: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(given.nbytes)
+        return original(out, given, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        muon.step()
+    finally:
+        dist.all_to_all_single = original
+    assert len(sent) == 2
+    return sum(sent), sum(2 * p.to_local().numel() for p in matrices(model))
+
+
+@pytest.mark.gloo("counts what is sent")
+def test_nothing_is_padded(run_ranks):
+    """All ranks together send each number twice, there and back."""
+    for layout in ("rows", "flat"):
+        found = run_ranks(bytes_of_a_step, layout, world=3)
+        assert sum(sent for sent, _ in found) == 2 * sum(held for _, held in found)
+
+
+# Llama-3-8B: 32 blocks of these matrices; Qwen3-4B: 36; Mixtral 8x7B: 32, whose experts are matrices each.
+SHAPES = {
+    "Llama-3-8B": 32 * [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *2 * [(14336, 4096)], (4096, 14336)],
+    "Qwen3-4B": 36 * [(4096, 2560), (1024, 2560), (1024, 2560), (2560, 4096), *2 * [(9728, 2560)], (2560, 9728)],
+    "Mixtral-8x7B": 32 * [(4096, 4096), *2 * [(1024, 4096)], (4096, 4096), *24 * [(14336, 4096)]],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("world", [8, 64, 1024])
+def test_owners_are_balanced(name, world):
+    """No rank has more than a third over the least that is possible: an equal share, or the largest matrix."""
+    costs = [2 * min(shape) ** 2 * max(shape) + min(shape) ** 3 for shape in SHAPES[name]]
+    loads = [0] * world
+    for owner, cost in zip(balanced(costs, world), costs, strict=True):
+        loads[owner] += cost
+    least = max(sum(costs) / world, *costs)
+    assert max(loads) <= 4 / 3 * least + 1
+
+
+def test_pieces_find_their_place():
+    """Columns of an odd number over 4 ranks, of which the last has none."""
+    cut = RowsCut(None, torch.Size((3, 5)), 1, 4, 0)  # type: ignore[arg-type]
+    assert [cut.bounds(rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
+    assert [cut.numel(rank) for rank in range(4)] == [6, 6, 3, 0]
+    assert Owners([cut], [1]).owners == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": -1.0}, "lr is out of range"),
+        ({"ns_steps": 0}, "ns_steps is out of range"),
+        ({"eps": 0.0}, "eps is out of range"),
+        ({"momentum": float("nan")}, "momentum is out of range"),
+        ({"adjust_lr_fn": "other"}, "unknown adjust_lr_fn"),
+        ({"split": 5}, "cannot be split so"),
+        ({"split": (6, 7)}, "rows that add up to 12"),
+        ({"split": "heads"}, "cannot be split so"),
+    ],
+)
+def test_refused_settings(settings, words):
+    with pytest.raises(fullshard.ConfigError, match=words):
+        fullshard.Muon([nn.Parameter(torch.ones(12, 5))], **settings)
+
+
+def test_refused_parameters(fake_world):
+    fake_world(2)
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*bias"):
+        fullshard.Muon(nn.Linear(3, 3).named_parameters())
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*fully_shard and model\.parameters"):
+        fullshard.Muon(fullshard.optimizer_view(sharded()))
+    with pytest.raises(fullshard.ConfigError, match="no matrix"):
+        fullshard.Muon(fullshard.FullyShardedDataParallel(build()).parameters())
