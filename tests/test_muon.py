@@ -212,6 +212,20 @@ def test_pieces_find_their_place():
     assert Owners([cut], [1]).owners == [0]
 
 
+def test_goes_on_with_the_state_of_torchs():
+    results = []
+    for kind in (torch.optim.Muon, fullshard.Muon):
+        matrix = nn.Parameter(torch.arange(12.0).view(4, 3).sin())
+        first, second = torch.optim.Muon([matrix], lr=0.1), kind([matrix], lr=0.5)
+        for optimizer in (first, second):
+            matrix.grad = matrix.detach().cos()
+            if optimizer is second:
+                second.load_state_dict(first.state_dict())
+            optimizer.step()
+        results.append(matrix.detach())
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -131,8 +131,12 @@ def show(number: int, best: Plan | None, options: Arguments) -> None:
     if options.json:
         print(json.dumps({"solve": options.solve, "number": number, "plan": best and best.as_json()}))
         return
-    what = {"micro-batch": "largest micro-batch", "sequence": "largest sequence", "world": "fewest ranks"}
-    found = f"{what[options.solve or '']} that fits: {number:,}" if best else "nothing fits"
+    what = {
+        "micro-batch": "largest micro-batch that fits",
+        "sequence": "largest sequence that fits",
+        "world": "fewest ranks on which it fits",
+    }
+    found = f"{what[options.solve or '']}: {number:,}" if best else "nothing fits"
     terminal.show(found if best is None else f"{found}\n\n{best}", {r"\A.*": "bold"})
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY
+from ..mesh import device_of
 from .owners import Cut, OtherCut, Owners, cut_of, local_piece
 
 
@@ -139,7 +140,8 @@ class Muon(torch.optim.Optimizer):
             if ranks not in self._owners or self._owners[ranks].cuts != cuts:
                 self._owners[ranks] = Owners(cuts, [_cost(cut.shape) for cut in cuts])
             owners = self._owners[ranks]
-            pieces = [updates[index][2] for index in indices]
+            home = device_of(ranks) if owners.world > 1 else updates[indices[0]][2].device
+            pieces = [updates[index][2].to(home) for index in indices]  # offloaded ones lie on the host
             wholes = owners.gather(pieces)
             made = [_orthogonal(whole, updates[indices[at]][1]) for at, whole in zip(owners.mine, wholes, strict=True)]
             for index, piece in zip(indices, owners.scatter(made, pieces), strict=True):
@@ -174,7 +176,7 @@ def _rows(parameter: torch.Tensor, split: Any) -> list[int]:
 
 def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """The update of a whole bfloat16 matrix, but for the learning rate; each part scaled by what adjusts that."""
-    parts = whole.split(_rows(whole, group["split"]))
+    parts = whole.split(_rows(whole, group.get("split")))  # torch's Muon, whose state may be loaded, has none
     made = [newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
     if len(made) == 1:
         return made[0]
@@ -211,7 +213,7 @@ def _apply(parameter: torch.Tensor, group: dict[str, Any], update: torch.Tensor)
     """Decay the weights, and add this rank's piece of the update."""
     local, lr = local_piece(parameter.detach()), group["lr"]
     local.mul_(1 - lr * group["weight_decay"])
-    local.add_(update.view(local.shape), alpha=-float(lr) * _adjusted(parameter.shape, group))
+    local.add_(update.view(local.shape).to(local.device), alpha=-float(lr) * _adjusted(parameter.shape, group))
     increment_version(parameter)
 
 

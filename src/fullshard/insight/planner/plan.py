@@ -291,7 +291,9 @@ def solve(
     """
     if device_memory is None:
         raise messages.nothing_to_fit()
-    _check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=ranks_per_node or 1)
+    _check_counts(
+        ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=1 if ranks_per_node is None else ranks_per_node
+    )
     base = strategy or Strategy()
 
     @cache
