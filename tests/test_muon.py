@@ -209,7 +209,7 @@ def test_pieces_find_their_place():
     cut = RowsCut(None, torch.Size((3, 5)), 1, 4, 0)  # type: ignore[arg-type]
     assert [cut.bounds(rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert [cut.numel(rank) for rank in range(4)] == [6, 6, 3, 0]
-    assert Owners([cut], [1]).owners == [0]
+    assert Owners([cut], balanced([1], 4)).mine == [0]
 
 
 def test_goes_on_with_the_state_of_torchs():

@@ -68,7 +68,15 @@ if TYPE_CHECKING:
     from .layout import Blocks
     from .mesh.axes import ShardPlacementResult
     from .mesh.data_parallel import DataParallelMeshDims
-    from .optim import Muon, NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
+    from .optim import (
+        Muon,
+        NonfiniteGradient,
+        OwnerOptimizer,
+        ShardedGradScaler,
+        clip_grad_norm_,
+        nonfinite_gradients,
+        optimizer_view,
+    )
     from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .runtime.reduce_kept import GradientReductionHandle
     from .store.background import Saving
@@ -116,7 +124,8 @@ _HOMES = {
         "layout": "Blocks",
         "mesh.axes": "ShardPlacementResult",
         "mesh.data_parallel": "DataParallelMeshDims",
-        "optim": "Muon NonfiniteGradient ShardedGradScaler clip_grad_norm_ nonfinite_gradients optimizer_view",
+        "optim": "Muon NonfiniteGradient OwnerOptimizer ShardedGradScaler clip_grad_norm_ nonfinite_gradients "
+        "optimizer_view",
         "policies": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "runtime.reduce_kept": "GradientReductionHandle",
         "store.background": "Saving",
@@ -186,6 +195,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Owned",
+    "OwnerOptimizer",
     "PhaseError",
     "Plan",
     "Plans",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..containers import leaves_in
 from ..forms import owner_of
 from ..runtime import Runner, runners_in
 from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
@@ -193,7 +194,7 @@ def _with_devices(
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            for value in state.values() if isinstance(state, dict) else ():
+            for value in leaves_in(state) if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     computes = value.dim() > 0 and unit is not None and unit.buckets
                     yield value, unit.buckets[0].shard.device if computes else value.device

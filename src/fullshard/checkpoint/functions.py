@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import values
-from .held import Held, held_by
+from .held import Held, held_by, settle_state
 from .model import cut_whole_values, in_form, materialize
 from .names import Table, settle
 from .optimizer import blank_states, collect, cut_states, load_state, named_state, state_to_load
@@ -86,6 +86,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         for name, own in state.get("groups", {}).items()
     ]
     settings = settings_to_load(held, optimizer.param_groups, saved)
+    settle_state(optimizer)
     for one in held:
         optimizer.state.pop(one.tensor, None)
         if one.index in loaded:

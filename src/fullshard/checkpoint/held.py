@@ -48,6 +48,12 @@ class Held:
         return row.bucket.local(value, row.member)
 
 
+def settle_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that keeps its state elsewhere between steps show it by parameter. Collective if it does."""
+    if (share_state := getattr(optimizer, "share_state", None)) is not None:
+        share_state()
+
+
 def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
     """The tensors of an optimizer's `param_groups`, in its order, matched with the model's parameters.
 

@@ -19,7 +19,7 @@ from ..shard import Bucket
 from ..torch_private.step_hooks import without_step_hooks
 from . import values
 from .fit import check_shape, rounding_error
-from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
+from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, settle_state, structure_of
 from .names import Named, Table
 from .settings import is_like, named_groups, settings_to_load
 from .values import Form
@@ -41,6 +41,7 @@ def blank_states(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return {id(tensor): {} for tensor in tensors}
+    settle_state(optimizer)
     grads = [(tensor, tensor.grad) for group in optimizer.param_groups for tensor in group["params"]]
     settings = [dict(group) for group in optimizer.param_groups]
     own = [(tensor, optimizer.state.pop(tensor)) for tensor in tensors if tensor in optimizer.state]
@@ -56,6 +57,7 @@ def blank_states(
     try:
         with torch.no_grad(), without_step_hooks(optimizer), nullcontext() if has_values else torch.device("cpu"):
             type(optimizer).step(optimizer)
+            settle_state(optimizer)
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
@@ -139,6 +141,8 @@ def collect(
         CheckpointError: state that is neither a scalar nor one value per element.
         DivergenceError: ranks' optimizers hold different parameters.
     """
+    if given is None:
+        settle_state(optimizer)
     states = {id(one): _state_of(table, one, optimizer, given) for one in held}
     structure = structure_of(held, len(optimizer.param_groups))
     for repeated in (False, True):

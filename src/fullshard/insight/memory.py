@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..containers import leaves_in
 from ..errors import ConfigError
 from ..forms import owner_of
 from ..names import size
@@ -126,7 +127,7 @@ def _host_bytes(units: list[Unit], plain: list[nn.Parameter], optimizer: torch.o
     held += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
     held += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
     states = optimizer.state.values() if optimizer is not None else ()
-    held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    held += [value for state in states for value in leaves_in(state) if isinstance(value, torch.Tensor)]
     parts = [one for tensor in held for one in plain_tensors(tensor) if one.device.type == "cpu"]
     return sum(one.numel() * one.element_size() if one.untyped_storage().nbytes() else 0 for one in parts)
 
@@ -137,7 +138,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, ratio: float, plai
     if optimizer is None:
         return 0, 0
     for parameter, state in optimizer.state.items():
-        for value in state.values():
+        for value in leaves_in(state):
             if isinstance(value, torch.Tensor):
                 nbytes = _nbytes(value)
                 held += nbytes

@@ -1,14 +1,16 @@
-"""Optimizer views and Muon; gradient clipping, scaling, and a look for what is not finite."""
+"""Optimizer views, Muon, and optimizers on owners; gradient clipping, scaling, and a look for what is not finite."""
 
 from .clip import clip_grad_norm_, total_norm
 from .muon import Muon
 from .nonfinite import NonfiniteGradient, nonfinite_gradients
+from .owner_optimizer import OwnerOptimizer
 from .scaler import ShardedGradScaler
 from .views import optimizer_view
 
 __all__ = [
     "Muon",
     "NonfiniteGradient",
+    "OwnerOptimizer",
     "ShardedGradScaler",
     "clip_grad_norm_",
     "nonfinite_gradients",

@@ -21,19 +21,41 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of, successor_of
+from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, RowShard, note_change, owner_of, successor_of
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
+from .owner_optimizer import COUPLED
+from .probe import treats_elements
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
+    | {"ScalableShampoo", "Kron", "AdamP", "SGDP", "SWATS"}
 )
 """Names of optimizers whose step needs a parameter's shape, its norm, or several parameters at once."""
 ELEMENT_WISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-    | {"Lion", "FusedAdam", "FusedSGD", "DeepSpeedCPUAdam", "AdEMAMix", "StableAdamW", "GrokAdamW"}
 )
-"""Names of optimizers to which an element is an element, wherever it lies."""
+"""torch's optimizers to which an element is an element, wherever it lies. Those of others are tried: `probe`."""
+FAIL_ON_DTENSORS = {
+    "torch": {"Adafactor", "Rprop"},
+    "transformers": {"Adafactor"},
+    "came_pytorch": {"CAME"},
+    "apollo_torch": {"AdamW"},
+    "bitsandbytes": {"Optimizer8bit"},
+    "prodigyopt": {"Prodigy"},
+    "dadaptation": {"DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdanIP"},
+    "soap": {"SOAP"},
+    "pytorch_optimizer": {
+        *("A2Grad", "AdaFactor", "Adalite", "AdamP", "AdaNorm", "Alice", "CAME", "EmoFact", "FAdam", "Kron", "Lamb"),
+        *("RACS", "SGDP", "SM3", "SOAP", "SPAM", "ScalableShampoo", "Shampoo", "StableAdamW", "StableSPAM", "SWATS"),
+        *("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan", "DAdaptLion", "NovoGrad"),
+    },
+}
+"""By package: classes whose step raises torch's own errors where parameters are `DTensor`s, whatever their settings."""
+FAIL_IN_LISTS = {
+    "pytorch_optimizer": {"Adan", "ADOPT", "AdaSmooth", "DiffGrad", "FTRL", "LARS", "MADGRAD", "MARS", "SRMM"},
+}
+"""By package: classes whose step does so unless `foreach=False`."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, Seen] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
@@ -98,7 +120,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in groups:
             for parameter in group["params"]:
                 if isinstance(parameter, torch.Tensor):
-                    _check_one(optimizer, parameter)
+                    _check_one(optimizer, group, parameter)
         seen = _checked[optimizer] = Seen(count, _stepped_by(groups))
         _warn_of_outside(groups)
     if seen.units:
@@ -168,7 +190,7 @@ def _is_local(parameter: torch.Tensor) -> bool:
     )
 
 
-def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Raise, or warn, if this optimizer must not be given `parameter`."""
     known = parameter.__dict__
     if SUCCESSOR_KEY in known:
@@ -191,29 +213,28 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
             topic="optimizer-built-early",
         )
+    if isinstance(parameter, RowShard):
+        _check_rows(optimizer, group, parameter)
     if (part := known.get(PART_KEY)) is None:
         return
     name, bases = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
-    if bases & WHOLE_TENSORS:
+    wanted = "an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard"
+    if (verdict := _element_wise(optimizer, bases)) is False:
         raise ConfigError(
             f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
             parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
-            expected="an element-wise optimizer (SGD, Adam, AdamW, ...)"
-            + ("" if "Adafactor" in bases else ", or parameters of fully_shard"),
+            expected=wanted,
             got=f"{name} with {part}",
-            remedy="take an element-wise optimizer (SGD, Adam, AdamW, ...): torch.optim.Adafactor steps sharded "
-            "parameters of no layout"
-            if "Adafactor" in bases
-            else f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters(); or take '
-            "an element-wise optimizer",
+            remedy=f"shard the model with fully_shard, and run {name} on owners, fullshard.OwnerOptimizer("
+            f"model.parameters(), {name}, ...); or take an element-wise optimizer",
             topic="optimizer-on-shards",
         )
-    if not bases & ELEMENT_WISE and name not in _warned:
+    if verdict is None and name not in _warned:
         _warned.add(name)
         warnings.warn(
             message(
                 f"{name} was given runs of elements in one dim, which is right for element-wise optimizers only; "
-                "whether it is one is not known.",
+                "whether it is one could not be found out.",
                 got=f"{name} with {part}",
                 remedy="nothing is to be done if each element's step depends on that element's gradient and state "
                 "alone; else build it from model.parameters() of fully_shard. (Shown once per class.)",
@@ -221,3 +242,50 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             ),
             stacklevel=4,
         )
+
+
+def _element_wise(optimizer: Optimizer, bases: set[str]) -> bool | None:
+    """Whether an optimizer may step any runs of elements; None: not known."""
+    if bases & WHOLE_TENSORS:
+        return False
+    kind = type(optimizer)
+    if kind.step.__module__.startswith("torch.optim.") and bases & ELEMENT_WISE:
+        return True
+    key = repr(
+        [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+    )
+    tried = _tried.setdefault(kind, {})
+    if key not in tried:
+        tried[key] = treats_elements(optimizer)
+    return tried[key]
+
+
+_tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
+
+
+def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Refuse optimizers whose step is known to raise torch's own errors on `DTensor`s."""
+    name = type(optimizer).__name__
+    bases = [(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__]
+    in_lists = any(base in FAIL_IN_LISTS.get(package, ()) for package, base in bases)
+    if in_lists and group.get("foreach") is not False:
+        remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise ones"
+    elif any(base in FAIL_ON_DTENSORS.get(package, ()) for package, base in bases):
+        if name in COUPLED:
+            if parameter.device_mesh.size() == 1:  # type: ignore[attr-defined]
+                return
+            remedy = "take another optimizer: it computes one number from all parameters"
+        elif _element_wise(optimizer, {base for _, base in bases}):
+            remedy = f"{name}(optimizer_view(model), ...)"
+        else:
+            remedy = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
+    else:
+        return
+    raise ConfigError(
+        f"{name} computes with operations that torch has not for DTensor, which sharded parameters of rows are.",
+        parameter=parameter.__dict__.get(NAME_KEY, "?"),
+        expected="an optimizer that steps DTensors, plain tensors, or whole ones",
+        got=f"{type(optimizer).__module__}.{name}",
+        remedy=remedy,
+        topic="optimizer-on-shards",
+    )

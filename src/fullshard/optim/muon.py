@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY
 from ..mesh import device_of
-from .owners import Cut, OtherCut, Owners, cut_of, local_piece
+from .owners import Cut, OtherCut, Owners, balanced, cut_of, local_piece
 
 
 class Muon(torch.optim.Optimizer):
@@ -138,7 +138,7 @@ class Muon(torch.optim.Optimizer):
                 cuts.append(cut)
         for ranks, (indices, cuts) in by_group.items():
             if ranks not in self._owners or self._owners[ranks].cuts != cuts:
-                self._owners[ranks] = Owners(cuts, [_cost(cut.shape) for cut in cuts])
+                self._owners[ranks] = Owners(cuts, balanced([_cost(cut.shape) for cut in cuts], cuts[0].world))
             owners = self._owners[ranks]
             home = device_of(ranks) if owners.world > 1 else updates[indices[0]][2].device
             pieces = [updates[index][2].to(home) for index in indices]  # offloaded ones lie on the host

@@ -134,18 +134,16 @@ class Owners:
 
     Args:
         cuts: of the matrices, all of the same group and in the same order on its ranks.
-        costs: of computing with each matrix, in any unit.
+        owners: rank of the group, for each matrix; see `balanced`.
 
     Attributes:
-        owners: rank of the group, for each matrix.
         mine: indices of the matrices that this rank owns.
     """
 
-    def __init__(self, cuts: Sequence[Cut], costs: Sequence[int]) -> None:
+    def __init__(self, cuts: Sequence[Cut], owners: Sequence[int]) -> None:
         self.cuts, self.group = cuts, cuts[0].group
         self.world, self.rank = cuts[0].world, cuts[0].rank
-        self.owners = balanced(costs, self.world)
-        of_rank = [[index for index, owner in enumerate(self.owners) if owner == rank] for rank in range(self.world)]
+        of_rank = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(self.world)]
         self.mine = of_rank[self.rank]
         self._order = [index for indices in of_rank for index in indices]  # by owner
         numel = [cut.numel(self.rank) for cut in cuts]

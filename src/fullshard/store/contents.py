@@ -10,14 +10,14 @@ buffers are not read: pieces are views of the shards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.held import Held, Kind, held_by, kinds_of
+from ..checkpoint.held import Held, Kind, held_by, kinds_of, settle_state
 from ..checkpoint.names import Named, Table
 from ..checkpoint.settings import named_groups
 from ..errors import CheckpointError, ConfigError, PhaseError
@@ -171,11 +171,13 @@ def table_of(model: nn.Module) -> Table:
     return table
 
 
-def lacking_state(optimizers: Iterable[torch.optim.Optimizer], ranks: Ranks) -> set[tuple[int, int]]:
+def lacking_state(optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> set[tuple[int, int]]:
     """The tensors without state on some rank, by optimizer and number in it. Collective.
 
     All ranks create state for the same tensors, because an optimizer may communicate in its step.
     """
+    for optimizer in optimizers:
+        settle_state(optimizer)
     lacking: set[tuple[int, int]] = set()
     for o, optimizer in enumerate(optimizers):
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.held import settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Entries, Stateful, Values, entries_of, values_of
@@ -166,6 +167,8 @@ def plan_save(request: Request, ranks: Ranks) -> Plan:
 
 def _read(request: Request, ranks: Ranks) -> tuple[Contents, _Outline, _Digests]:
     """What this rank holds, and what ranks compare of it."""
+    for optimizer in request.optimizers:
+        settle_state(optimizer)
     contents = contents_of(request.model, request.optimizers, ranks.is_first)
     state = {key: _giving(value) for key, value in request.state.items()}
     state |= {name: module.get_extra_state for name, module in contents.extra.items()}

@@ -1,0 +1,339 @@
+"""`fullshard.OwnerOptimizer`: what an optimizer does with whole parameters in one process, and its state in files."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fullshard
+from fullshard.optim.owner_optimizer import _flatten, _nested
+
+WIDE, TALL = 6, 11
+CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
+    "soap": (pytorch_optimizer.SOAP, {"lr": 0.1, "precondition_frequency": 2}),  # lists of matrices, counts in groups
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+LAYOUTS = ["rows", "flat", "owner", fullshard.Blocks("row")]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, TALL), nn.Sequential(nn.Linear(TALL, WIDE), nn.LayerNorm(WIDE)))
+
+
+def sharded(layout: Any = "rows", **options: Any) -> nn.Sequential:
+    model = build()
+    fullshard.fully_shard(model[1], layout=layout, **options)
+    return fullshard.fully_shard(model, layout=layout, **options)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same on every number of ranks; one parameter has none in step 1."""
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(model.parameters()):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+        elif isinstance(parameter, fullshard.FlatShard):
+            gradient = torch.zeros_like(parameter).copy_(gradient)
+        parameter.grad = None if (step, number) == (1, 2) else gradient
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_gradients(model, step)
+        optimizer.step()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices and others, with settings of their own."""
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.2},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def made(name: str, model: nn.Module, owners: bool = True) -> torch.optim.Optimizer:
+    optimizer_class, settings = CLASSES[name]
+    if owners:
+        return fullshard.OwnerOptimizer(groups_of(model), optimizer_class, **settings)
+    return optimizer_class(groups_of(model), **settings)
+
+
+def differing(model: nn.Module, reference: nn.Module, rounded: bool = False) -> list[str]:
+    """Parameters that differ in any bit, or by more than rounding."""
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6) if rounded else torch.equal
+    return [name for (name, p), theirs in pairs if not same(whole(p), theirs)]
+
+
+def differences(name: str, layout: Any, mesh: tuple[int, ...]) -> list[str]:
+    """Parameters that differ in any bit from those of one process; a scheduler changes the learning rate."""
+    names = ("replicate", "shard")[-len(mesh) :]
+    model = sharded(layout, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    plain = build()
+    pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
+    for module, optimizer in pairs:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(6):
+            train(module, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert [g["lr"] for g in pairs[0][1].param_groups] == [g["lr"] for g in pairs[1][1].param_groups]
+    return differing(model, plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)], ids=str)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_equals_one_process(run_ranks, layout, mesh):
+    for name in CLASSES:
+        found = run_ranks(differences, name, layout, mesh, world=torch.Size(mesh).numel())
+        assert found == [[]] * len(found), name
+
+
+def split_over_two_axes() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    value, gradient = torch.randn(9, 6), torch.randn(9, 6)
+    plain = nn.Parameter(value.clone())
+    ours = nn.Parameter(distribute_tensor(value, mesh, [Shard(0), Shard(1)]))
+    plain.grad, ours.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0), Shard(1)])
+    reference = torch.optim.Adafactor([plain], lr=0.1)
+    optimizer = fullshard.OwnerOptimizer([ours], torch.optim.Adafactor, lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        reference.step()
+    assert isinstance(ours, DTensor)
+    return torch.equal(ours.full_tensor(), plain)
+
+
+@pytest.mark.gloo("DTensor's collectives")
+def test_parameters_that_are_split_twice_are_gathered(run_ranks):
+    assert run_ranks(split_over_two_axes, world=4) == [True] * 4
+
+
+def resumed(name: str, how: str, folder: str, layout: str, save: bool) -> list[str]:
+    """Three steps, and a save; or a load, and the steps that follow: differences to one process."""
+    model, plain = sharded(layout), build()
+    optimizer, reference = made(name, model), made(name, plain, owners=False)
+    train(plain, reference, range(3 if save else 6))
+    if save:
+        train(model, optimizer, range(3))
+    if how == "fullshard":
+        (fullshard.save if save else fullshard.load)(folder, model, optimizer)
+    else:
+        if not save:  # state to load into
+            train(model, optimizer, range(1))
+        state = {"model": model.state_dict(), "optimizer": fullshard.optimizer_state_dict(model, optimizer)}
+        (dcp.save if save else dcp.load)(state, checkpoint_id=folder)
+        if not save:
+            model.load_state_dict(state["model"])
+            fullshard.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if not save:
+        train(model, optimizer, range(3, 6))
+    return differing(model, plain, rounded=name == "soap")  # whose matrices lie column by column before they are saved
+
+
+@pytest.mark.parametrize("how", ["fullshard", "dcp"])
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.gloo("processes")
+def test_checkpoints_load_on_other_worlds_and_layouts(run_ranks, tmp_path: Path, name, how):
+    assert run_ranks(resumed, name, how, str(tmp_path / "saved"), "rows", True, world=2) == [[]] * 2
+    for world, layout in ((3, "flat"), (1, "rows"), (2, "rows")):
+        found = run_ranks(resumed, name, how, str(tmp_path / "saved"), layout, False, world=world)
+        assert found == [[]] * world, (world, layout)
+
+
+def to_and_from_adamw(folder: str) -> list[str]:
+    """State of AdamW on owners goes on in AdamW on rows, and back."""
+    model, plain = sharded(), build()
+    train(plain, made("adamw", plain, owners=False), range(6))
+    pair = [made("adamw", model), made("adamw", model, owners=False)]
+    for begin, end, optimizer, after in ((0, 2, *pair), (2, 4, *pair[::-1]), (4, 6, *pair)):
+        train(model, optimizer, range(begin, end))
+        fullshard.save(folder, model, optimizer, step=end)
+        fullshard.load(folder, model, after)
+    return differing(model, plain)
+
+
+@pytest.mark.gloo("processes")
+def test_state_goes_on_without_owners_and_back(run_ranks, tmp_path: Path):
+    assert run_ranks(to_and_from_adamw, str(tmp_path), world=2) == [[]] * 2
+
+
+def other_ways() -> list[str]:
+    """A copy, torch's own state dicts, a group that is added, a closure: as one process does."""
+    wrong = []
+    for name in CLASSES:
+        model, plain = sharded(), build()
+        (first, *rest), (first_plain, *rest_plain) = groups_of(model), groups_of(plain)
+        optimizer_class, settings = CLASSES[name]
+        optimizer: Any = fullshard.OwnerOptimizer([first], optimizer_class, **settings)
+        reference = optimizer_class([first_plain], **settings)
+        train(model, optimizer, range(2)), train(plain, reference, range(2))
+        optimizer.add_param_group(rest[0]), reference.add_param_group(rest_plain[0])
+        train(model, optimizer, range(2, 3)), train(plain, reference, range(2, 3))
+        state = get_optimizer_state_dict(model, optimizer)
+        again: Any = fullshard.OwnerOptimizer(groups_of(model), optimizer_class, **settings)
+        if name != "soap":  # torch's own function loads no settings that a new optimizer lacks ("step" of SOAP's groups)
+            set_optimizer_state_dict(model, again, state)
+        else:
+            again.load_state_dict(optimizer.state_dict())
+        set_gradients(model, 3), set_gradients(plain, 3)
+        assert again.step(lambda: 5) == 5
+        reference.step()
+        wrong += [f"{name}: {one}" for one in differing(model, plain, name == "soap")]
+        copied = copy.deepcopy(again)
+        assert type(copied) is fullshard.OwnerOptimizer and copied.optimizer_class is optimizer_class
+        assert copied.param_groups[0]["params"][0] is not model[0].weight
+        train(model, again, range(4, 5)), train(plain, reference, range(4, 5))
+        wrong += [f"{name} after a copy: {one}" for one in differing(model, plain, name == "soap")]
+    return wrong
+
+
+@pytest.mark.gloo("processes")
+def test_what_else_programs_do(run_ranks):
+    assert run_ranks(other_ways, world=2) == [[]] * 2
+
+
+def held_bytes() -> tuple[int, int, int, list[int]]:
+    """State on this rank, whole and by `memory_use`; all of it; and tensors alive after each of some steps."""
+    import gc
+
+    model = sharded()
+    optimizer: Any = made("adamw", model)
+    alive = []
+    for step in range(12):
+        train(model, optimizer, range(step, step + 1))
+        if step % 4 == 3:
+            optimizer.state_dict()
+        gc.collect()
+        alive.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    train(model, optimizer, range(12, 13))
+    state = sum(v.numel() * 4 for own in optimizer.state.values() for v in own.values() if v.dim())
+    assert all(whole.untyped_storage().nbytes() <= 4 for whole in optimizer._wholes.values()), "values are let go"
+    total = 3 * 4 * sum(p.numel() for p in model.parameters())
+    return state, fullshard.memory_use(model, optimizer).optimizer, total, alive
+
+
+@pytest.mark.gloo("processes")
+def test_each_rank_keeps_the_state_of_its_own_and_nothing_grows(run_ranks):
+    found = run_ranks(held_bytes, world=2)
+    assert sum(state for state, *_ in found) == found[0][2]
+    for state, told, total, alive in found:
+        assert 0.4 * total < state < 0.6 * total
+        assert state <= told <= state + 64  # step counts
+        assert alive[4] == alive[8] and alive[5] == alive[9]  # after a step that follows `state_dict`, and the next
+
+
+class Together(torch.optim.SGD):
+    """Steps by gradients that are divided by the norm of all."""
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for g in self.param_groups for p in g["params"]], 1.0, torch.nn.utils.get_total_norm(gradients)
+        )
+        super().step()
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> None:
+        super().step(closure)
+
+
+class Guess(torch.optim.SGD):
+    """Adds random numbers."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p.grad))
+        super().step()
+
+
+def refused() -> dict[str, str]:
+    model = sharded("flat")
+    view = fullshard.optimizer_view(sharded())
+    tries: dict[str, Callable[[], Any]] = {
+        "together": lambda: fullshard.OwnerOptimizer(model.parameters(), Together, lr=0.1),
+        "closure": lambda: fullshard.OwnerOptimizer(model.parameters(), NeedsClosure, lr=0.1),
+        "lbfgs": lambda: fullshard.OwnerOptimizer(model.parameters(), torch.optim.LBFGS),
+        "adagrad": lambda: fullshard.OwnerOptimizer(model.parameters(), torch.optim.Adagrad),
+        "view": lambda: fullshard.OwnerOptimizer(view, torch.optim.Adafactor),
+        "instance": lambda: fullshard.OwnerOptimizer(model.parameters(), torch.optim.SGD(view)),  # type: ignore[arg-type]
+        "rows": lambda: train_once(torch.optim.Adafactor),
+        "list": lambda: train_once(pytorch_optimizer.Adan),
+        "element-wise": lambda: train_once(torch.optim.Rprop),
+        "runs": lambda: train_once(pytorch_optimizer.CAME, fullshard.optimizer_view),
+    }
+    errors = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except fullshard.ConfigError as error:
+            errors[name] = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fullshard.OwnerOptimizer(model.parameters(), Guess, lr=0.1)
+    errors["random"] = str(caught[0].message) if caught else ""
+    return errors
+
+
+def train_once(optimizer_class: Any, parameters: Any = lambda model: model.parameters()) -> None:
+    model = sharded()
+    optimizer = optimizer_class(parameters(model), lr=0.1)
+    model(torch.ones(2, WIDE)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.gloo("processes")
+def test_what_cannot_be_exact_is_refused_by_name(run_ranks):
+    for errors in run_ranks(refused, world=2):
+        assert "Together, whose step of a parameter depends on other parameters" in errors["together"]
+        assert "NeedsClosure, whose step() computes gradients" in errors["closure"]
+        assert "LBFGS" in errors["lbfgs"]
+        assert "Adagrad makes state when it is built" in errors["adagrad"]
+        assert "is a run of elements" in errors["view"] and "fully_shard" in errors["view"]
+        assert "subclass of torch.optim.Optimizer" in errors["instance"]
+        assert "Adafactor computes with operations" in errors["rows"] and "OwnerOptimizer" in errors["rows"]
+        assert "0.weight" in errors["rows"]
+        assert "Adan(..., foreach=False)" in errors["list"]
+        assert "Rprop(optimizer_view(model), ...)" in errors["element-wise"]
+        assert "CAME looks at whole tensors" in errors["runs"] and "OwnerOptimizer" in errors["runs"]
+        assert "whether Guess does could not be found out" in errors["random"]
+
+
+def test_nested_state_is_put_together_again():
+    state = {"a": 1, "GG": [torch.ones(2), [], (3.0, {"x": None, 4: "text"})], "empty": {}, "none": ()}
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        _flatten(value, key, flat)
+    backwards = dict(reversed(list(flat.items())))
+    assert repr(_nested(flat)) == repr(state)
+    again = _nested(backwards)
+    assert torch.equal(again["GG"].pop(0), torch.ones(2)) and again["GG"] == state["GG"][1:]
+    with pytest.raises(fullshard.CheckpointError, match="cannot be kept"):
+        _flatten({"a": object()}, "key", flat)
