@@ -1,4 +1,4 @@
-"""Steps of the demo's GPT with `fullshard.Muon` beside AdamW, and beside `torch.optim.Muon`, which gathers everything.
+"""Steps of the demo's GPT with `fullshard.Muon` and `OwnerOptimizer` beside AdamW, and `torch.optim.Muon` on rows.
 
     python benchmarks/muon.py                 # two ranks over gloo on this machine, in turns
     python benchmarks/muon.py --ranks 1
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +35,9 @@ PEERS: dict[str, tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer
     "Muon, rows": ("rows", fullshard.Muon),
     "Muon, flat": ("flat", fullshard.Muon),
     "torch.optim.Muon, rows": ("rows", torch.optim.Muon),
+    "torch.optim.Muon on owners": ("rows", partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.Muon)),
+    "AdamW on owners": ("rows", partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.AdamW)),
+    "Adafactor on owners": ("rows", partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.Adafactor)),
 }
 
 

@@ -185,10 +185,9 @@ def test_state_goes_on_without_owners_and_back(run_ranks, tmp_path: Path):
 def other_ways() -> list[str]:
     """A copy, torch's own state dicts, a group that is added, a closure: as one process does."""
     wrong = []
-    for name in CLASSES:
+    for name, (optimizer_class, settings) in CLASSES.items():
         model, plain = sharded(), build()
         (first, *rest), (first_plain, *rest_plain) = groups_of(model), groups_of(plain)
-        optimizer_class, settings = CLASSES[name]
         optimizer: Any = fullshard.OwnerOptimizer([first], optimizer_class, **settings)
         reference = optimizer_class([first_plain], **settings)
         train(model, optimizer, range(2)), train(plain, reference, range(2))
@@ -196,7 +195,9 @@ def other_ways() -> list[str]:
         train(model, optimizer, range(2, 3)), train(plain, reference, range(2, 3))
         state = get_optimizer_state_dict(model, optimizer)
         again: Any = fullshard.OwnerOptimizer(groups_of(model), optimizer_class, **settings)
-        if name != "soap":  # torch's own function loads no settings that a new optimizer lacks ("step" of SOAP's groups)
+        if (
+            name != "soap"
+        ):  # torch's own function loads no settings that a new optimizer lacks ("step" of SOAP's groups)
             set_optimizer_state_dict(model, again, state)
         else:
             again.load_state_dict(optimizer.state_dict())

@@ -263,6 +263,12 @@ def _element_wise(optimizer: Optimizer, bases: set[str]) -> bool | None:
 _tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
 
 
+def _is_uneven(parameter: Any) -> bool:
+    """Whether ranks have different numbers of a parameter's rows, of which DTensor makes no vector."""
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(placement.is_shard() and parameter.shape[placement.dim] % size for placement, size in sizes)
+
+
 def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Refuse optimizers whose step is known to raise torch's own errors on `DTensor`s."""
     name = type(optimizer).__name__
@@ -279,6 +285,8 @@ def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
             remedy = f"{name}(optimizer_view(model), ...)"
         else:
             remedy = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
+    elif ("torch", "LBFGS") in bases and _is_uneven(parameter):
+        remedy = "take a number of ranks that divides all first dims, or an element-wise optimizer"
     else:
         return
     raise ConfigError(

@@ -81,10 +81,14 @@ def _of_group(
     optimizer_class: type[torch.optim.Optimizer], arguments: Settings, group: Settings, cut: Cut
 ) -> bool | None:
     for shapes in SHAPES:
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator) for shape in shapes]
-        mean = [torch.randn(shape, generator=generator) for shape in shapes]  # steady, for step sizes that grow
-        gradients = [[one + torch.randn(one.shape, generator=generator) for one in mean] for _ in range(STEPS)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        values = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+        mean = [
+            torch.randn(shape, generator=generator, device="cpu") for shape in shapes
+        ]  # steady, for step sizes that grow
+        gradients = [
+            [one + torch.randn(one.shape, generator=generator, device="cpu") for one in mean] for _ in range(STEPS)
+        ]
 
         def flat(cut: Cut, seed: int, values: Any = values, gradients: Any = gradients) -> torch.Tensor:
             """All elements after the steps."""
