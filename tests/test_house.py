@@ -51,11 +51,12 @@ EXPORTS = [
     "PhaseError",
     "PrivateNameError", "RecordingComm", "RowShard", "Saving", "ShardPlacementResult", "ShardedGradScaler",
     "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
-    "StateDictSettings", "StateDictType", "TorchComm", "UnshardHandle", "adopt", "clip_grad_norm_", "convert",
+    "StateDictSettings", "StateDictType", "StepsInBackward", "TorchComm", "UnshardHandle", "adopt",
+    "clip_grad_norm_", "convert",
     "describe", "free", "full_parameters", "fully_shard", "join", "keep_gathered", "load", "load_optimizer_state_dict",
     "load_safetensors", "memory_use", "nonfinite_gradients", "optimizer_state_dict", "optimizer_view", "owner_of",
     "park", "record_events", "register_fsdp_forward_method", "resume", "save", "save_safetensors",
-    "set_check_nonfinite", "set_token_count", "share_comm_ctx", "trace", "verify", "watch", "wrap",
+    "set_check_nonfinite", "set_token_count", "share_comm_ctx", "step_in_backward", "trace", "verify", "watch", "wrap",
 ]  # fmt: skip
 FACES = {"__init__", "__main__", "wrap", "comm_hooks", "state_dict"}  # names only
 

@@ -73,9 +73,11 @@ if TYPE_CHECKING:
         NonfiniteGradient,
         OwnerOptimizer,
         ShardedGradScaler,
+        StepsInBackward,
         clip_grad_norm_,
         nonfinite_gradients,
         optimizer_view,
+        step_in_backward,
     )
     from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .runtime.reduce_kept import GradientReductionHandle
@@ -124,8 +126,8 @@ _HOMES = {
         "layout": "Blocks",
         "mesh.axes": "ShardPlacementResult",
         "mesh.data_parallel": "DataParallelMeshDims",
-        "optim": "Muon NonfiniteGradient OwnerOptimizer ShardedGradScaler clip_grad_norm_ nonfinite_gradients "
-        "optimizer_view",
+        "optim": "Muon NonfiniteGradient OwnerOptimizer ShardedGradScaler StepsInBackward clip_grad_norm_ "
+        "nonfinite_gradients optimizer_view step_in_backward",
         "policies": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "runtime.reduce_kept": "GradientReductionHandle",
         "store.background": "Saving",
@@ -212,6 +214,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StepsInBackward",
     "Strategy",
     "TorchComm",
     "UnshardHandle",
@@ -245,6 +248,7 @@ __all__ = [
     "set_token_count",
     "share_comm_ctx",
     "solve",
+    "step_in_backward",
     "trace",
     "verify",
     "watch",

@@ -1,6 +1,7 @@
 """Optimizer views, Muon, and optimizers on owners; gradient clipping, scaling, and a look for what is not finite."""
 
 from .clip import clip_grad_norm_, total_norm
+from .in_backward import StepsInBackward, step_in_backward
 from .muon import Muon
 from .nonfinite import NonfiniteGradient, nonfinite_gradients
 from .owner_optimizer import OwnerOptimizer
@@ -12,8 +13,10 @@ __all__ = [
     "NonfiniteGradient",
     "OwnerOptimizer",
     "ShardedGradScaler",
+    "StepsInBackward",
     "clip_grad_norm_",
     "nonfinite_gradients",
     "optimizer_view",
+    "step_in_backward",
     "total_norm",
 ]

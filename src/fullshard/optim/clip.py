@@ -18,6 +18,9 @@ from ..forms import PART_KEY, FlatShard, LocalForm, owner_of
 from ..shard import follow_views
 from ..torch_private.local_tensor import inside
 
+STEPPED_KEY = "_fullshard_steps_in_backward"
+"""Attribute of parameters that an optimizer steps during the backward; see `step_in_backward`."""
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -47,19 +50,41 @@ def clip_grad_norm_(
     """
     _check_order(norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
+    _refuse_stepped(tensors)
     follow_views(tensors)
     viewed = {id(p): _under_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
     under = {id(member) for members in viewed.values() for member in members}
     tensors = [p for p in tensors if p.grad is not None and id(p) not in under]
-    grads = [as_real(inside(p.grad)) for p in tensors if p.grad is not None]
+    grads = [p.grad for p in tensors if p.grad is not None]
     total = _norm_of([part for p in tensors for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
             topic="nonfinite-gradients",
         )
-    _scale_down(grads, total, max_norm)
+    scale_gradients(grads, total, max_norm)
     return total
+
+
+def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients of total norm `total` in place, so that it is at most `max_norm`."""
+    _scale_down([as_real(inside(grad)) for grad in grads], total, max_norm)
+
+
+def _refuse_stepped(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients are gone when the backward ends.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for tensor in tensors:
+        if STEPPED_KEY in tensor.__dict__:
+            raise ConfigError(
+                "clip_grad_norm_ was given a parameter that is stepped during the backward: it is too late to clip.",
+                parameter=tensor.__dict__.get("_fullshard_name"),
+                remedy="step_in_backward(optimizer, max_norm=...), which clips in two passes",
+                topic="step-in-backward",
+            )
 
 
 def _check_order(norm_type: float) -> None:
@@ -109,6 +134,24 @@ def _norm_of(
     grads: Iterable[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]], norm_type: float
 ) -> torch.Tensor:
     """`total_norm` of gradients, each with the groups over which its elements are split."""
+    return joined_norm(_local_norms(grads, norm_type), norm_type, torch.get_default_device())
+
+
+def local_norms(
+    parameters: Sequence[torch.Tensor], norm_type: float
+) -> list[list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]]]:
+    """For each parameter, norms of this rank's parts of its gradient, for `joined_norm`. No communication."""
+    result = []
+    for parameter in parameters:
+        norms = _local_norms(_parts_of(parameter, []), norm_type)
+        holds = parameter.grad is not None and inside(parameter.grad).numel() > 0
+        result.append([(groups, norm if holds else norm[:0]) for groups, norm in norms])
+    return result
+
+
+def _local_norms(
+    grads: Iterable[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]], norm_type: float
+) -> list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]]:
     by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
     for grad, groups in grads:
         entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
@@ -121,10 +164,10 @@ def _norm_of(
             norms.append((groups, torch.stack(torch._foreach_norm(filled, norm_type, dtype=dtype))))
         else:
             norms.append((groups, torch.zeros(1, dtype=dtype, device=tensors[0].device)))
-    return _joined(norms, norm_type, torch.get_default_device())
+    return norms
 
 
-def _joined(
+def joined_norm(
     norms: Iterable[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """The norm of everything from 1-D tensors of norms, each summed over its groups. Collective.
@@ -242,7 +285,7 @@ def clip_local_gradients(
         # float64 whatever the dtypes here: a rank that holds nothing does not know those of the others
         local = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
         norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in local])))
-    total = _joined(norms, norm_type, device)
+    total = joined_norm(norms, norm_type, device)
     _scale_down(grads, total, max_norm)
     widest = torch.float32
     if grads:

@@ -244,13 +244,19 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
         )
 
 
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to be: its step is one of torch's."""
+    bases = {base.__name__ for base in type(optimizer).__mro__}
+    return type(optimizer).step.__module__.startswith("torch.optim.") and bool(bases & ELEMENT_WISE)
+
+
 def _element_wise(optimizer: Optimizer, bases: set[str]) -> bool | None:
     """Whether an optimizer may step any runs of elements; None: not known."""
     if bases & WHOLE_TENSORS:
         return False
-    kind = type(optimizer)
-    if kind.step.__module__.startswith("torch.optim.") and bases & ELEMENT_WISE:
+    if is_element_wise(optimizer):
         return True
+    kind = type(optimizer)
     key = repr(
         [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
     )

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
+from ..errors import ConfigError
+from ..forms import NAME_KEY
 from ..shard import follow_views
 from ..torch_private.local_tensor import inside
+from .clip import STEPPED_KEY
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -86,9 +89,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         `allow_fp16` is the base class's and is not looked at: sharded gradients may be kept in fp16.
         """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _refuse_stepped(parameters)
         found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        follow_views([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        follow_views(parameters)
         with torch.no_grad():
             for grad in _distinct(optimizer):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -110,6 +115,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 reduce_value(here, dist.ReduceOp.MAX, self.process_group)
         for flag in found.values():
             flag.copy_(here)
+
+
+def _refuse_stepped(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that were stepped by scaled gradients, during the backward.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for parameter in parameters:
+        if STEPPED_KEY in parameter.__dict__:
+            raise ConfigError(
+                "A gradient scaler was given an optimizer that steps during the backward, by scaled gradients.",
+                parameter=parameter.__dict__.get(NAME_KEY, "?"),
+                remedy="train in bfloat16, which needs no scaling; or step after the backward",
+                topic="step-in-backward",
+            )
 
 
 def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

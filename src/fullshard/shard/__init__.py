@@ -7,7 +7,7 @@ from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
-from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse_unreduced
+from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse_unreduced, release_all
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .messages import tokens_not_counted
@@ -65,6 +65,7 @@ __all__ = [
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",
+    "release_all",
     "resume_unit",
     "run_of",
     "sees_gradients",

@@ -1,0 +1,104 @@
+"""Steps of AdamW during the backward, in one pass and in two, beside steps after it: time and bytes of gradients.
+
+    python benchmarks/step_in_backward.py     # the demo's GPT on two ranks over gloo on this machine, in turns
+
+Milliseconds of a training step, medians; bytes of reduced gradients on a rank, the most at any delivery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from model import GPT, VOCABULARY, GPTConfig
+
+import fullshard
+from fullshard.events import stream
+from fullshard.shard import units_of
+
+BATCH, CONTEXT = 4, 128  # of a rank, as in the demo with two
+WAYS = ("after", "after, clipped", "in backward", "in backward, clipped in two passes")
+
+
+def gradient_bytes(model: Any) -> int:
+    return sum(gradients.held_bytes for unit in units_of(model) for gradients in unit.gradients)
+
+
+def rank(rounds: int) -> None:
+    """One rank; the first prints the table."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    runs: dict[str, Any] = {}
+    for way in WAYS:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(layers=6, width=128, heads=4, context=CONTEXT))
+        for block in model.blocks:
+            fullshard.fully_shard(block)
+        fullshard.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps = None
+        if way.startswith("in"):
+            steps = fullshard.step_in_backward(optimizer, max_norm=1.0 if "clipped" in way else None)
+        runs[way] = model, optimizer, steps, [], [0]
+    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT))
+    for index in range(rounds + 2):
+        for way, (model, optimizer, steps, times, most) in runs.items():
+
+            def look(event: Any, model: Any = model, most: list[int] = most) -> None:
+                if event.verb == "reduced":
+                    most[0] = max(most[0], gradient_bytes(model))
+
+            if index == 1:
+                stream.listeners.append(look)
+            dist.barrier()
+            began = time.perf_counter()
+            if way.endswith("passes"):
+                with steps.measure():
+                    model(tokens, tokens).backward()
+            model(tokens, tokens).backward()
+            if way == "after, clipped":
+                fullshard.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            if index == 1:
+                stream.listeners.remove(look)
+            if index >= 2:
+                times.append(time.perf_counter() - began)
+    if dist.get_rank() == 0:
+        first = median(runs["after"][3])
+        print("| AdamW steps | step, ms | of steps after | gradients, bytes |\n|---|---|---|---|")
+        for way, (*_, times, most) in runs.items():
+            print(f"| {way} | {median(times) * 1e3:.1f} | {median(times) / first:.2f} | {most[0]:,} |")
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.rounds)
+        return 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, __file__, "--rank", "--rounds", str(options.rounds)], env=environment, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

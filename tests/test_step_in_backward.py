@@ -1,0 +1,245 @@
+"""`step_in_backward`: the numbers of steps after the backward, with the gradients of one unit at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.events import stream
+from fullshard.shard import units_of
+
+BLOCKS, WIDTH = 6, 8
+
+
+class Net(nn.Module):
+    """Blocks with dropout; `skip` leaves the third out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH + 1), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH + 1, WIDTH))
+            for _ in range(BLOCKS)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))  # in the root's unit, with the norm
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if not (skip and index == 2):
+                x = x + block(x)
+        return self.norm(x) * self.scale
+
+
+def sharded(layout: str = "rows", **options: Any) -> Any:
+    model = Net()
+    for block in model.blocks:
+        fullshard.fully_shard(block, layout=layout, **options)
+    return fullshard.fully_shard(model, layout=layout, **options)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def loss_of(model: nn.Module, step: int | None, **options: Any) -> torch.Tensor:
+    """Of random numbers; from a seed, or those that follow."""
+    if step is not None:
+        torch.manual_seed(10 * step + dist.get_rank())
+    return 3 * model(torch.randn(4, WIDTH), **options).square().mean()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD, fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "counts in its groups": lambda params: pytorch_optimizer.AdEMAMix(params, lr=0.01),
+    "Muon": lambda params: fullshard.Muon([p for p in params if p.ndim == 2], lr=0.01),
+}
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: Any, max_norm: float | None, skips: bool) -> list[float]:
+    """Six steps: two micro-batches without sync in one, a block left out on one rank or on all in others."""
+    norms = []
+    for step in range(6):
+        skip = skips and (step == 2 or (step == 3 and dist.get_rank() == 0))
+
+        def backward(step: int = step, skip: bool = skip) -> None:
+            for micro in range(2 if step == 4 else 1):
+                model.set_requires_gradient_sync(step != 4 or micro == 1)
+                loss_of(model, None, skip=skip).backward()
+
+        torch.manual_seed(10 * step + dist.get_rank())
+        if steps is not None and max_norm is not None:
+            with steps.measure():
+                backward()
+            norms.append(float(steps.norm))
+        backward()
+        if steps is None and max_norm is not None:
+            norms.append(float(fullshard.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def differences(name: str, layout: str, max_norm: float | None, skips: bool) -> list[str]:
+    """Parameters and state that differ in any bit from those of steps after the backward, and norms."""
+    pair = []
+    for inside in (True, False):
+        model = sharded(layout, unused="zeros") if skips else sharded(layout)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        steps = fullshard.step_in_backward(optimizer, max_norm=max_norm) if inside else None
+        norms = train(model, optimizer, steps, max_norm, skips)
+        scheduler.step()
+        pair.append((model, optimizer, norms))
+    (model, optimizer, norms), (plain, reference, expected) = pair
+    wrong = [
+        key
+        for (key, p), theirs in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.equal(whole(p), whole(theirs))
+        or any(
+            not torch.equal(whole(v), whole(reference.state[theirs][k]))
+            for k, v in optimizer.state.get(p, {}).items()
+            if isinstance(v, torch.Tensor)
+        )
+    ]
+    for ours, theirs in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        wrong += [key for key in ours if key != "params" and ours[key] != theirs[key]]
+    return wrong + ([f"norms {norms} {expected}"] if norms != pytest.approx(expected, rel=1e-6) else [])
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("processes")
+def test_the_numbers_of_steps_after_the_backward(run_ranks, layout, max_norm):
+    for name in OPTIMIZERS:
+        if name == "Muon" and max_norm is not None:
+            continue  # the norm of all parameters, of which it steps some
+        assert run_ranks(differences, name, layout, max_norm, False, world=2) == [[], []], name
+
+
+@pytest.mark.gloo("processes")
+def test_blocks_that_some_ranks_leave_out(run_ranks):
+    for max_norm in (None, 0.5):
+        assert run_ranks(differences, "AdamW", "rows", max_norm, True, world=2) == [[], []]
+
+
+def highest_in_backward(inside: bool) -> list[int]:
+    """Bytes of reduced gradients whenever a unit's were delivered, in the second step."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if inside:
+        fullshard.step_in_backward(optimizer)
+    units = units_of(model)
+    held: list[int] = []
+
+    def look(event: Any) -> None:
+        if event.verb == "reduced":
+            held.append(sum(gradients.held_bytes for unit in units for gradients in unit.gradients))
+
+    for step in range(2):
+        held.clear()
+        stream.listeners.append(look)
+        try:
+            loss_of(model, step).backward()
+        finally:
+            stream.listeners.remove(look)
+        optimizer.step()
+        optimizer.zero_grad()
+    return held
+
+
+@pytest.mark.gloo("processes")
+def test_gradients_of_few_units_are_alive(run_ranks):
+    inside, after = run_ranks(highest_in_backward, True, world=2)[0], run_ranks(highest_in_backward, False, world=2)[0]
+    assert len(inside) == len(after) == BLOCKS + 1
+    assert after[-1] > 6 * max(after[0], 1) / 2
+    # a unit's slice, and that of the unit whose reduction is in flight
+    assert max(inside) <= 0.4 * after[-1], (inside, after)
+
+
+def resumed(folder: str, save: bool) -> list[str]:
+    """Saved after three steps in backward, loaded by another optimizer, on as many ranks or others."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = fullshard.step_in_backward(optimizer)
+    if save:
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+        fullshard.save(folder, model, optimizer)
+    else:
+        fullshard.load(folder, model, optimizer)
+        assert all(int(state["step"]) == 3 for state in optimizer.state.values())
+        steps.remove()
+        loss_of(model, 9).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        fullshard.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert all(int(state["step"]) == 4 for state in optimizer.state.values())
+    return [name for name, p in model.named_parameters() if p.grad is not None and save]
+
+
+@pytest.mark.gloo("processes")
+def test_its_state_is_saved_and_loaded(run_ranks, tmp_path: Path):
+    assert run_ranks(resumed, str(tmp_path / "saved"), True, world=2) == [[], []]
+    assert run_ranks(resumed, str(tmp_path / "saved"), False, world=3) == [[]] * 3
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = fullshard.ShardedGradScaler("cpu")
+    scaler.scale(loss_of(model, 0).detach())
+    scaler.step(optimizer)
+
+
+def refused() -> dict[str, str]:
+    model, other = sharded(), sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.step_in_backward(optimizer, max_norm=1.0)
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    prodigy = pytorch_optimizer.AvaGrad(other.parameters())
+    tries: dict[str, Callable[[], Any]] = {
+        "twice": lambda: fullshard.step_in_backward(optimizer),
+        "clip": lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0),
+        "unmeasured": lambda: loss_of(model, 0).backward(),
+        "plain": lambda: fullshard.step_in_backward(plain),
+        "together": lambda: fullshard.step_in_backward(prodigy),
+        "view": lambda: fullshard.step_in_backward(torch.optim.SGD(fullshard.optimizer_view(other))),
+        "owners": lambda: fullshard.step_in_backward(
+            fullshard.OwnerOptimizer(other.parameters(), torch.optim.Adafactor)
+        ),
+        "norm": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), max_norm=-1.0),
+        "scaler": lambda: scaled(model, optimizer),
+    }
+    errors = {}
+    for name, attempt in tries.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                attempt()
+        except fullshard.FullshardError as error:
+            errors[name] = str(error)
+    return errors
+
+
+@pytest.mark.gloo("processes")
+def test_what_it_refuses(run_ranks):
+    for errors in run_ranks(refused, world=2):
+        assert "step in backward already" in errors["twice"]
+        assert "too late to clip" in errors["clip"] and "max_norm" in errors["clip"]
+        assert "norm is not known" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
+        assert "without sharded parameters" in errors["plain"]
+        assert "depends on other parameters" in errors["together"]
+        assert "runs of elements" in errors["view"]
+        assert "exchanges all parameters at once" in errors["owners"]
+        assert "max_norm is out of range" in errors["norm"]
+        assert "scal" in errors["scaler"]
