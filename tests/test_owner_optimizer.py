@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import pytorch_optimizer
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard.optim.owner_optimizer import _flatten, _nested
+from quantised import StoredInt8, dequantise, quantise
 
 WIDE, TALL = 6, 11
 CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -28,6 +30,29 @@ CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
     "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
+
+
+class Int8Momentum(torch.optim.Optimizer):
+    """SGD whose momentum is a tensor subclass: int8 with a scale for each row."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, rows = self.state[parameter], parameter.grad.reshape(parameter.shape[0], -1)
+                before = state.get("momentum")
+                momentum = (
+                    rows if before is None else rows + 0.9 * dequantise(before.quantised, before.scale, rows.dtype)
+                )
+                state["momentum"] = StoredInt8(*quantise(momentum))
+                parameter.sub_(momentum.view_as(parameter), alpha=group["lr"])
+
+
+CLASSES["subclasses"] = (Int8Momentum, {"lr": 0.1})
+CLASSES["8 bits"] = (bitsandbytes.optim.AdamW8bit, {"lr": 0.1, "min_8bit_size": 8})  # of blocks of 256 elements
 LAYOUTS = ["rows", "flat", "owner", fullshard.Blocks("row")]
 
 
@@ -195,9 +220,8 @@ def other_ways() -> list[str]:
         train(model, optimizer, range(2, 3)), train(plain, reference, range(2, 3))
         state = get_optimizer_state_dict(model, optimizer)
         again: Any = fullshard.OwnerOptimizer(groups_of(model), optimizer_class, **settings)
-        if (
-            name != "soap"
-        ):  # torch's own function loads no settings that a new optimizer lacks ("step" of SOAP's groups)
+        if name != "soap":  # torch's function loads no settings that a new optimizer lacks: its groups' "step"
+            model.zero_grad()  # with gradients torch's function would not take the step that makes state
             set_optimizer_state_dict(model, again, state)
         else:
             again.load_state_dict(optimizer.state_dict())
@@ -331,10 +355,10 @@ def test_nested_state_is_put_together_again():
     state = {"a": 1, "GG": [torch.ones(2), [], (3.0, {"x": None, 4: "text"})], "empty": {}, "none": ()}
     flat: dict[str, Any] = {}
     for key, value in state.items():
-        _flatten(value, key, flat)
+        _flatten(value, key, flat, {})
     backwards = dict(reversed(list(flat.items())))
-    assert repr(_nested(flat)) == repr(state)
-    again = _nested(backwards)
+    assert repr(_nested(flat, {})) == repr(state)
+    again = _nested(backwards, {})
     assert torch.equal(again["GG"].pop(0), torch.ones(2)) and again["GG"] == state["GG"][1:]
     with pytest.raises(fullshard.CheckpointError, match="cannot be kept"):
-        _flatten({"a": object()}, "key", flat)
+        _flatten({"a": object()}, "key", flat, {})

@@ -29,6 +29,8 @@ COUPLED = frozenset(
 )
 """Names of optimizers that compute one number (a step size, say) from all parameters; others are tried: `probe`."""
 State = dict[str, Any]  # of one parameter, by key
+Classes = dict[str, tuple[Any, ...]]
+"""By key, what makes a tensor subclass of the tensors inside it: its class, context, size and stride."""
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -46,8 +48,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
     it sharded, as that of other optimizers: a checkpoint loads on other numbers of ranks, and, where keys are the same,
     into the optimizer without owners. State that is not of a parameter's shape stays whole on the owner.
 
-    `add_param_group`, `step`, `state_dict` and copying are collective: ranks must have gradients of the same
-    parameters.
+    `add_param_group`, `step`, `state_dict`, `load_state_dict` and copying are collective: ranks must have gradients of
+    the same parameters.
 
     Owners of whole parameters: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), section 5, stage 1, by parameter.
 
@@ -69,6 +71,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._wholes: dict[int, nn.Parameter] = {}  # by the id of a parameter: what the inner optimizer steps
         self._owner_of: dict[int, int] = {}  # by the id of a parameter that has an owner
         self._cuts: dict[int, Cut | OtherCut | None] = {}
+        self._classes: dict[int, Classes] = {}  # by the id of a parameter that this rank owns
+        self._knows_classes = False  # the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
             [{**_settings(group), "params": self._stand_ins(group)} for group in self.param_groups], **settings
@@ -142,6 +146,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             state = inner.state.get(self._wholes[id(parameter)])
             self.state[parameter] = {} if state is None else state
         self._settings_back()
+        self._knows_classes = True
         return loss
 
     @torch.no_grad()
@@ -193,8 +198,23 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, of what `state_dict` gave, sharded or whole."""
+        """As `torch.optim.Optimizer.load_state_dict`, of what `state_dict` gave, sharded or whole; dtypes stay. Collective.
+
+        Raises:
+            CheckpointError: state of tensor subclasses, and this optimizer has not stepped; `fullshard.load` loads it.
+        """
+        if not self._knows_classes and any("<" in key for own in state_dict["state"].values() for key in own):
+            raise CheckpointError(
+                "State of tensor subclasses was to be loaded into an optimizer that has made none yet.",
+                remedy="fullshard.load(folder, model, optimizer); or take a step before load_state_dict",
+                topic="optimizer-state",
+            )
+        self.share_state()
         super().load_state_dict(state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for parameter, key in zip(self._parameters(), keys, strict=True):
+            if key in state_dict["state"]:  # torch casts 8-bit state to the parameter's dtype
+                self.state[parameter] = dict(state_dict["state"][key])
         assert self._inner is not None
         self._inner.state.clear()
         self._shared = True
@@ -203,7 +223,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self.share_state()
         return {
             **super().__getstate__(),
-            "_copied": (self.optimizer_class, _named(self.defaults, self.optimizer_class)),
+            "_copied": (
+                self.optimizer_class,
+                _named(self.defaults, self.optimizer_class),
+                [self._classes.get(id(parameter), {}) for parameter in self._parameters()],
+            ),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,7 +235,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if copied is not None:
             groups = [dict(group) for group in state["param_groups"]]
             self.__init__(groups, copied[0], **copied[1])  # type: ignore[misc]
-            state = {**state, "_shared": True}
+            self._classes = dict(zip(map(id, self._parameters()), copied[2], strict=True))
+            state = {**state, "_shared": True, "_knows_classes": True}
         super().__setstate__(state)
 
     def _check_coupling(self, settings: Mapping[str, Any]) -> None:
@@ -344,7 +369,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         state: State = {}
         try:
             for key, value in self._inner.state.get(self._wholes[id(parameter)], {}).items():
-                _flatten(value, key, state)
+                _flatten(value, key, state, self._classes.setdefault(id(parameter), {}))
         except CheckpointError as error:
             return error
         return state
@@ -434,7 +459,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 states.setdefault(id(parameter), {})[key] = whole
         for parameter in self._parameters():
             if self.state.get(parameter):
-                state = _nested(states.get(id(parameter), {}))
+                state = _nested(states.get(id(parameter), {}), self._classes.get(id(parameter), {}))
                 self.state[parameter] = state
                 if state:
                     self._inner.state[self._wholes[id(parameter)]] = state
@@ -527,24 +552,30 @@ def _kind(parameter: torch.Tensor, value: Any) -> tuple[str, Any]:
     return "whole", (tuple(value.shape), value.dtype)
 
 
-_STEP = re.compile(r"\[(\d*)\]|\((\d*)\)|\{([^}]*)\}")
-"""One step into a value: `[index]` of a list, `(index)` of a tuple, `{key}` of a dict; empty for one without any."""
+_STEP = re.compile(r"\[(\d*)\]|\((\d*)\)|\{([^}]*)\}|<(\w+)>")
+"""One step into a value: `[index]` of a list, `(index)` of a tuple, `{key}` of a dict, empty for one without any; and
+`<name>` of a tensor inside a tensor subclass."""
 
 
-def _flatten(value: Any, key: Any, state: State) -> None:
-    """Add a value to `state`; what is within lists, tuples and dicts under keys of its own."""
+def _flatten(value: Any, key: Any, state: State, classes: Classes) -> None:
+    """Add a value to `state`; what is within lists, tuples, dicts and tensor subclasses under keys of its own."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         left, right = "[]" if isinstance(value, list) else "()"
         for index, item in enumerate(value):
-            _flatten(item, f"{key}{left}{index}{right}", state)
+            _flatten(item, f"{key}{left}{index}{right}", state, classes)
         if not value:
             state[f"{key}{left}{right}"] = 0
     elif type(value) is dict and all(type(name) in (str, int) and "}" not in str(name) for name in value):
         for name, item in value.items():
-            _flatten(item, f"{key}{{{name!r}}}", state)
+            _flatten(item, f"{key}{{{name!r}}}", state, classes)
         if not value:
             state[f"{key}{{}}"] = 0
-    elif type(key) is str and (value is None or isinstance(value, (torch.Tensor, bool, int, float, str))):
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        classes[key] = type(value), context, value.size(), value.stride()
+        for name in names:
+            _flatten(getattr(value, name), f"{key}<{name}>", state, classes)
+    elif type(key) is str and (value is None or type(value) in (torch.Tensor, nn.Parameter, bool, int, float, str)):
         state[key] = value
     else:
         raise CheckpointError(
@@ -557,7 +588,7 @@ def _flatten(value: Any, key: Any, state: State) -> None:
         )
 
 
-def _nested(flat: State) -> State:
+def _nested(flat: State, classes: Classes) -> State:
     """The reverse of `_flatten`, of keys in any order."""
     state: dict[Any, Any] = {}
     for key, value in flat.items():
@@ -565,25 +596,30 @@ def _nested(flat: State) -> State:
         within, name = state, key[: steps[0].start()] if steps else key
         for step in steps:
             within = within.setdefault(name, _Container(step[0][0]))
-            index, at, named = step.groups()
-            name = ast.literal_eval(index or at or named or "None")
+            index, at, named, inner = step.groups()
+            name = inner or ast.literal_eval(index or at or named or "None")
         if name is not None:  # which the one key of an empty container is
             within[name] = value
-    return {key: _as_container(value) for key, value in state.items()}
+    return {key: _as_container(value, key, classes) for key, value in state.items()}
 
 
 class _Container(dict[Any, Any]):
-    """A list, tuple or dict that is being put together, by index or key; `bracket` says which."""
+    """A list, tuple, dict or tensor subclass that is being put together, by index or key; `bracket` says which."""
 
     def __init__(self, bracket: str) -> None:
         super().__init__()
         self.bracket = bracket
 
 
-def _as_container(value: Any) -> Any:
+def _as_container(value: Any, key: str, classes: Classes) -> Any:
     if not isinstance(value, _Container):
         return value
     if value.bracket == "{":
-        return {key: _as_container(item) for key, item in value.items()}
-    items = [_as_container(value[index]) for index in sorted(value)]
-    return items if value.bracket == "[" else tuple(items)
+        return {name: _as_container(item, f"{key}{{{name!r}}}", classes) for name, item in value.items()}
+    if value.bracket == "<":
+        kind, context, size, stride = classes[key]
+        inner = {name: _as_container(item, f"{key}<{name}>", classes) for name, item in value.items()}
+        return kind.__tensor_unflatten__(inner, context, size, stride)
+    left, right = "[]" if value.bracket == "[" else "()"
+    items = [_as_container(value[index], f"{key}{left}{index}{right}", classes) for index in sorted(value)]
+    return items if left == "[" else tuple(items)
