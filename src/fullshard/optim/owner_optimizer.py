@@ -198,7 +198,9 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, of what `state_dict` gave, sharded or whole; dtypes stay. Collective.
+        """As `torch.optim.Optimizer.load_state_dict`, of what `state_dict` gave, sharded or whole. Dtypes stay.
+
+        Collective.
 
         Raises:
             CheckpointError: state of tensor subclasses, and this optimizer has not stepped; `fullshard.load` loads it.
