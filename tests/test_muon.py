@@ -20,6 +20,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"nesterov": False, "momentum": 0.9, "weight_decay": 0.0},
     {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
+    {"ns_steps": 0},
 ]
 
 
@@ -230,8 +231,8 @@ def test_goes_on_with_the_state_of_torchs():
     ("settings", "words"),
     [
         ({"lr": -1.0}, "lr is out of range"),
-        ({"ns_steps": 0}, "ns_steps is out of range"),
-        ({"eps": 0.0}, "eps is out of range"),
+        ({"ns_steps": -1}, "ns_steps is out of range"),
+        ({"eps": -1e-7}, "eps is out of range"),
         ({"momentum": float("nan")}, "momentum is out of range"),
         ({"adjust_lr_fn": "other"}, "unknown adjust_lr_fn"),
         ({"split": 5}, "cannot be split so"),

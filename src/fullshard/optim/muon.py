@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
         for name, value in given.items():
-            if not value >= (name in ("eps", "ns_steps")) * 1e-300:
+            if not value >= 0:
                 raise ConfigError(f"Muon: {name} is out of range.", expected="a number of at least 0", got=repr(value))
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ConfigError(
