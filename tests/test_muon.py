@@ -234,7 +234,13 @@ def test_goes_on_with_the_state_of_torchs():
         ({"ns_steps": -1}, "ns_steps is out of range"),
         ({"eps": -1e-7}, "eps is out of range"),
         ({"momentum": float("nan")}, "momentum is out of range"),
-        ({"adjust_lr_fn": "other"}, "unknown adjust_lr_fn"),
+        ({"adjust_lr_fn": "other"}, "adjust_lr_fn is out of range"),
+        ({"lr": "0.1"}, "lr is out of range"),
+        ({"lr": torch.ones(2)}, "lr is out of range"),
+        ({"ns_steps": 2.5}, "ns_steps is out of range"),
+        ({"ns_steps": 100}, "ns_steps is out of range"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is out of range"),
+        ({"split": True}, "cannot be split so"),
         ({"split": 5}, "cannot be split so"),
         ({"split": (6, 7)}, "rows that add up to 12"),
         ({"split": "heads"}, "cannot be split so"),
@@ -247,6 +253,11 @@ def test_refused_settings(settings, words):
 
 def test_refused_parameters(fake_world):
     fake_world(2)
+    with pytest.raises(fullshard.ConfigError, match="real numbers"):
+        fullshard.Muon([nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))])
+    matrix = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(fullshard.ConfigError, match="lr is out of range"):
+        fullshard.Muon([{"params": [matrix], "lr": -1.0}])
     with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*bias"):
         fullshard.Muon(nn.Linear(3, 3).named_parameters())
     with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*fully_shard and model\.parameters"):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
-from ..forms import PART_KEY, FlatShard, LocalForm, owner_of
+from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, owner_of
 from ..shard import follow_views
 from ..torch_private.local_tensor import inside
 
@@ -50,7 +50,7 @@ def clip_grad_norm_(
     """
     _check_order(norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
-    _refuse_stepped(tensors)
+    refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips in two passes")
     follow_views(tensors)
     viewed = {id(p): _under_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
     under = {id(member) for members in viewed.values() for member in members}
@@ -71,18 +71,18 @@ def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm
     _scale_down([as_real(inside(grad)) for grad in grads], total, max_norm)
 
 
-def _refuse_stepped(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients are gone when the backward ends.
+def refuse_stepped(parameters: Iterable[torch.Tensor], what: str, remedy: str) -> None:
+    """Refuse parameters whose gradients are used and gone when the backward ends.
 
     Raises:
         ConfigError: names the first.
     """
-    for tensor in tensors:
-        if STEPPED_KEY in tensor.__dict__:
+    for parameter in parameters:
+        if STEPPED_KEY in parameter.__dict__:
             raise ConfigError(
-                "clip_grad_norm_ was given a parameter that is stepped during the backward: it is too late to clip.",
-                parameter=tensor.__dict__.get("_fullshard_name"),
-                remedy="step_in_backward(optimizer, max_norm=...), which clips in two passes",
+                f"{what} was given a parameter that is stepped during the backward: it comes too late.",
+                parameter=parameter.__dict__.get(NAME_KEY),
+                remedy=remedy,
                 topic="step-in-backward",
             )
 

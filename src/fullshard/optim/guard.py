@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,31 +24,19 @@ from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, RowShard, note_change, owner_of, successor_of
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
-from .owner_optimizer import COUPLED
-from .probe import treats_elements
+from .probe import COUPLED, names_of, treats_elements
 
-WHOLE_TENSORS = frozenset(
-    {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
-    | {"ScalableShampoo", "Kron", "AdamP", "SGDP", "SWATS"}
-)
-"""Names of optimizers whose step needs a parameter's shape, its norm, or several parameters at once."""
-ELEMENT_WISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
-"""torch's optimizers to which an element is an element, wherever it lies. Those of others are tried: `probe`."""
 FAIL_ON_DTENSORS = {
     "torch": {"Adafactor", "Rprop"},
     "transformers": {"Adafactor"},
     "came_pytorch": {"CAME"},
     "apollo_torch": {"AdamW"},
     "bitsandbytes": {"Optimizer8bit"},
-    "prodigyopt": {"Prodigy"},
-    "dadaptation": {"DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdanIP"},
     "soap": {"SOAP"},
     "pytorch_optimizer": {
         *("A2Grad", "AdaFactor", "Adalite", "AdamP", "AdaNorm", "Alice", "CAME", "EmoFact", "FAdam", "Kron", "Lamb"),
         *("RACS", "SGDP", "SM3", "SOAP", "SPAM", "ScalableShampoo", "Shampoo", "StableAdamW", "StableSPAM", "SWATS"),
-        *("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan", "DAdaptLion", "NovoGrad"),
+        *("NovoGrad",),
     },
 }
 """By package: classes whose step raises torch's own errors where parameters are `DTensor`s, whatever their settings."""
@@ -217,13 +205,12 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
         _check_rows(optimizer, group, parameter)
     if (part := known.get(PART_KEY)) is None:
         return
-    name, bases = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
-    wanted = "an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard"
-    if (verdict := _element_wise(optimizer, bases)) is False:
+    name, verdict = type(optimizer).__name__, treats_elements(optimizer)
+    if verdict is False:
         raise ConfigError(
             f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
             parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
-            expected=wanted,
+            expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
             got=f"{name} with {part}",
             remedy=f"shard the model with fully_shard, and run {name} on owners, fullshard.OwnerOptimizer("
             f"model.parameters(), {name}, ...); or take an element-wise optimizer",
@@ -244,59 +231,34 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
         )
 
 
-def is_element_wise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to be: its step is one of torch's."""
-    bases = {base.__name__ for base in type(optimizer).__mro__}
-    return type(optimizer).step.__module__.startswith("torch.optim.") and bool(bases & ELEMENT_WISE)
-
-
-def _element_wise(optimizer: Optimizer, bases: set[str]) -> bool | None:
-    """Whether an optimizer may step any runs of elements; None: not known."""
-    if bases & WHOLE_TENSORS:
-        return False
-    if is_element_wise(optimizer):
-        return True
-    kind = type(optimizer)
-    key = repr(
-        [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
-    )
-    tried = _tried.setdefault(kind, {})
-    if key not in tried:
-        tried[key] = treats_elements(optimizer)
-    return tried[key]
-
-
-_tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
-
-
 def _is_uneven(parameter: Any) -> bool:
     """Whether ranks have different numbers of a parameter's rows, of which DTensor makes no vector."""
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return any(placement.is_shard() and parameter.shape[placement.dim] % size for placement, size in sizes)
 
 
-def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: RowShard) -> None:
     """Refuse optimizers whose step is known to raise torch's own errors on `DTensor`s."""
     name = type(optimizer).__name__
     bases = [(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__]
-    in_lists = any(base in FAIL_IN_LISTS.get(package, ()) for package, base in bases)
-    if in_lists and group.get("foreach") is not False:
+
+    def is_among(classes: Mapping[str, set[str]]) -> bool:
+        return any(base in classes.get(package, ()) for package, base in bases)
+
+    if names_of(type(optimizer)) & COUPLED and parameter.device_mesh.size() > 1:
+        remedy = "take another optimizer: it computes one number from all parameters"
+    elif is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
         remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise ones"
-    elif any(base in FAIL_ON_DTENSORS.get(package, ()) for package, base in bases):
-        if name in COUPLED:
-            if parameter.device_mesh.size() == 1:  # type: ignore[attr-defined]
-                return
-            remedy = "take another optimizer: it computes one number from all parameters"
-        elif _element_wise(optimizer, {base for _, base in bases}):
+    elif is_among(FAIL_ON_DTENSORS):
+        remedy = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
+        if treats_elements(optimizer):
             remedy = f"{name}(optimizer_view(model), ...)"
-        else:
-            remedy = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
     elif ("torch", "LBFGS") in bases and _is_uneven(parameter):
         remedy = "take a number of ranks that divides all first dims, or an element-wise optimizer"
     else:
         return
     raise ConfigError(
-        f"{name} computes with operations that torch has not for DTensor, which sharded parameters of rows are.",
+        f"{name} computes with operations that torch does not have for DTensors, which sharded parameters are here.",
         parameter=parameter.__dict__.get(NAME_KEY, "?"),
         expected="an optimizer that steps DTensors, plain tensors, or whole ones",
         got=f"{type(optimizer).__module__}.{name}",

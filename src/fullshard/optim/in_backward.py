@@ -16,7 +16,6 @@ from ..shard import Unit, release_all
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import without_step_hooks
 from .clip import STEPPED_KEY, joined_norm, local_norms, scale_gradients
-from .guard import is_element_wise
 from .owner_optimizer import OwnerOptimizer
 from .probe import treats_parameters
 
@@ -75,7 +74,7 @@ class StepsInBackward:
             )
         self._measuring, self._norms = True, {}
         try:
-            with torch.random.fork_rng(device_type=_accelerator()):
+            with _same_random_numbers():
                 yield
             self._use([p for p in self._parameters if p.grad is not None])
             self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
@@ -200,9 +199,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     got = _unfit(optimizer, parameters)
-    if got is None and not is_element_wise(optimizer):
-        if treats_parameters(type(optimizer), optimizer.defaults, optimizer.param_groups) is False:
-            got = f"{name}, whose step of a parameter depends on other parameters"
+    if got is None and treats_parameters(type(optimizer), optimizer.defaults, optimizer.param_groups) is False:
+        got = f"{name}, whose step of a parameter depends on other parameters"
     if got is not None:
         raise ConfigError(
             "step_in_backward: this optimizer cannot step unit by unit.",
@@ -228,6 +226,14 @@ def _unfit(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor])
     return None
 
 
-def _accelerator() -> str:
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A context after which random numbers go on as before it, on the CPU and on the current accelerator."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cuda" if device is None else device.type
+    if device is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = torch.get_device_module(device).current_device()
+        with torch.random.fork_rng(devices=[index], device_type=device.type):
+            yield

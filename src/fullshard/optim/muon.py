@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY
 from ..mesh import device_of
-from .owners import Cut, OtherCut, Owners, balanced, cut_of, local_piece
+from .owners import Cut, OtherCut, Owners, balanced, check_alike, check_gradient, cut_of, keep, local_piece, places_of
 
 
 class Muon(torch.optim.Optimizer):
@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
 
         matrices = [p for p in model.blocks.parameters() if p.ndim == 2]  # not the embedding, not the head
         muon = fullshard.Muon(matrices, lr=0.02)
-        others = {*model.parameters()} - {*matrices}
+        others = [p for p in model.parameters() if p not in {*matrices}]
         adamw = torch.optim.AdamW(others)
 
     Momentum is kept in shards, so checkpoints of it load on any number of ranks. In each step every matrix is whole on
@@ -60,31 +60,31 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         split: int | Sequence[int] | None = None,
     ) -> None:
-        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
-        for name, value in given.items():
-            if not value >= 0:
-                raise ConfigError(f"Muon: {name} is out of range.", expected="a number of at least 0", got=repr(value))
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ConfigError(
-                "Muon: unknown adjust_lr_fn.", expected='"original", "match_rms_adamw" or None', got=repr(adjust_lr_fn)
-            )
-        defaults = {**given, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
+        defaults = {**numbers, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn, "split": split})
-        self._owners: dict[Any, Owners] = {}  # by group of ranks, of the last step
+        self._owners: dict[Any, Owners] = {}  # by group of ranks, and the ids of the parameters that are stepped
+        self._places: dict[int, tuple[int, int]] = {}  # see `places_of`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer`'s; checks the parameters."""
+        """As `torch.optim.Optimizer`'s; checks the settings and the parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            _check_settings(group)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
         names = group.get("param_names") or [None] * len(group["params"])
         for parameter, name in zip(group["params"], names, strict=True):
-            if parameter.ndim != 2 or PART_KEY in parameter.__dict__:
+            real = parameter.is_floating_point()
+            if parameter.ndim != 2 or PART_KEY in parameter.__dict__ or not real:
                 self.param_groups.pop()
                 raise ConfigError(
-                    "Muon: a parameter is no matrix.",
+                    "Muon: a parameter is no matrix of real numbers.",
                     parameter=name or parameter.__dict__.get(NAME_KEY, "?"),
-                    expected="two dims",
-                    got=f"shape {tuple(parameter.shape)}",
+                    expected="two dims, and a floating-point dtype",
+                    got=f"shape {tuple(parameter.shape)}, {parameter.dtype}",
                     remedy="give it to AdamW, say; a matrix of FullyShardedDataParallel or of optimizer_view is a run "
                     "of its elements: use fully_shard and model.parameters()",
                 )
@@ -110,6 +110,9 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     updates.append((parameter, group, self._momentum(parameter, group)))
+        if any(id(parameter) not in self._places for parameter, *_ in updates):
+            self._places = places_of(parameter for group in self.param_groups for parameter in group["params"])
+        updates.sort(key=lambda update: self._places.get(id(update[0]), (-1, 0)))  # of no unit: as they were given
         self._finish(updates)
         return loss
 
@@ -117,6 +120,7 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum; this rank's piece of what is to be orthogonalised, in bfloat16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
+        check_gradient(parameter, gradient)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         buffer, piece = local_piece(state["momentum_buffer"]), local_piece(gradient)
@@ -137,9 +141,11 @@ class Muon(torch.optim.Optimizer):
                 indices.append(index)
                 cuts.append(cut)
         for ranks, (indices, cuts) in by_group.items():
-            if ranks not in self._owners or self._owners[ranks].cuts != cuts:
-                self._owners[ranks] = Owners(cuts, balanced([_cost(cut.shape) for cut in cuts], cuts[0].world))
-            owners = self._owners[ranks]
+            key = ranks, tuple([id(updates[index][0]) for index in indices])
+            if (owners := self._owners.get(key)) is None or owners.cuts != cuts:
+                check_alike([updates[index][0] for index in indices], ranks)
+                owners = Owners(cuts, balanced([_cost(cut.shape) for cut in cuts], cuts[0].world))
+                keep(self._owners, key, owners)
             home = device_of(ranks) if owners.world > 1 else updates[indices[0]][2].device
             pieces = [updates[index][2].to(home) for index in indices]  # offloaded ones lie on the host
             wholes = owners.gather(pieces)
@@ -149,7 +155,30 @@ class Muon(torch.optim.Optimizer):
                 _apply(parameter, group, piece)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_owners": {}}  # which hold process groups
+        return {**super().__getstate__(), "_owners": {}, "_places": {}}  # of process groups, and by id
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    """Refuse settings of a group that are out of range."""
+    wrong: dict[str, str] = {}
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        value = group[name]
+        single = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+        if not (single and value >= 0):
+            wrong[name] = "a number of at least 0"
+    if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
+        wrong["ns_steps"] = "an integer from 0 to 99"
+    if not (isinstance(group["ns_coefficients"], (tuple, list)) and len(group["ns_coefficients"]) == 3):
+        wrong["ns_coefficients"] = "three numbers"
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        wrong["adjust_lr_fn"] = '"original", "match_rms_adamw" or None'
+    for name, expected in wrong.items():
+        raise ConfigError(
+            f"Muon: {name} is out of range.",
+            expected=expected,
+            got=repr(group[name]),
+            remedy="omit it for the default, or see torch.optim.Muon, which has the same settings",
+        )
 
 
 def _cost(shape: Sequence[int]) -> int:
@@ -163,13 +192,14 @@ def _rows(parameter: torch.Tensor, split: Any) -> list[int]:
     rows = parameter.shape[0]
     if split is None:
         return [rows]
-    parts = [split] * (rows // split) if isinstance(split, int) and split > 0 else split
+    parts = [split] * (rows // split) if type(split) is int and split > 0 else split
     if not isinstance(parts, (list, tuple)) or sum(parts) != rows or min(parts) < 1:
         raise ConfigError(
             "Muon: a matrix cannot be split so.",
             parameter=parameter.__dict__.get(NAME_KEY, "?"),
             expected=f"rows that add up to {rows}",
             got=f"split={split!r}",
+            remedy="give the rows of each part, the rows of one head, or None for the whole matrix",
         )
     return list(parts)
 

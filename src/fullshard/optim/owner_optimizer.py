@@ -20,14 +20,20 @@ from ..errors import CheckpointError, ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..mesh import Axis, device_of
-from .owners import Cut, OtherCut, Owners, balanced, cut_of, local_piece
+from .owners import (
+    Cut,
+    OtherCut,
+    Owners,
+    balanced,
+    check_alike,
+    check_gradient,
+    cut_of,
+    keep,
+    local_piece,
+    places_of,
+)
 from .probe import treats_parameters
 
-COUPLED = frozenset(
-    {"LBFGS", "Prodigy", "ProdigyPlusScheduleFree"}
-    | {"DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdanIP"}
-)
-"""Names of optimizers that compute one number (a step size, say) from all parameters; others are tried: `probe`."""
 State = dict[str, Any]  # of one parameter, by key
 Classes = dict[str, tuple[Any, ...]]
 """By key, what makes a tensor subclass of the tensors inside it: its class, context, size and stride."""
@@ -70,6 +76,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._shared = False  # whether `state` is sharded now
         self._wholes: dict[int, nn.Parameter] = {}  # by the id of a parameter: what the inner optimizer steps
         self._owner_of: dict[int, int] = {}  # by the id of a parameter that has an owner
+        self._plans: dict[Any, list[tuple[Owners, torch.device, list[int]]]] = {}  # by what is exchanged
+        self._in_order: list[torch.Tensor] = []  # see `_parameters`
         self._cuts: dict[int, Cut | OtherCut | None] = {}
         self._classes: dict[int, Classes] = {}  # by the id of a parameter that this rank owns
         self._knows_classes = False  # the same on all ranks
@@ -98,7 +106,9 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             self.share_state()
             self._owner_of.clear()
+            self._plans.clear()
         super().add_param_group(param_group)
+        self._in_order = []
         group = self.param_groups[-1]
         for parameter in group["params"]:
             if PART_KEY in parameter.__dict__:
@@ -214,7 +224,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self.share_state()
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for parameter, key in zip(self._parameters(), keys, strict=True):
+        for parameter, key in zip(self._listed(), keys, strict=True):
             if key in state_dict["state"]:  # torch casts 8-bit state to the parameter's dtype
                 self.state[parameter] = dict(state_dict["state"][key])
         assert self._inner is not None
@@ -228,7 +238,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             "_copied": (
                 self.optimizer_class,
                 _named(self.defaults, self.optimizer_class),
-                [self._classes.get(id(parameter), {}) for parameter in self._parameters()],
+                [self._classes.get(id(parameter), {}) for parameter in self._listed()],
             ),
         }
 
@@ -237,7 +247,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if copied is not None:
             groups = [dict(group) for group in state["param_groups"]]
             self.__init__(groups, copied[0], **copied[1])  # type: ignore[misc]
-            self._classes = dict(zip(map(id, self._parameters()), copied[2], strict=True))
+            self._classes = dict(zip(map(id, self._listed()), copied[2], strict=True))
             state = {**state, "_shared": True, "_knows_classes": True}
         super().__setstate__(state)
 
@@ -262,9 +272,17 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # What the inner optimizer has.
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
+    def _parameters(self) -> list[torch.Tensor]:
+        """All parameters, in an order that ranks share, in whatever order each was given them."""
+        if not self._in_order:
+            given = self._listed()
+            places = places_of(given)
+            self._in_order = sorted(given, key=lambda parameter: places.get(id(parameter), (-1, 0)))
+        return self._in_order
+
+    def _listed(self) -> list[torch.Tensor]:
+        """All parameters, as they stand in the groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _stand_ins(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
         """What the inner optimizer has for a group's parameters: of their shapes, with values during steps only."""
@@ -307,14 +325,23 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """The exchanges that carry a tensor for each entry (parameter, what, dtype); its entries, in its order."""
         if not self._owner_of:
             self._assign()
-        together: dict[Any, list[tuple[torch.Tensor, str, torch.dtype]]] = {}
-        for entry in entries:
-            cut = self._cut(entry[0])
-            assert cut is not None and not isinstance(cut, OtherCut)
-            together.setdefault((cut.group, entry[2]), []).append(entry)
-        for (group, _), same in together.items():
-            cuts: list[Any] = [self._cut(parameter) for parameter, *_ in same]
-            yield Owners(cuts, [self._owner_of[id(parameter)] for parameter, *_ in same]), device_of(group), same
+        key = tuple([(id(parameter), what, dtype) for parameter, what, dtype in entries])
+        plans = self._plans.get(key)
+        if plans is None:
+            together: dict[Any, list[int]] = {}
+            for index, (parameter, _, dtype) in enumerate(entries):
+                cut: Any = self._cut(parameter)
+                together.setdefault((cut.group, dtype), []).append(index)
+            plans = []
+            for (group, _), indices in together.items():
+                parameters = [entries[index][0] for index in indices]
+                check_alike(parameters, group)
+                cuts: list[Any] = [self._cut(parameter) for parameter in parameters]
+                owners = Owners(cuts, [self._owner_of[id(parameter)] for parameter in parameters])
+                plans.append((owners, device_of(group), indices))
+            keep(self._plans, key, plans)
+        for owners, home, indices in plans:
+            yield owners, home, [entries[index] for index in indices]
 
     # A step.
 
@@ -324,6 +351,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for parameter in stepped:
             cut, gradient = self._cut(parameter), parameter.grad
             assert gradient is not None
+            check_gradient(parameter, gradient)
             whole = self._wholes[id(parameter)]
             if cut is None:
                 whole.data, whole.grad = local_piece(parameter.detach()), local_piece(gradient)
@@ -378,7 +406,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _described(self, flat: Mapping[int, Any]) -> dict[int, dict[str, tuple[str, Any]]]:
         """What every parameter's state consists of, whoever owns it: by key, its kind and details. Collective."""
-        parameters = list(self._parameters())
+        parameters = self._parameters()
         here: dict[int, Any] = {}  # by number, which is the same on all ranks
         for number, parameter in enumerate(parameters):
             state = flat[id(parameter)]
@@ -473,8 +501,6 @@ def _check_class(optimizer_class: Any) -> None:
     got, remedy = None, "an element-wise optimizer needs no owners: build it from model.parameters()"
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         got, remedy = repr(optimizer_class), "OwnerOptimizer(model.parameters(), torch.optim.Adafactor, lr=1e-2)"
-    elif {base.__name__ for base in optimizer_class.__mro__} & COUPLED:
-        got, remedy = f"{name}, which computes one number from all parameters", "use another optimizer"
     elif hasattr(optimizer_class, "train") and hasattr(optimizer_class, "eval"):
         got = f"{name}, which changes parameters in train() and eval(), too"
     else:

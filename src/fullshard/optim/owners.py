@@ -6,16 +6,19 @@ each matrix and nothing else, so there is no padding, and holds about as many wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from ..forms import FlatShard
+from ..comm import objects_of_all
+from ..errors import ConfigError, DivergenceError
+from ..forms import NAME_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..torch_private.local_tensor import local_of
 
@@ -120,6 +123,62 @@ def local_piece(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, (DTensor, FlatShard)) else tensor
 
 
+def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Refuse a gradient that is not split as its parameter, such as a whole one that a program assigned.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    here, expected = local_piece(gradient).shape, local_piece(parameter).shape
+    if here != expected:
+        raise ConfigError(
+            "A sharded parameter was given a gradient that is not split as it is.",
+            parameter=_name(parameter),
+            expected=f"{type(parameter).__name__}, of which this rank holds {tuple(expected)}",
+            got=f"{type(gradient).__name__}, {tuple(here)}",
+            remedy="take torch.zeros_like(parameter), and copy this rank's part into it",
+        )
+
+
+def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
+    """By id, a place for each parameter of a unit, which all ranks share in whatever order each was given them."""
+    places: dict[int, tuple[int, int]] = {}
+    for parameter in parameters:
+        if id(parameter) not in places and (unit := owner_of(parameter)) is not None:
+            places |= {id(member.sharded): (unit.number, at) for at, member in enumerate(unit.members)}
+    return places
+
+
+def check_alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Compare the parameters that ranks are about to exchange. Collective.
+
+    Raises:
+        DivergenceError: they differ; names the first that does, on every rank.
+    """
+    names = [f"{_name(parameter)}, {tuple(parameter.shape)}" for parameter in parameters]
+    everyone = objects_of_all(names, group, "optimizers' state")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip_longest(everyone[0], theirs, fillvalue="none")
+            expected, got = next((one, other) for one, other in pairs if one != other)
+            raise DivergenceError(
+                "Ranks are about to step different parameters, or have gradients of different ones.",
+                parameter=expected.partition(",")[0] if expected != "none" else got.partition(",")[0],
+                rank=dist.get_global_rank(group, rank),
+                expected=f"{expected}, as on rank {dist.get_global_rank(group, 0)}",
+                got=got,
+                remedy="build the optimizer from the same parameters on every rank; set .grad to None on all or none",
+                topic="ranks-differ",
+            )
+
+
+def _name(parameter: torch.Tensor) -> str:
+    """A parameter's name with that of its unit, as far as they are known."""
+    unit, name = owner_of(parameter), parameter.__dict__.get(NAME_KEY, "?")
+    known = unit is not None and unit.name not in ("", "?") and not name.startswith(unit.name)
+    return f"{unit.name}.{name}" if known else name
+
+
 def balanced(costs: Sequence[int], world: int) -> list[int]:
     """An owner for each cost: the largest first, each to the rank that has the least (Graham 1969)."""
     owners, loads = [0] * len(costs), [0] * world
@@ -127,6 +186,16 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
         owners[index] = min(range(world), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += costs[index]
     return owners
+
+
+def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
+    """Keep a plan of exchanges; of very many kinds of steps (which parameters have gradients), the latest."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+
+
+MOST_PLANS = 1024
 
 
 class Owners:

@@ -1,7 +1,8 @@
-"""What an unknown optimizer treats by itself, found out by trying it: an element, a parameter, or all at once.
+"""What an optimizer treats by itself: an element, a parameter, or all parameters at once.
 
-A copy of the optimizer, with its settings, steps a small matrix and a small vector in one process; another steps the
-same numbers cut differently. Where both come to the same numbers, the cut does not matter to it.
+torch's optimizers are known, and so are a few of others, by name: three steps on small tensors would not show what they
+do. Any other is tried. A copy of it, with its settings, steps a small matrix and a small vector in one process; another
+copy steps the same numbers cut differently. Where both come to the same numbers, the cut does not matter to it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import io
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,20 @@ LR = 0.05
 SAME = 3e-5
 """Of how far parameters move: what differs by less is rounding."""
 SHAPES = [((6, 4), (5,)), ((6, 4), (4, 3))]  # the second is for optimizers of matrices alone
+ELEMENT_WISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""torch's optimizers to which an element is an element, wherever it lies."""
+WHOLE_TENSORS = frozenset(
+    {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
+    | {"ScalableShampoo", "Kron", "AdamP", "SGDP", "SWATS"}
+)
+"""Names of optimizers whose step needs a parameter's shape, its norm, or several parameters at once."""
+COUPLED = frozenset(
+    {"Prodigy", "ProdigyPlusScheduleFree", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan"}
+    | {"DAdaptAdanIP"}
+)
+"""Names of optimizers that compute one number (a step size) from all parameters."""
 Settings = Mapping[str, Any]
 Cut = Callable[[Sequence[torch.Tensor]], list[list[torch.Tensor | None]]]
 """From tensors to those that one optimizer each has; None for a parameter that it has, but does not step."""
@@ -35,14 +51,41 @@ def treats_elements(optimizer: torch.optim.Optimizer) -> bool | None:
     Returns:
         None: that cannot be found out; it draws random numbers, say, or wants to compute gradients itself.
     """
-    return _verdict(type(optimizer), optimizer.defaults, _distinct(optimizer.param_groups), _runs)
+    kind = type(optimizer)
+    if names_of(kind) & (WHOLE_TENSORS | COUPLED):
+        return False
+    if _is_known(kind):
+        return True
+    groups = _distinct(optimizer.param_groups)
+    tried = _tried.setdefault(kind, {})
+    if (settings := repr(groups)) not in tried:
+        tried[settings] = _verdict(kind, optimizer.defaults, groups, _runs)
+    return tried[settings]
 
 
 def treats_parameters(
     optimizer_class: type[torch.optim.Optimizer], settings: Settings, groups: Sequence[Settings]
 ) -> bool | None:
     """Whether a parameter's step is the same where others have no gradients. As `treats_elements`."""
+    if names_of(optimizer_class) & COUPLED:
+        return False
+    if _is_known(optimizer_class):
+        return True
     return _verdict(optimizer_class, settings, _distinct(groups), _alone)
+
+
+def names_of(optimizer_class: type) -> set[str]:
+    """Names of a class and of those that it is derived from."""
+    return {base.__name__ for base in optimizer_class.__mro__}
+
+
+def _is_known(optimizer_class: Any) -> bool:
+    """Whether the step is that of one of torch's element-wise optimizers."""
+    own = optimizer_class.step.__module__.startswith("torch.optim.")
+    return own and bool(names_of(optimizer_class) & ELEMENT_WISE)
+
+
+_tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor | None]]:

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
-from ..errors import ConfigError
-from ..forms import NAME_KEY
 from ..shard import follow_views
 from ..torch_private.local_tensor import inside
-from .clip import STEPPED_KEY
+from .clip import refuse_stepped
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -90,7 +88,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         `allow_fp16` is the base class's and is not looked at: sharded gradients may be kept in fp16.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _refuse_stepped(parameters)
+        remedy = "train in bfloat16, which needs no scaling; or step after the backward"
+        refuse_stepped(parameters, "A gradient scaler", remedy)
         found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         follow_views(parameters)
@@ -115,22 +114,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 reduce_value(here, dist.ReduceOp.MAX, self.process_group)
         for flag in found.values():
             flag.copy_(here)
-
-
-def _refuse_stepped(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters that were stepped by scaled gradients, during the backward.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    for parameter in parameters:
-        if STEPPED_KEY in parameter.__dict__:
-            raise ConfigError(
-                "A gradient scaler was given an optimizer that steps during the backward, by scaled gradients.",
-                parameter=parameter.__dict__.get(NAME_KEY, "?"),
-                remedy="train in bfloat16, which needs no scaling; or step after the backward",
-                topic="step-in-backward",
-            )
 
 
 def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

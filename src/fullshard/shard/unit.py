@@ -8,6 +8,7 @@ Gradients have their own cycle, in `gradients.py`; `runtime/` decides when thing
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -48,6 +49,8 @@ class State(Enum):
 
 SHARDED, GATHERING, GATHERED = State
 
+_NUMBERS = itertools.count()
+
 
 class Unit:
     """Parameters that are gathered, freed and reduced together.
@@ -59,6 +62,7 @@ class Unit:
         dtypes: the dtypes of gradients.
 
     Attributes:
+        number: of the units that this process has made, the same on all ranks that run the same program.
         name: qualified name from the root, for events and errors; set when the root is known.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
         moving: whether the model's own code changes the weights within a forward: the unit is then not gathered ahead.
@@ -73,7 +77,7 @@ class Unit:
     """
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
-        self.name = "?"
+        self.number, self.name = next(_NUMBERS), "?"
         self.buckets = list(buckets)
         self.dtypes = dtypes
         self.gradients = [Gradients(bucket) for bucket in self.buckets]
