@@ -66,13 +66,15 @@ class Mode:
     kept: bool = False  # units stay gathered for all micro-batches
     offload: bool = False
     replicas: int = 1
+    muon: bool = False  # for matrices of blocks; what it sends takes no time
+    inside: bool = False  # the optimizer steps during the backward
     prefetch: int = 1
     ours: str = ""  # a choice of the engine's own, taken back
 
     @property
     def is_ours(self) -> bool:
         """Whether other peers have no such mode."""
-        return bool(self.ours) or self.prefetch != 1
+        return bool(self.ours) or self.inside or self.prefetch != 1
 
 
 MODES = {
@@ -87,6 +89,8 @@ MODES = {
     "lora": Mode(adapters=True),
     "hybrid": Mode(replicas=4),
     "hybrid, at once": Mode(replicas=4, ours="at once"),  # the all-reduce is waited for where it is issued
+    "muon": Mode(muon=True),
+    "steps in backward": Mode(chunks=16, checkpoints=True, inside=True),
     "offload": Mode(offload=True),
     "offload, one stream": Mode(offload=True, ours="one stream"),
     "apart": Mode(ours="apart"),  # every parameter has a collective of its own
@@ -165,7 +169,16 @@ class Training:
         self.parts, self.switches = mode.parts, peer != "plain" and mode.parts > 1
         trained = [one for one in self.model.parameters() if one.requires_grad]
         capturable = setting.cuda and not mode.offload
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True, capturable=capturable)
+        matrices = [one for one in self.model.blocks.parameters() if one.ndim == 2] if mode.muon else []
+        others = [one for one in trained if one not in {*matrices}]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, lr=1e-3, fused=True, capturable=capturable)
+        ]
+        if mode.muon:
+            ours = peer in OUR_PEERS
+            self.optimizers.append((fullshard.Muon if ours else torch.optim.Muon)(matrices, lr=1e-3))
+        if mode.inside:
+            fullshard.step_in_backward(self.optimizers[0])
         self.tokens = torch.randint(0, size.vocabulary, (size.batch, size.time + 1), device=device)
 
     def backward(self) -> Tensor:
@@ -178,8 +191,9 @@ class Training:
 
     def step(self) -> Tensor:
         loss = self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
 
