@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ def differences(name: str, layout: str, max_norm: float | None, skips: bool) -> 
         for (key, p), theirs in zip(model.named_parameters(), plain.parameters(), strict=True)
         if not torch.equal(whole(p), whole(theirs))
         or any(
-            not torch.equal(whole(v), whole(reference.state[theirs][k]))
+            not torch.equal(whole(v).cpu(), whole(reference.state[theirs][k]).cpu())
             for k, v in optimizer.state.get(p, {}).items()
             if isinstance(v, torch.Tensor)
         )
@@ -193,6 +195,24 @@ def resumed(folder: str, save: bool) -> list[str]:
 def test_its_state_is_saved_and_loaded(run_ranks, tmp_path: Path):
     assert run_ranks(resumed, str(tmp_path / "saved"), True, world=2) == [[], []]
     assert run_ranks(resumed, str(tmp_path / "saved"), False, world=3) == [[]] * 3
+
+
+def freed() -> bool:
+    """Whether a model and its optimizer go when they are dropped."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.step_in_backward(optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    alive = weakref.ref(optimizer), weakref.ref(model)
+    del optimizer, model
+    gc.collect()
+    return all(one() is None for one in alive)
+
+
+@pytest.mark.gloo("processes")
+def test_models_and_optimizers_are_freed(run_ranks):
+    assert run_ranks(freed, world=2) == [True, True]
 
 
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

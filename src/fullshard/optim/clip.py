@@ -19,7 +19,7 @@ from ..shard import follow_views
 from ..torch_private.local_tensor import inside
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
-"""Attribute of parameters that an optimizer steps during the backward; see `step_in_backward`."""
+"""Attribute of parameters that an optimizer steps during the backward: its `StepsInBackward`."""
 
 
 def clip_grad_norm_(

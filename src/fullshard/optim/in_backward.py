@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +45,10 @@ class StepsInBackward:
             unit = owner_of(parameter)
             if unit is not None:
                 self._counts[unit] = self._counts.get(unit, 0) + 1
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._complete))
-                parameter.__dict__[STEPPED_KEY] = True
+                # Python's garbage collector does not see what hooks refer to, and would never free the model.
+                hook = partial(_complete, weakref.ref(self))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.__dict__[STEPPED_KEY] = self
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -157,6 +161,12 @@ class StepsInBackward:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.norm = None
+
+
+def _complete(steps: weakref.ref[StepsInBackward], parameter: torch.Tensor) -> None:
+    """The hook of a parameter whose gradient is reduced."""
+    if (alive := steps()) is not None:
+        alive._complete(parameter)
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> StepsInBackward:

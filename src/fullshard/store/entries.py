@@ -57,7 +57,7 @@ class Generators:
 
     def check(self, state_dict: dict[str, Any]) -> None:
         """Raise, whatever it is, if `load_state_dict` would."""
-        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator())
+        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"))
         if "accelerator" in state_dict and torch.accelerator.is_available():
             torch.Generator(torch.accelerator.current_accelerator()).set_state(state_dict["accelerator"])
 
