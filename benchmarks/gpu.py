@@ -66,7 +66,7 @@ class Mode:
     kept: bool = False  # units stay gathered for all micro-batches
     offload: bool = False
     replicas: int = 1
-    muon: bool = False  # for matrices of blocks; what it sends takes no time
+    muon: bool = False  # for matrices of blocks; its exchanges take no time, and bring no values
     inside: bool = False  # the optimizer steps during the backward
     prefetch: int = 1
     ours: str = ""  # a choice of the engine's own, taken back
@@ -174,6 +174,7 @@ class Training:
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, lr=1e-3, fused=True, capturable=capturable)
         ]
+        self.has_values = not mode.muon  # a fake group leaves what Muon receives uninitialised
         if mode.muon:
             ours = peer in OUR_PEERS
             self.optimizers.append((fullshard.Muon if ours else torch.optim.Muon)(matrices, lr=1e-3))
@@ -239,7 +240,10 @@ def ask_steps(training: Training, setting: Setting) -> Figures:
         synchronise()
     kind = torch.autograd.DeviceType.CUDA if setting.cuda else torch.autograd.DeviceType.CPU
     figures["kernels"] = sum(event.device_type == kind for event in seen.events()) - link.kernels
-    return figures | {"collectives": link.collectives, "loss": loss.item()}
+    figures["collectives"] = link.collectives
+    if training.has_values:
+        figures["loss"] = loss.item()
+    return figures
 
 
 def ask_captures(training: Training, setting: Setting) -> Figures:

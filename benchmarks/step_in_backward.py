@@ -7,27 +7,19 @@ Milliseconds of a training step, medians; bytes of reduced gradients on a rank, 
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-from model import GPT, VOCABULARY, GPTConfig
+from demo_ranks import demo_model, demo_tokens, on_ranks
 
 import fullshard
 from fullshard.events import stream
 from fullshard.shard import units_of
 
-BATCH, CONTEXT = 4, 128  # of a rank, as in the demo with two
 WAYS = ("after", "after, clipped", "in backward", "in backward, clipped in two passes")
 
 
@@ -37,12 +29,9 @@ def gradient_bytes(model: Any) -> int:
 
 def rank(rounds: int) -> None:
     """One rank; the first prints the table."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     runs: dict[str, Any] = {}
     for way in WAYS:
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(layers=6, width=128, heads=4, context=CONTEXT))
+        model = demo_model()
         for block in model.blocks:
             fullshard.fully_shard(block)
         fullshard.fully_shard(model)
@@ -51,7 +40,7 @@ def rank(rounds: int) -> None:
         if way.startswith("in"):
             steps = fullshard.step_in_backward(optimizer, max_norm=1.0 if "clipped" in way else None)
         runs[way] = model, optimizer, steps, [], [0]
-    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT))
+    tokens = demo_tokens()
     for index in range(rounds + 2):
         for way, (model, optimizer, steps, times, most) in runs.items():
 
@@ -81,24 +70,7 @@ def rank(rounds: int) -> None:
         print("| AdamW steps | step, ms | of steps after | gradients, bytes |\n|---|---|---|---|")
         for way, (*_, times, most) in runs.items():
             print(f"| {way} | {median(times) * 1e3:.1f} | {median(times) / first:.2f} | {most[0]:,} |")
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank:
-        rank(options.rounds)
-        return 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, __file__, "--rank", "--rounds", str(options.rounds)], env=environment, check=False
-    ).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(on_ranks(__file__, __doc__, rank, rounds=30))

@@ -362,3 +362,22 @@ def test_nested_state_is_put_together_again():
     assert torch.equal(again["GG"].pop(0), torch.ones(2)) and again["GG"] == state["GG"][1:]
     with pytest.raises(fullshard.CheckpointError, match="cannot be kept"):
         _flatten({"a": object()}, "key", flat, {})
+
+
+def versions(layout: str) -> list[int]:
+    """By how much a step counts up the versions of parameters, with a gradient and without."""
+    model = sharded(layout)
+    optimizer = made("sgd", model)
+    set_gradients(model, 0)
+    parameters = list(model.parameters())
+    parameters[1].grad = None
+    before = [p._version for p in parameters]
+    optimizer.step()
+    return [p._version - version for p, version in zip(parameters, before, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_a_step_counts_as_a_change_in_place(run_ranks, layout):
+    for counted in run_ranks(versions, layout, world=2):
+        assert [count > 0 for count in counted] == [number != 1 for number in range(len(counted))], counted

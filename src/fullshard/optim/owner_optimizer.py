@@ -47,8 +47,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
     Each parameter is whole on one rank of its shard axis, its owner, and `optimizer_class` steps it there, as in one
     process. Owners are balanced by numbers of elements. In a step the owners get a parameter's and its gradient's
     pieces and send the new values back: 12 bytes for each of a rank's float32 elements, without padding. During a step
-    a rank holds about twice the memory of its shards more. `DTensor`s that are split over two mesh axes (tensor
-    parallelism) are gathered, and stepped, on all ranks.
+    a rank holds three times the bytes of its shards of parameters more, and what `optimizer_class` needs. `DTensor`s
+    that are split over two mesh axes (tensor parallelism) are gathered, and stepped, on all ranks.
 
     Between steps, `state` holds each parameter's state on its owner. `state_dict()`, `fullshard.save` and the like show
     it sharded, as that of other optimizers: a checkpoint loads on other numbers of ranks, and, where keys are the same,
@@ -148,6 +148,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         try:
             self._lend(stepped)
             inner.step()
+            for parameter in stepped:
+                self._wholes[id(parameter)].grad = None  # before what goes back is allocated
             self._return(stepped)
         finally:
             for parameter in stepped:
@@ -328,12 +330,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
         key = tuple([(id(parameter), what, dtype) for parameter, what, dtype in entries])
         plans = self._plans.get(key)
         if plans is None:
-            together: dict[Any, list[int]] = {}
-            for index, (parameter, _, dtype) in enumerate(entries):
+            together: dict[Any, list[int]] = {}  # values apart from gradients, which takes less memory at once
+            for index, (parameter, what, dtype) in enumerate(entries):
                 cut: Any = self._cut(parameter)
-                together.setdefault((cut.group, dtype), []).append(index)
+                together.setdefault((cut.group, what, dtype), []).append(index)
             plans = []
-            for (group, _), indices in together.items():
+            for (group, *_), indices in together.items():
                 parameters = [entries[index][0] for index in indices]
                 check_alike(parameters, group)
                 cuts: list[Any] = [self._cut(parameter) for parameter in parameters]

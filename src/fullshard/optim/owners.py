@@ -48,8 +48,12 @@ class RowsCut:
         """A whole matrix without values, with the dtype and the device of `like`."""
         return like.new_empty(self.shape)
 
+    def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
+        """A matrix with memory that `part` can view: as it is, or a copy."""
+        return whole
+
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The view of the piece of `rank` in a matrix that `empty` made."""
+        """The view of the piece of `rank` in a matrix from `empty` or `laid_out`."""
         return whole.narrow(self.dim, *self.bounds(rank))
 
 
@@ -86,6 +90,10 @@ class RunCut:
         order = self.run.order
         inverse = [order.index(dim) for dim in range(len(order))]
         return like.new_empty([self.run.shape[dim] for dim in order]).permute(inverse)
+
+    def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
+        """As `RowsCut.laid_out`."""
+        return whole if whole.permute(self.run.order).is_contiguous() else self.empty(whole).copy_(whole)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """As `RowsCut.part`; in one dim."""
@@ -223,18 +231,17 @@ class Owners:
         """The whole matrices that this rank owns, of every rank's pieces. Collective."""
         sent = torch.cat([pieces[index].reshape(-1) for index in self._order])
         received = self._exchange(sent, self._held, self._owned)
-        wholes = [self.cuts[index].empty(sent) for index in self.mine]
+        del sent  # before the matrices are allocated
+        wholes = [self.cuts[index].empty(received) for index in self.mine]
         self._pass(received, lambda part, taken: part.copy_(taken.view_as(part)), wholes)
         return wholes
 
     def scatter(self, wholes: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's pieces of what the owners made, each shaped as its place in `like`. Collective."""
+        """This rank's pieces of the owners' matrices, each with the shape of its counterpart in `like`. Collective."""
         sent = torch.empty(sum(self._owned), dtype=like[0].dtype, device=like[0].device)
-        made = [
-            cut.empty(sent).copy_(whole)
-            for cut, whole in zip(map(self.cuts.__getitem__, self.mine), wholes, strict=True)
-        ]
-        self._pass(sent, lambda part, place: place.copy_(part.reshape(-1)), made)
+        laid_out = [self.cuts[index].laid_out(whole) for index, whole in zip(self.mine, wholes, strict=True)]
+        self._pass(sent, lambda part, place: place.view_as(part).copy_(part), laid_out)
+        del laid_out  # before this rank's pieces are allocated
         received = self._exchange(sent, self._owned, self._held)
         parts = received.split([like[index].numel() for index in self._order])
         by_index = dict(zip(self._order, parts, strict=True))
