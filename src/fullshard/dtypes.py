@@ -22,6 +22,10 @@ KNOWN = frozenset(
 """Dtypes that every backend can move and sum."""
 
 
+LARGEST_OF_8_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Dtypes of 8 bits into which floats can be packed, with their largest value."""
+
+
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous `tensor` for collectives that only move data: itself, or its bytes [numel * itemsize]."""
     return tensor if tensor.dtype in KNOWN else tensor.view(-1).view(torch.uint8)

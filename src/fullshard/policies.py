@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from .dtypes import LARGEST_OF_8_BITS
 from .errors import ConfigError
 
 Check = Literal["first", "step", "every"]
@@ -35,9 +36,17 @@ class MixedPrecisionPolicy:
         param_dtype_override_fn: called once for each parameter of a unit, with the parameter before it is sharded.
             Returns the parameter's own dtype, in which it is then gathered and used for computation, or `param_dtype`
             or None, which both mean `param_dtype`. Must return the same on every rank.
+        gather_dtype: 8-bit dtype (int8, float8_e4m3fn or float8_e5m2) in which parameters are gathered, with a float32
+            scale for every 256 elements; the unit computes with them in `param_dtype`. The sharded parameters keep
+            their values. None: they are gathered in `param_dtype`. Tensor subclasses that define their own gather keep
+            it.
+        scatter_dtype: 8-bit dtype in which ranks send each other their gradients, with scales as above; sums are made
+            in float32. Over the replicate axis of a hybrid mesh gradients are sent in `reduce_dtype`. None: they are
+            sent in `reduce_dtype`.
 
     Raises:
-        ConfigError: a dtype is not a floating-point `torch.dtype`, or the override is not callable.
+        ConfigError: a dtype is not a floating-point `torch.dtype` (or an 8-bit one, respectively), or the override is
+            not callable.
     """
 
     param_dtype: torch.dtype | None = None
@@ -45,6 +54,8 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    gather_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    scatter_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -53,6 +64,15 @@ class MixedPrecisionPolicy:
                 raise ConfigError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
                     remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
+                )
+        for name in ("gather_dtype", "scatter_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in LARGEST_OF_8_BITS:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy.{name} must be an 8-bit dtype.",
+                    expected=" or ".join(map(str, LARGEST_OF_8_BITS)),
+                    got=repr(dtype),
+                    remedy="pass torch.int8, for example; or None, and set param_dtype and reduce_dtype",
                 )
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise ConfigError(

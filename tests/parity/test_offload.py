@@ -9,7 +9,7 @@ import copy
 import importlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -58,9 +58,9 @@ class LateHome(Home):
         super().__init__(torch.device("cpu"), torch.device("cpu"))
         self.late: list[tuple] = []
 
-    def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def to_device(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         here.crossings["to_device"] += 1
-        copied = super().to_device(shard, dtype)
+        copied = super().to_device(shard, cast)
         assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
         return copied
 

@@ -19,6 +19,7 @@ from .lanes import (
 from .meeting import apart_of, can_open, new_name, own_lines
 from .messages import not_a_comm
 from .objects import object_from, objects_of_all, objects_to_first
+from .packing import Packing, packed, packed_bytes, rounded
 from .protocol import (
     DONE,
     Call,
@@ -29,6 +30,7 @@ from .protocol import (
     Pending,
     RecordingComm,
     Several,
+    exchange_of,
     gathers_of,
     reduction_of,
     wait_all,
@@ -66,6 +68,7 @@ __all__ = [
     "Lanes",
     "NullComm",
     "OneStream",
+    "Packing",
     "Pending",
     "RecordingComm",
     "ReduceScatter",
@@ -77,6 +80,7 @@ __all__ = [
     "can_open",
     "captures",
     "custom",
+    "exchange_of",
     "gathers_of",
     "has_streams",
     "host_buffer",
@@ -87,8 +91,11 @@ __all__ = [
     "objects_of_all",
     "objects_to_first",
     "own_lines",
+    "packed",
+    "packed_bytes",
     "reduce_value",
     "reduction_of",
+    "rounded",
     "separate_group",
     "timed_event",
     "turns_on",

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis
-from .messages import wrong_buffer
-from .protocol import DONE, Comm, Costs, Pending
+from .messages import no_exchange, wrong_buffer
+from .protocol import DONE, Comm, Costs, Pending, exchange_of
 
 
 class _Allocates(Protocol):
@@ -92,6 +92,11 @@ class CustomComm:
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         group = self._reduce_axis(axis).group
         return _Holding(self.reduce_scatter(out, staged, group, op, async_op=True), staged)
+
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        if self.reduce_scatter is not None:
+            raise no_exchange(type(self.reduce_scatter).__name__)
+        return exchange_of(self.inner)(self._reduce_axis(axis), out, buffer)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         return self.inner.all_reduce(axis, tensor, mean)

@@ -18,7 +18,7 @@ whatever other streams still do with it. So code that frees memory first lets th
 - The full buffers of a gather are allocated under the compute stream, as always, and freed there once that has waited
   for the collective.
 - A lane's copies of shards are allocated under the lane and return to it. Only the lane reads the copy in storage
-  dtype. The collective reads the copy in compute dtype, which stays referenced (`Bucket`) until the compute stream
+  dtype. The collective reads the one that is cast or packed, which stays referenced (`Bucket`) until the compute stream
   waits for the collective; and a lane begins every use by waiting for the compute stream.
 - Tensors that are copied out stay referenced until the streams that their memory may return to wait for the copy.
 - For memory that several streams use in turn, see `Turns`.
@@ -221,8 +221,8 @@ class Lanes:
         self._read: torch.Event | None = None  # after the last copy in; None once the host has waited for it
         self._leaving: deque[_Leaving] = deque()  # oldest first
 
-    def copy_in(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy `shard` [n], which is page-locked, to the device in `dtype`. For use on `inward` (`gathering`).
+    def copy_in(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Copy `shard` [n], which is page-locked, to the device, and `cast` it. For use on `inward` (`gathering`).
 
         The lane first waits for the compute stream, because work queued there may still use memory that the lane or the
         following gather will reuse.
@@ -231,7 +231,7 @@ class Lanes:
         with self.inward:
             copied = shard.to(self.device, non_blocking=True, copy=True)
             self._read = self.inward.record_event()
-            return copied.to(dtype)
+            return cast(copied)
 
     def gathering(self, comm: Gathers) -> Gathers:
         """Wrap `comm` to issue gathers from `inward`: they wait for the copy; the compute stream waits for neither."""

@@ -12,6 +12,19 @@ def not_a_comm(kind: object) -> ConfigError:
     return ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
 
 
+# protocol.py
+
+
+def no_exchange(kind: str) -> ConfigError:
+    """The error for `scatter_dtype` with collectives that cannot exchange packed gradients."""
+    return ConfigError(
+        "MixedPrecisionPolicy(scatter_dtype=...) needs collectives that exchange bytes between ranks.",
+        expected='comm="torch", or a fullshard.Comm with a method exchange(axis, out, buffer)',
+        got=f"comm {kind!r}",
+        remedy="set scatter_dtype=None; or do without the custom reduce-scatter or comm",
+    )
+
+
 # custom.py
 
 

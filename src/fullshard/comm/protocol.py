@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ..mesh import Axis
+from .messages import no_exchange
 
 
 class Pending(Protocol):
@@ -90,6 +91,18 @@ def reduction_of(
     return calls[0] if len(calls) == 1 else partial(Several, calls)
 
 
+def exchange_of(comm: Comm) -> Callable[[Axis, torch.Tensor, torch.Tensor], Pending]:
+    """The `exchange` of a `Comm`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    method: Callable[[Axis, torch.Tensor, torch.Tensor], Pending] | None = getattr(comm, "exchange", None)
+    if method is None:
+        raise no_exchange(comm.kind)
+    return method
+
+
 @dataclass(frozen=True)
 class Costs:
     """A rough estimate of a backend's costs on an axis; decides between a copy and an additional collective.
@@ -122,9 +135,10 @@ class Comm(Protocol):
 
     `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
     rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
-    Optional: `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`. Each returns a list
-    of functions that start collectives on exactly these tensors, several at once where that is faster, and return a
-    `Pending`: made once, and called in every step.
+    Optional: `exchange(axis, out, buffer)`, in which slice r of every buffer [world * n] goes to rank r (needed for
+    `scatter_dtype`); `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`. These two
+    return a list of functions that start collectives on exactly these tensors, several at once where that is
+    faster, and return a `Pending`: made once, and called in every step.
     """
 
     kind: str
@@ -160,6 +174,10 @@ class NullComm:
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         out.copy_(buffer.narrow(0, axis.rank * out.numel(), out.numel()))
+        return DONE
+
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        out.copy_(buffer)
         return DONE
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
@@ -201,6 +219,10 @@ class RecordingComm:
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         self._write("reduce", axis, buffer)
         return self.inner.reduce(axis, out, buffer, mean)
+
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        self._write("exchange", axis, buffer)
+        return exchange_of(self.inner)(axis, out, buffer)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         self._write("all_reduce", axis, tensor)

@@ -102,6 +102,10 @@ class TorchComm:
             return [partial(_done, reduce_scatter(out, buffer, line_of(axis), mean)) for out, buffer in pairs]
         return reduce_scatter_many(outs, buffers, line_of(axis), mean)
 
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        work = exchange(out, buffer, line_of(axis))
+        return watched(axis, work) if work and axis.backend != "fake" else DONE
+
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import call, sub
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..comm import Gathers, Pending, Several, gathers_of
+from ..comm import Gathers, Packing, Pending, Several, gathers_of, packed_bytes
 from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, columns_of, copies_out
 from ..mesh import Axis
@@ -126,7 +127,15 @@ class Varying(Protocol):
 class Full(Protocol):
     """A bucket's full buffers. Made at the first gather; their memory comes and goes, their views stay."""
 
-    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool = False) -> None:
+    def plan(
+        self,
+        to: GatherPlan,
+        comm: Gathers,
+        axis: Axis,
+        source: Any,
+        keeps: bool = False,
+        packs: torch.dtype | None = None,
+    ) -> None:
         """Add the gather of every rank's `source` over `axis` to a plan, all but its `frees`.
 
         Args:
@@ -134,6 +143,7 @@ class Full(Protocol):
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
+            packs: the 8-bit dtype in which it is sent; None: the compute dtype.
             keeps: whether the memory of unsharded parameters may be allocated already.
         """
 
@@ -186,6 +196,26 @@ def plain_part(member: Member) -> torch.Tensor:
     return member.unsharded if member.split is None else local_of(member.unsharded)
 
 
+@contextmanager
+def _allocated(*buffers: Scratch) -> Iterator[None]:
+    """A context in which these have memory, as making views of parts of them requires."""
+    freed = [buffer for buffer in buffers if not buffer.allocated]
+    for buffer in freed:
+        buffer.allocate()
+    yield
+    for buffer in freed:
+        buffer.free()
+
+
+def _sized(scratch: Scratch | None, numel: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+    """`scratch` if it is such a buffer, else a new one, freed."""
+    if scratch is not None and (scratch.tensor.numel(), scratch.tensor.dtype) == (numel, dtype):
+        return scratch
+    scratch = Scratch(numel, dtype, device)
+    scratch.free()
+    return scratch
+
+
 class PlainFull:
     """The full buffers of a bucket of plain tensors.
 
@@ -204,7 +234,8 @@ class PlainFull:
         self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
-        self._sent: Scratch | None = None  # [S], while gathering: the shard cast to compute dtype
+        self._sent: Scratch | None = None  # [S], while gathering: the shard cast to compute dtype; or packed, in bytes
+        self._received: Scratch | None = None  # while gathering: all ranks' packed shards, in bytes
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -274,30 +305,52 @@ class PlainFull:
 
     @property
     def live_bytes(self) -> int:
-        buffers = (self.whole, self.copied, self.staging, self._sent)
+        buffers = (self.whole, self.copied, self.staging, self._sent, self._received)
         return sum([buffer.storage.nbytes() for buffer in buffers if buffer is not None])
 
-    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: torch.Tensor, keeps: bool = False) -> None:
-        whole, copied, shard = self.whole, self.copied, source
+    def plan(
+        self,
+        to: GatherPlan,
+        comm: Gathers,
+        axis: Axis,
+        source: torch.Tensor,
+        keeps: bool = False,
+        packs: torch.dtype | None = None,
+    ) -> None:
+        whole, copied, shard, outs = self.whole, self.copied, source, self._outs
         passing = [self.staging] if self.staging.nbytes else []
-        if source.dtype != self.dtype:
-            if self._sent is None or self._sent.tensor.numel() != source.numel():
-                self._sent = Scratch(source.numel(), self.dtype, source.device)
-                self._sent.free()
+        prepares: Callable[[], object] | None = None
+        if packs is not None:
+            lengths = [segment.slice_numel for segment in self.layout.segments]
+            nbytes = sum(map(packed_bytes, lengths))
+            received = self._received = _sized(self._received, axis.size * nbytes, torch.uint8, whole.tensor.device)
+            sent = self._sent = _sized(self._sent, nbytes, torch.uint8, source.device)
+            with _allocated(whole, self.staging, received, sent):
+                floats = [out.view(axis.size, -1) for out in outs]
+                to.fills.append(Packing(packs, floats, received.tensor.view(axis.size, -1)).unpack)
+                if source.dtype != torch.uint8:  # else the home has packed it
+                    shard = sent.tensor
+                    prepares = Packing(packs, source.view(1, -1).split(lengths, 1), shard.view(1, -1)).pack
+            passing.append(received)
+            outs = [received.tensor]
+        elif source.dtype != self.dtype:
+            self._sent = _sized(self._sent, source.numel(), self.dtype, source.device)
             shard = self._sent.tensor
+            prepares = partial(shard.copy_, source)
+        if prepares is not None and self._sent is not None:
             passing.append(self._sent)
         to.passing_bytes += sum([buffer.nbytes for buffer in passing])
         to.begins += [buffer.take for buffer in passing]
         if whole.nbytes:
             to.begins.append(whole.allocate if keeps else whole.take)
             to.whole_bytes += whole.nbytes
-        if shard is not source:
-            to.begins.append(partial(shard.copy_, source))
+        if prepares is not None:
+            to.begins.append(prepares)
         parts = [shard]
-        if len(self._outs) > 1:
+        if len(outs) > 1:
             scale = shard.numel() // max(self.layout.shard_numel, 1)
             parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
-        to.gathers += gathers_of(comm, axis, self._outs, parts)
+        to.gathers += gathers_of(comm, axis, outs, parts)
         if copied.nbytes:
             to.fills.append(copied.allocate if keeps else copied.take)
             to.copied_bytes += copied.nbytes
@@ -316,7 +369,7 @@ class PlainFull:
         to.ends += [versions.restore, *[buffer.free for buffer in passing]]
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
-        buffers = [self.staging, self._sent, *(() if keep else (self.whole, self.copied))]
+        buffers = [self.staging, self._sent, self._received, *(() if keep else (self.whole, self.copied))]
         return [*[buffer.free for buffer in buffers if buffer is not None and buffer.nbytes], self._versions.spoil]
 
     def cut(self, axis: Axis) -> torch.Tensor:

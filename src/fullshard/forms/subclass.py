@@ -203,7 +203,15 @@ class SubclassFull:
         inner = [storage for gathered in self._gathered for storage, _ in gathered.inner]
         return sum([storage.nbytes() for storage in (*[buffer.storage for buffer in buffers], *inner)])
 
-    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Chunks, keeps: bool = False) -> None:
+    def plan(
+        self,
+        to: GatherPlan,
+        comm: Gathers,
+        axis: Axis,
+        source: Chunks,
+        keeps: bool = False,
+        packs: torch.dtype | None = None,
+    ) -> None:
         to.begins.append(partial(self._begin, comm, axis, self._mesh(), source))
         to.gathers.append(partial(self._gather, comm, axis))
         to.fills.append(self._fill)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import Comm, Gathers, apart_of, turns_on
+from ..comm import Comm, Gathers, apart_of, packed, packed_bytes, rounded, turns_on
 from ..dtypes import fingerprint
 from ..forms import (
     OWNER_KEY,
@@ -56,6 +56,7 @@ class Bucket:
         replan: creates the layout and form for any subset of these parameters.
         home: memory of the shard and its gradients, if that is not the mesh's device.
         chunks: the shard with its values, if it is not plain; None: create one, and copy values in.
+        gather_dtype, scatter_dtype: see `MixedPrecisionPolicy`.
 
     Attributes:
         compute_dtype: dtype of gathered parameters.
@@ -76,6 +77,8 @@ class Bucket:
         replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]],
         home: Home | None = None,
         chunks: Chunks | None = None,
+        gather_dtype: torch.dtype | None = None,
+        scatter_dtype: torch.dtype | None = None,
     ) -> None:
         first = drafts[0].original
         self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
@@ -83,6 +86,8 @@ class Bucket:
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         self.compute_dtype = compute_dtype or first.dtype
+        packs = form.plain and axes.shard.size > 1 and first.dtype.is_floating_point
+        self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if packs else (None, None)
         device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
         self.shard: Any = self._new_shard(first.dtype, device) if chunks is None else chunks
@@ -198,6 +203,8 @@ class Bucket:
         """Bytes of all ranks' slices together, in the dtype of the gather."""
         if self.full is not None and not self.form.plain:
             return self.full.nbytes
+        if self.gather_dtype is not None:
+            return self.layout.world * sum(map(packed_bytes, self._slice_lengths))
         return self.layout.gathered_numel * self.compute_dtype.itemsize
 
     @property
@@ -224,6 +231,7 @@ class Bucket:
         """
         home, axis, source = self.home, self.axes.shard, self.shard
         gathers: Gathers = comm
+        packs = self.gather_dtype
         if home is not None:
             home.begin(unit)
         with torch.inference_mode(False):  # these tensors must serve training later
@@ -233,19 +241,32 @@ class Bucket:
                 self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
-                axis, source, to.comm = kept_axis, self.kept, None
+                axis, source, to.comm, packs = kept_axis, self.kept, None, None
             elif home is not None and self.form.plain:
-                source, gathers, to.comm = home.to_device(source, self.compute_dtype), home.gathering(comm), None
+                source, gathers, to.comm = home.to_device(source, self._as_sent), home.gathering(comm), None
                 to.passing_bytes += source.numel() * source.element_size()
-            self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage)
+            self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage, packs)
+
+    def _as_sent(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard, which is on the compute device, as gathers send it."""
+        if self.gather_dtype is None:
+            return shard.to(self.compute_dtype)
+        return packed(shard, self._slice_lengths, self.gather_dtype)
+
+    @property
+    def _slice_lengths(self) -> list[int]:
+        """Elements of this rank's slice of each segment."""
+        return [segment.slice_numel for segment in self.layout.segments]
 
     def _source(self) -> Any:
-        """Return the shard as it is gathered: on the compute device, in the compute dtype."""
+        """Return the shard's values as the gather delivers them, on the compute device and in the compute dtype."""
         shard: Any = self.shard
         if not self.form.plain:
             return shard
         if self.home is not None:
-            return self.home.fetch(shard, self.compute_dtype)
+            shard = self.home.fetch(shard)
+        if self.gather_dtype is not None:
+            return rounded(shard, self._slice_lengths, self.gather_dtype, self.compute_dtype)
         return shard.to(self.compute_dtype)
 
     def drop_plans(self) -> None:
@@ -382,7 +403,8 @@ class Bucket:
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
-        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home)
+        packs = self.gather_dtype, self.scatter_dtype
+        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *packs)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             take_grad_dtype(new.sharded, old.sharded)

@@ -181,6 +181,8 @@ def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
                 plan.replan,
                 bucket_settings.home,
                 plan.chunks,
+                bucket_settings.policy.gather_dtype,
+                bucket_settings.policy.scatter_dtype,
             )
         )
     dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)

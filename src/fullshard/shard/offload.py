@@ -49,19 +49,19 @@ class Home:
     def begin(self, unit: str) -> None:
         """Called before a gather of this unit; may refuse it."""
 
-    def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of `shard` [shard_numel] on the compute device, cast there to `dtype`; only for `gathering`."""
+    def to_device(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `cast` makes of a copy of `shard` [shard_numel] on the compute device; only for `gathering`."""
         if (lanes := self._lanes) is not None:
-            return lanes.copy_in(shard, dtype)
-        return shard.to(self.compute, copy=True).to(dtype)
+            return lanes.copy_in(shard, cast)
+        return cast(shard.to(self.compute, copy=True))
 
     def gathering(self, comm: Gathers) -> Gathers:
         """Return collectives that gather the copies made by `to_device`."""
         return comm if (lanes := self._lanes) is None else lanes.gathering(comm)
 
-    def fetch(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `to_device`, on the compute stream; the host waits for it."""
-        return shard.to(self.compute, copy=True).to(dtype)
+    def fetch(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `shard` on the compute device, made on the compute stream; the host waits for it."""
+        return shard.to(self.compute, copy=True)
 
     def bring(
         self,

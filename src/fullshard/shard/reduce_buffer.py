@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..comm import Comm, reduction_of
+from ..comm import Comm, Packing, Pending, exchange_of, packed_bytes, reduction_of
 from ..containers import NONES
 from ..dtypes import as_real
 from ..forms import Member, Scratch
@@ -221,11 +221,12 @@ class PlannedReduction:
 
     Attributes:
         start: starts the collectives.
-        scratch: bytes that the collectives allocate until they are waited for.
+        received: bytes that the collectives allocate until they are waited for.
+        scratch: all bytes allocated until then besides the buffer.
         rules, scaling: the settings of its last run, and the scaling chosen from them.
     """
 
-    __slots__ = ("buffer", "comm", "mean", "out", "rules", "scaling", "scratch", "start")
+    __slots__ = ("buffer", "comm", "mean", "out", "received", "rules", "scaling", "scratch", "start")
 
     def __init__(self, comm: Comm, axis: Axis, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
@@ -235,5 +236,87 @@ class PlannedReduction:
         if len(segments) > 1:
             cuts = buffer.bucket.layout.segments
             parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
-        self.start = reduction_of(comm, axis, parts, segments, mean)
-        self.scratch = sum([comm.scratch_bytes(axis, segment) for segment in segments])
+        dtype = buffer.bucket.scatter_dtype
+        if dtype is None:
+            self.start = reduction_of(comm, axis, parts, segments, mean)
+            self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
+        else:
+            packed = PackedReduction(comm, axis, parts, segments, mean, dtype)
+            self.start, self.received = packed.start, packed.nbytes
+        self.scratch = self.received
+
+
+class PackedReduction:
+    """A reduce-scatter whose gradients are sent in 8 bits: packed, exchanged, unpacked, and summed in float32.
+
+    Ownership: allocates and frees its buffers between `start` and `wait`, on the compute stream.
+
+    Args:
+        comm: collectives.
+        axis: the ranks.
+        outs, buffers: for each segment, a slice [n], and the gradients [world * n].
+        mean: whether to average.
+        dtype: the 8-bit dtype.
+
+    Attributes:
+        nbytes: the most that is allocated at once.
+
+    Raises:
+        ConfigError: `comm` cannot exchange bytes.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        axis: Axis,
+        outs: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        mean: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        world, device = axis.size, buffers[0].device
+        self._exchange, self._axis, self._outs = exchange_of(comm), axis, outs
+        self._scale = 1.0 / world if mean else 1.0
+        nbytes = world * sum([packed_bytes(out.numel()) for out in outs])
+        self._sent, self._received = (Scratch(nbytes, torch.uint8, device) for _ in range(2))
+        self._floats = Scratch(sum([buffer.numel() for buffer in buffers]), torch.float32, device)
+        self._pieces = [
+            floats.view(world, -1) for floats in self._floats.tensor.split([buffer.numel() for buffer in buffers])
+        ]
+        gradients = [buffer.view(world, -1) for buffer in buffers]
+        self._pack = Packing(dtype, gradients, self._sent.tensor.view(world, -1)).pack
+        self._unpack = Packing(dtype, self._pieces, self._received.tensor.view(world, -1)).unpack
+        self._pending: Pending | None = None
+        self.nbytes = nbytes + max(nbytes, self._floats.nbytes)
+        self._free()
+
+    def start(self) -> Pending:
+        """Pack, and start the exchange."""
+        try:
+            self._sent.allocate()
+            self._pack()
+            self._received.allocate()
+            self._pending = self._exchange(self._axis, self._received.tensor, self._sent.tensor)
+        except BaseException:
+            self._free()
+            raise
+        return self
+
+    def wait(self) -> None:
+        """Wait for the exchange, and sum in the order of ranks."""
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+            self._pending = None
+            self._sent.free()
+            self._floats.allocate()
+            self._unpack()
+            for out, floats in zip(self._outs, self._pieces, strict=True):
+                out.copy_(floats.sum(0).mul_(self._scale))
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        for buffer in (self._sent, self._received, self._floats):
+            buffer.free()

@@ -56,6 +56,9 @@ class SilentComm(TorchComm):
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         return self._count("reduce", axis, buffer)
 
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        return self._count("reduce", axis, buffer)
+
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         return self._count("all_reduce", axis, tensor, 2)
 
@@ -256,8 +259,7 @@ def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, tuple[int, int, int]]:
         assert gradients.state is GradState.PENDING
         gradients.issue_reduce(comm, ReduceSettings(), None, unit.name)
         scratch += gradients.running.scratch
-        segments = gradients.running.buffer.segments
-        received += sum(comm.scratch_bytes(gradients.bucket.axes.shard, segment) for segment in segments)
+        received += gradients.running.received
     for gradients in trained:
         ledger.reducing -= gradients.wait(unit.name)
         if gradients.bucket.axes.replicate is not None:

@@ -1,0 +1,170 @@
+"""`MixedPrecisionPolicy(gather_dtype=, scatter_dtype=)`: what is sent in 8 bits, and how little that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard.comm import packed_bytes
+from fullshard.shard import units_of
+
+WIDE = 24
+LAYOUTS = ["rows", "flat", fullshard.Blocks("row"), "owner"]
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+STEP = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16, torch.float8_e5m2: 1 / 8}
+"""The most by which a value changes: for int8 over the block's largest magnitude, else over the value itself."""
+
+
+class Tied(nn.Module):
+    """Blocks of odd sizes with a frozen bias, and an output layer that shares the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, WIDE)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDE, 37), nn.Tanh(), nn.Linear(37, WIDE), nn.LayerNorm(WIDE)) for _ in range(2)
+        )
+        self.blocks[0][0].bias.requires_grad_(False)
+        self.out = nn.Linear(WIDE, 31, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.out(hidden)
+
+
+def build() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def sharded(policy: fullshard.MixedPrecisionPolicy, **options: Any) -> Any:
+    model = build()
+    for block in model.blocks:
+        fullshard.fully_shard(block, mp_policy=policy, **options)
+    return fullshard.fully_shard(model, mp_policy=policy, **options)
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 31, (3, 8), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gathered_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the modules compute with."""
+    units = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for unit in units:
+        unit.reshard()
+    return values
+
+
+def differences(dtype: torch.dtype, layout: Any, mesh: tuple[int, ...], options: dict[str, Any]) -> list[str]:
+    """How a step differs from one process' with the weights that modules compute with here."""
+    names = ("replicate", "shard")[-len(mesh) :]
+    options = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names), "layout": layout, **options}
+    model = sharded(fullshard.MixedPrecisionPolicy(gather_dtype=dtype), **options)
+    wrong, masters = [], dict(build().named_parameters())
+    values = gathered_values(model)
+    for name, value in values.items():
+        master = masters[name].detach()
+        allowed = STEP[dtype] * (master.abs() if dtype.is_floating_point else 4.2) + 1e-4
+        if not bool(((value - master).abs() <= allowed).all()):
+            wrong.append(f"gathered {name}")
+        if master.ndim == 2 and torch.equal(value, master) is (mesh[-1] > 1):
+            wrong.append(f"whether {name} is rounded")
+    plain = build()
+    plain.load_state_dict(values, strict=False)
+    world = dist.get_world_size()
+    loss_of(model, dist.get_rank()).backward()
+    (sum(loss_of(plain, rank) for rank in range(world)) / world).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if (ours.grad is None) is not (theirs.grad is None):
+            wrong.append(f"whether {name} has a gradient")
+        elif ours.grad is not None and not torch.allclose(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6):
+            wrong.append(f"gradient of {name}")
+        if not torch.equal(whole(ours.detach()), masters[name]):
+            wrong.append(f"{name}, which changed")
+    wrong += [f"full {name}" for name, p in fullshard.full_parameters(model) if not torch.equal(p, masters[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.gloo("gathers bytes")
+def test_a_step_is_that_of_the_rounded_weights_and_shards_keep_their_values(run_ranks, dtype, layout):
+    for mesh in [(2,), (3,), (2, 2), (1,)]:
+        world = torch.Size(mesh).numel()
+        assert run_ranks(differences, dtype, layout, mesh, {}, world=world) == [[]] * world, mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2,), {"reshard_after_forward": False}),
+        ((4,), {"reshard_after_forward": 2}),
+        ((2,), {"prefetch": 0}),
+        ((2,), {"prefetch": 3, "layout": fullshard.Blocks(8)}),
+        ((2,), {"unused": "zeros", "check": "every"}),
+    ],
+    ids=str,
+)
+@pytest.mark.gloo("gathers bytes")
+def test_in_every_way_to_gather(run_ranks, mesh, options):
+    layout = options.pop("layout", "rows")
+    world = mesh[0]
+    assert run_ranks(differences, torch.int8, layout, mesh, options, world=world) == [[]] * world
+
+
+def sent(policy: dict[str, torch.dtype], layout: str) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """Gradients that differ by more than 8 bits explain; bytes by verb of a step; and what they should be."""
+    comm = fullshard.RecordingComm(fullshard.TorchComm())
+    model = sharded(fullshard.MixedPrecisionPolicy(**policy), layout=layout, comm=comm)
+    exact = sharded(fullshard.MixedPrecisionPolicy(gather_dtype=policy.get("gather_dtype")), layout=layout)
+    rank, wrong = dist.get_rank(), []
+    for step in range(2):  # the second by the plans of the first
+        comm.calls.clear()
+        for each in (model, exact):
+            each.zero_grad()
+            loss_of(each, rank, step).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+            if theirs.grad is None:
+                continue
+            error = (whole(ours.grad) - whole(theirs.grad)).abs().max()
+            largest = max(float(whole(p.grad).abs().max()) for p in exact.parameters() if p.grad is not None)
+            if not 0 < error < 2 * largest / 127:
+                wrong.append(f"{name}: {error}, the largest gradient is {largest}")
+    recorded: dict[str, int] = {}
+    for call in comm.calls:
+        if call.dtype == torch.uint8:  # not the comparisons of a pass
+            recorded[call.verb] = recorded.get(call.verb, 0) + call.nbytes
+    expected = {"gather": 0, "exchange": 0}
+    for unit in units_of(model):
+        for bucket in unit.buckets:
+            nbytes = dist.get_world_size() * packed_bytes(bucket.layout.shard_numel)
+            expected["gather"] += nbytes * (2 if unit.name else 1)  # the root stays gathered until its backward
+            expected["exchange"] += nbytes * bucket.trains
+    return wrong, recorded, expected
+
+
+@pytest.mark.gloo("exchanges bytes")
+def test_gradients_are_exchanged_in_eight_bits(run_ranks):
+    policy = {"gather_dtype": torch.int8, "scatter_dtype": torch.int8}
+    for wrong, recorded, expected in run_ranks(sent, policy, "flat", world=3):
+        assert not wrong
+        assert recorded == expected
