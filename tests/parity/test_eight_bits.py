@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.comm import packed_bytes
 from fullshard.shard import units_of
+from raising import raises
 
 WIDE = 24
 LAYOUTS = ["rows", "flat", fullshard.Blocks("row"), "owner"]
@@ -106,7 +109,6 @@ def differences(dtype: torch.dtype, layout: Any, mesh: tuple[int, ...], options:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
-@pytest.mark.gloo("gathers bytes")
 def test_a_step_is_that_of_the_rounded_weights_and_shards_keep_their_values(run_ranks, dtype, layout):
     for mesh in [(2,), (3,), (2, 2), (1,)]:
         world = torch.Size(mesh).numel()
@@ -119,12 +121,12 @@ def test_a_step_is_that_of_the_rounded_weights_and_shards_keep_their_values(run_
         ((2,), {"reshard_after_forward": False}),
         ((4,), {"reshard_after_forward": 2}),
         ((2,), {"prefetch": 0}),
+        ((2,), {"offload_policy": fullshard.CPUOffloadPolicy()}),  # on the simulated device
         ((2,), {"prefetch": 3, "layout": fullshard.Blocks(8)}),
         ((2,), {"unused": "zeros", "check": "every"}),
     ],
     ids=str,
 )
-@pytest.mark.gloo("gathers bytes")
 def test_in_every_way_to_gather(run_ranks, mesh, options):
     layout = options.pop("layout", "rows")
     world = mesh[0]
@@ -162,9 +164,67 @@ def sent(policy: dict[str, torch.dtype], layout: str) -> tuple[list[str], dict[s
     return wrong, recorded, expected
 
 
-@pytest.mark.gloo("exchanges bytes")
 def test_gradients_are_exchanged_in_eight_bits(run_ranks):
     policy = {"gather_dtype": torch.int8, "scatter_dtype": torch.int8}
     for wrong, recorded, expected in run_ranks(sent, policy, "flat", world=3):
         assert not wrong
         assert recorded == expected
+
+
+def trained(way: str) -> list[torch.Tensor]:
+    """Parameters after four steps."""
+    policy = fullshard.MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.float8_e5m2)
+    model = sharded(policy, layout="flat")
+    if way == "recomputed":
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = partial(checkpoint, forward, use_reentrant=False)
+    elif way == "gathered between steps":
+        for unit in (model, *model.blocks):
+            unit.set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(4):
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "evaluated":
+            with torch.no_grad(), fullshard.keep_gathered(model):
+                loss_of(model, 7), loss_of(model, 8)
+    return [whole(p.detach()).clone() for p in model.parameters()]
+
+
+def ways_that_differ() -> list[str]:
+    expected = trained("plainly")
+    ways = ("plainly", "recomputed", "gathered between steps", "evaluated")
+    return [way for way in ways if not all(map(torch.equal, trained(way), expected))]
+
+
+def test_training_is_the_same_to_the_bit_however_units_are_gathered(run_ranks):
+    assert run_ranks(ways_that_differ, world=2) == [[], []]
+
+
+def test_other_dtypes_are_refused():
+    for name in ("gather_dtype", "scatter_dtype"):
+        with raises(f"ConfigError: MixedPrecisionPolicy.{name} must be an 8-bit dtype. ... torch.int8 ... bfloat16"):
+            fullshard.MixedPrecisionPolicy(**{name: torch.bfloat16})
+
+
+class GathersOnly(fullshard.NullComm):
+    """A user's collectives, written before `exchange` was part of the protocol."""
+
+    exchange = None
+
+
+def error_without_exchange() -> str:
+    policy = fullshard.MixedPrecisionPolicy(scatter_dtype=torch.int8)
+    model = fullshard.fully_shard(build(), mp_policy=policy, comm=GathersOnly())
+    try:
+        loss_of(model, 0).backward()
+    except fullshard.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_collectives_without_an_exchange_are_refused(run_ranks):
+    for words in run_ranks(error_without_exchange, world=2):
+        assert "needs collectives that exchange bytes between ranks" in words
