@@ -313,7 +313,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "stale": (UNSTEPPED, "parameter", "blocks.1.0.weight", "no rank updates it"),
     "tokens": (step(usual, **TOKENS), "gradient", "tokens.weight", "unequal token counts"),
     "never reduced": (step(never_synchronised, micro_batches=2), "gradient", "tokens.weight", "under no_sync"),
-    "buffer": ({"shard_fn": LEFT_BUFFER}, "buffer", "shift", "left uninitialised"),
+    "buffer": ({"shard_fn": LEFT_BUFFER}, "buffer", "shift", "left uninitialized"),
     "adapter": ({"shard_fn": adapter_on_first}, "structure", "blocks.1.lora.weight", "LoRA"),
     "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
@@ -324,7 +324,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         *("gradient", "blocks.0.0.weight", "a missing reduce in no_sync()"),
     ),
     "unaveraged": (IGNORING, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
-    "parts, output": ({"shard_fn": hooked, **PARTS}, "output", "blocks.1.0", "computes something else"),
+    "parts, output": ({"shard_fn": hooked, **PARTS}, "output", "blocks.1.0", "computes something different"),
     "parts, gradient": (step(never_synchronised, **PARTS), "gradient", "blocks.0.0.weight", "no_sync"),
 }
 
@@ -411,15 +411,15 @@ def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
         got = sum(factor(r, m) * parts[r][m] for r in range(4) for m in range(3))
         return gradient_cause(got, parts, weights, counts, 2) or "none"
 
-    assert "micro-batches of all ranks count alike" in cause(lambda r, m: 1 / 12)
-    assert "ranks count alike" in cause(lambda r, m: counts[r][m] / sum(counts[r]) / 4)
+    assert "micro-batches of all ranks count equally" in cause(lambda r, m: 1 / 12)
+    assert "ranks count equally" in cause(lambda r, m: counts[r][m] / sum(counts[r]) / 4)
     assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or r == 2))
     assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or 4 * (r == 2)))
     assert "only the last micro-batch counts" in cause(lambda r, m: weights[r][m] * (m == 2))
     assert "the last micro-batch is missing" in cause(lambda r, m: weights[r][m] * (m < 2))
     assert "never reduced over ranks" in cause(lambda r, m: weights[r][m] * (r == 2))
     assert "summed over ranks" in cause(lambda r, m: 4 * weights[r][m])
-    assert "once too often" in cause(lambda r, m: weights[r][m] / 3)
+    assert "one time too many" in cause(lambda r, m: weights[r][m] / 3)
     assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
     assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
 

@@ -39,14 +39,17 @@ CALLS = [
     (lambda: verify(train_step_fn="step"), "ConfigError: verify: train_step_fn must be callable, got"),
     (lambda: verify(steps=0), "ConfigError: verify: steps must be an int of at least 1, got 0"),
     (lambda: verify(reduction="max"), 'ConfigError: verify: reduction must be "mean", "sum" or "tokens", got'),
-    (lambda: verify(reduction="tokens"), 'ConfigError: verify: reduction="tokens" and ... tokens_fn'),
+    (lambda: verify(reduction="tokens"), 'ConfigError: verify: reduction="tokens" and tokens_fn require each other'),
     (
         lambda: verify(train_step_fn=lambda model, optimizer, batches: None, no_sync=True),
         "ConfigError: verify: no_sync is for",
     ),
-    (lambda: verify(initial="random"), 'ConfigError: initial must be "compare" or "copy"'),
+    (lambda: verify(initial="random"), 'ConfigError: verify: initial must be "compare" or "copy"'),
     (lambda: verify(modules=["0"], max_norm=1.0), "ConfigError: verify: max_norm needs the gradients of the whole"),
-    (lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0), "ConfigError: tokens_fn gave negative numbers, or"),
+    (
+        lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0),
+        "ConfigError: tokens_fn returned negative numbers, or",
+    ),
     (lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()), "ConfigError: verify could not begin"),
     # What commands and `watch` are given.
     (lambda: "train.py", function_at, "ConfigError: 'train.py' is not SCRIPT-OR-MODULE:FUNCTION"),
@@ -132,13 +135,13 @@ def on_meta() -> torch.nn.Module:
 
 ONLY = two_layers()
 QUOTED = [
-    ({"modules": ["layers.7"]}, "modules= names what the model does not have"),
+    ({"modules": ["layers.7"]}, "modules= must be names of the model's modules"),
     ({"shard_fn": lambda model: 1}, "shard_fn must return a module, or a module and its optimizer"),
     ({"optimizer_fn": lambda model: 1}, "verify: optimizer_fn must return an optimizer or a list of them"),
     ({"model_fn": lambda: ONLY}, "model_fn must make a new module at each call"),
     (
         {"model_fn": on_meta, "shard_fn": lambda model: fullshard.fully_shard(two_layers())},
-        "model_fn gave parameters on the meta device",
+        "model_fn returned parameters on the meta device",
     ),
 ]
 

@@ -1,12 +1,12 @@
-"""Which random numbers a rank draws: compared over ranks, they tell whether dropout differs where it should.
+"""The random numbers that ranks draw, compared over ranks: whether dropout differs exactly where it should.
 
-Ranks with different batches should drop different elements, ranks that compute one batch together the same ones.
+Ranks with different batches should drop different elements; ranks that compute one batch together, the same ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,10 @@ class Draw:
     """One call that drew random numbers for a tensor of more than one element.
 
     Attributes:
-        module: the innermost module that was running, by name; "" outside of all.
+        module: the name of the innermost module that was running; "" outside of all modules.
         call: the function's name.
-        shape: of what it gave.
-        state: a digest of the generator before.
+        shape: of its result.
+        state: a digest of the generator's state before the call.
     """
 
     module: str
@@ -42,26 +42,26 @@ class Draw:
         return f"{self.call} of shape {list(self.shape)} in {self.module or '(root)'!r}"
 
 
-class _Watch(TorchFunctionMode):
+class _DrawRecorder(TorchFunctionMode):
     """Compares the generators before and after every call of torch's functions. About 5 us a call."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
-        self.names, self.draws = names, list[Draw]()
-        self.running: list[str] = []
+        self.names, self.draws = names, list[Draw]()  # names: by the id of a module
+        self.running: list[str] = []  # names of modules, outermost first
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = kwargs.get("generator")
-        before = _states(given)
+        generator = kwargs.get("generator")
+        before = _states(generator)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.numel() > 1 and not isinstance(result, DTensor):
-            changed = [a for a, b in zip(before, _states(given), strict=True) if not torch.equal(a, b)]
+            changed = [a for a, b in zip(before, _states(generator), strict=True) if not torch.equal(a, b)]
             if changed:
                 digest = hashlib.blake2b(changed[0].numpy().tobytes(), digest_size=8).hexdigest()
                 name = getattr(func, "__name__", str(func))
-                where = self.running[-1] if self.running else ""
-                self.draws.append(Draw(where, name, tuple(result.shape), digest))
+                module = self.running[-1] if self.running else ""
+                self.draws.append(Draw(module, name, tuple(result.shape), digest))
         return result
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
@@ -72,68 +72,55 @@ class _Watch(TorchFunctionMode):
             self.running.pop()
 
 
-def _states(given: Any) -> list[torch.Tensor]:
-    return [given.get_state()] if isinstance(given, torch.Generator) else list(generator_states().values())
+def _states(generator: Any) -> list[torch.Tensor]:
+    return [generator.get_state()] if isinstance(generator, torch.Generator) else list(generator_states().values())
 
 
 @contextmanager
-def draws_of(model: nn.Module) -> Iterator[list[Draw]]:
-    """The draws that happen while the block runs, in order; none of a model of which anything is compiled.
+def recorded_draws(model: nn.Module) -> Iterator[list[Draw]]:
+    """The random draws of the block, in order; none if any module is compiled.
 
-    Dynamo would have to follow the watch, which looks at generators.
+    Dynamo would have to trace the recorder, which reads generators.
     """
     if any(getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod") for module in model.modules()):
         yield []
         return
-    watch = _Watch({id(module): plain_path(path) for path, module in model.named_modules()})
-    hooks = [
-        register_module_forward_pre_hook(watch.enter),
-        register_module_forward_hook(watch.leave, always_call=True),
-    ]
-    try:
-        with watch:
-            yield watch.draws
-    finally:
-        for hook in hooks:
-            hook.remove()
+    recorder = _DrawRecorder({id(module): plain_path(path) for path, module in model.named_modules()})
+    with (
+        register_module_forward_pre_hook(recorder.enter),
+        register_module_forward_hook(recorder.leave, always_call=True),
+        recorder,
+    ):
+        yield recorder.draws
 
 
-def compare_draws(session: Session, step: int, mine: Iterable[Draw]) -> list[Finding]:
+def compare_draws(session: Session, step: int, draws: list[Draw]) -> list[Finding]:
     """One finding if ranks with different batches draw alike, one if ranks with one batch do not. Collective."""
-    by_rank = session.all(list(mine))
-    found = []
-    for other in range(1, session.world):
-        for first in range(other):
-            together = session.data_ranks[first] == session.data_ranks[other]
-            for a, b in zip(by_rank[first], by_rank[other], strict=False):
-                if a.call == b.call and (a.state == b.state) != together:
-                    found.append(_finding(step, a, first, other, together))
+    by_rank = session.gather(draws)
+    findings: dict[bool, Finding] = {}  # by whether the ranks have one batch
+    for rank in range(1, session.world):
+        for other in range(rank):
+            one_batch = session.data_ranks[other] == session.data_ranks[rank]
+            for a, b in zip(by_rank[other], by_rank[rank], strict=False):
+                if a.call == b.call and (a.state == b.state) != one_batch:
+                    findings.setdefault(one_batch, _finding(step, a, other, rank, one_batch))
                     break
-    kinds = {finding.cause: finding for finding in reversed(found)}
-    return list(reversed(kinds.values()))
+    return list(findings.values())
 
 
-def _finding(step: int, draw: Draw, first: int, other: int, together: bool) -> Finding:
-    if together:
-        what = f"ranks {first} and {other} compute one batch together and draw different random numbers: {draw}."
+def _finding(step: int, draw: Draw, other: int, rank: int, one_batch: bool) -> Finding:
+    if one_batch:
+        what = f"ranks {other} and {rank} compute one batch together and draw different random numbers: {draw}."
+        expected, got = f"the same generator state as on rank {other}", f"a different one on rank {rank}"
         cause = (
             "dropout differs inside a tensor-parallel group: its ranks' generators were seeded differently, and drop "
             "different elements of one activation; seed by the data-parallel rank: torch.manual_seed(seed + dp_rank)"
         )
     else:
-        what = f"ranks {first} and {other} have different batches and draw the same random numbers: {draw}."
+        what = f"ranks {other} and {rank} have different batches and draw the same random numbers: {draw}."
+        expected, got = f"a generator state other than on rank {other}", f"the same one on rank {rank}"
         cause = (
-            "dropout is the same on every rank: the ranks' generators were seeded alike, and the global batch sees "
-            "one mask repeated; seed by rank after the model is built: torch.manual_seed(seed + rank)"
+            "dropout is the same on every rank: the ranks' generators were seeded alike, and the global batch has one "
+            "mask repeated; seed by rank after the model is built: torch.manual_seed(seed + rank)"
         )
-    return Finding(
-        "draws",
-        what,
-        step,
-        parameter=None,
-        rank=other,
-        ranks=(first, other),
-        expected=f"{'the same' if together else 'another'} generator state as on rank {first}",
-        got=f"{'another one' if together else 'the same one'} on rank {other}",
-        cause=cause,
-    )
+    return Finding("draws", what, step, ranks=(rank, other), expected=expected, got=got, cause=cause)

@@ -1,4 +1,4 @@
-"""What this rank holds of a model: its part of every parameter and gradient, by the names of the unsharded model."""
+"""This rank's part of a model's parameters, gradients and buffers, by their names in the unsharded model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from ...torch_private.local_tensor import local_part, read_grad
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By plain name; of what wraps a module and the module itself, the latter."""
+    """Modules by plain name; of a wrapper and the module inside, the latter."""
     return {plain_path(path): module for path, module in model.named_modules()}
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By plain name, persistent or not, also those that have several."""
+    """Buffers by plain name, persistent or not; shared ones under each of their names."""
     return {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 class ModelParts:
     """The parameters and buffers of a model as they are now, sharded or not.
 
-    Made anew whenever the model may have been changed: replaced storage is taken over by its unit first.
+    A new one is needed whenever the model may have changed: units take over replaced storage here.
 
     Attributes:
         rows: one per parameter, by its first name.
+        comparable: those whose parts are plain numbers; not of tensor subclasses that gather in their own way.
         ties: the names of every parameter that has several.
         buffers: all of them, by name.
     """
@@ -43,30 +44,27 @@ class ModelParts:
             unit.refresh()
         self.table = Table(model, plain_name)
         self.rows: dict[str, Named] = {row.name: row for row in self.table.parameters}
+        self.comparable = {name: row for name, row in self.rows.items() if row.bucket is None or row.bucket.form.plain}
         self.ties = {tuple(sorted(set(row.names))) for row in self.table.parameters if len(set(row.names)) > 1}
         self.buffers = buffers_of(model)
 
     def dtypes(self) -> set[torch.dtype]:
         """Those in which parameters are stored, computed with and reduced."""
-        found = {self.dtype(row) for row in self.rows.values()}
+        dtypes = {self.dtype(row) for row in self.rows.values()}
         for unit, _ in self.table.units:
             for gradients in unit.gradients:
                 if gradients.bucket.storage_dtype.is_floating_point:
-                    found |= {gradients.bucket.compute_dtype, gradients.reduce_dtype}
-        return found
+                    dtypes |= {gradients.bucket.compute_dtype, gradients.reduce_dtype}
+        return dtypes
 
     @staticmethod
     def dtype(row: Named) -> torch.dtype:
+        """The dtype in which a parameter is stored."""
         return row.parameter.dtype if row.bucket is None else row.bucket.storage_dtype
 
     @staticmethod
-    def comparable(row: Named) -> bool:
-        """Whether its parts are plain numbers; not of tensor subclasses with a gather of their own."""
-        return row.bucket is None or row.bucket.form.plain
-
-    @staticmethod
     def value(row: Named) -> torch.Tensor:
-        """This rank's part, sharing memory."""
+        """This rank's part of a parameter, sharing memory."""
         if row.bucket is None or row.member is None:
             return local_part(row.parameter.detach())
         return row.bucket.part(row.bucket.shard, row.member).detach()
@@ -79,9 +77,10 @@ class ModelParts:
             grad: Any = row.parameter.grad
             return None if grad is None else local_part(grad.detach())
         if (flat := bucket.flat_parameter) is not None:
-            whole: torch.Tensor | None = flat.grad
-            fits = whole is not None and whole.numel() == bucket.layout.shard_numel
-            return bucket.part(whole, member).detach() if whole is not None and fits else None
+            flat_grad: torch.Tensor | None = flat.grad
+            if flat_grad is None or flat_grad.numel() != bucket.layout.shard_numel:
+                return None
+            return bucket.part(flat_grad, member).detach()
         grad = read_grad(member.sharded)
         return None if grad is None else bucket.local(grad, member).detach()
 
@@ -97,29 +96,29 @@ class ModelParts:
 
     @staticmethod
     def whole(row: Named, local: torch.Tensor) -> torch.Tensor:
-        """The whole of which every rank has a part. Collective."""
+        """The whole value from every rank's part. Collective."""
         if row.bucket is not None and row.member is not None:
             return row.bucket.form.whole(row.member, local).detach()
         shown: Any = row.parameter
         if isinstance(shown, DTensor):
-            made = DTensor.from_local(
+            sharded = DTensor.from_local(
                 local, shown.device_mesh, shown.placements, run_check=False, shape=shown.shape, stride=shown.stride()
             )
-            return full_of(made).detach()
+            return full_of(sharded).detach()
         return local
 
     @staticmethod
     def numbers(row: Named, device: torch.device) -> torch.Tensor:
-        """[numel] of this rank's part: the number of each of its elements in the whole."""
-        return ModelParts.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape)).reshape(-1)
+        """This rank's part of the numbers 0, 1, 2, ... of a parameter's elements, in the shape of the part."""
+        return ModelParts.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape))
 
-    def tensors(self) -> dict[int, set[str]]:
-        """By the id of a tensor through which an optimizer may update parameters: their names."""
-        found = {key: {row.name} for key, row in self.table.by_tensor.items()}
+    def names_by_tensor(self) -> dict[int, set[str]]:
+        """Names of parameters, by the id of each tensor through which an optimizer may update them."""
+        names = {key: {row.name} for key, row in self.table.by_tensor.items()}
         for unit, _ in self.table.units:
-            shown = [(tensor, members) for tensor, _, _, members in views_of(unit)]
-            shown += [(b.flat_parameter, b.members) for b in unit.buckets if b.flat_parameter is not None]
-            for tensor, members in shown:
+            tensors = [(tensor, members) for tensor, _, _, members in views_of(unit)]
+            tensors += [(b.flat_parameter, b.members) for b in unit.buckets if b.flat_parameter is not None]
+            for tensor, members in tensors:
                 rows = [row for member in members if (row := self.table.of(member)) is not None]
-                found.setdefault(id(tensor), set()).update(row.name for row in rows)
-        return found
+                names.setdefault(id(tensor), set()).update(row.name for row in rows)
+        return names

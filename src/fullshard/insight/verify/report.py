@@ -1,10 +1,8 @@
-"""What `verify` found: plain records that print themselves."""
+"""The results of `verify`: plain records that print themselves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from ...errors import message
 
 SHOWN = 8  # findings that a report prints in full
 
@@ -19,11 +17,10 @@ class Finding:
             (after a step), "autograd" (of the unsharded model itself).
         what: one sentence.
         step: counted from 0; None before the first.
-        parameter: the name of the parameter or buffer, as the unsharded model has it.
+        parameter: the name of the parameter or buffer in the unsharded model.
         element: index of the first element that differs, in the whole tensor.
-        rank: the lowest rank that sees the difference.
-        ranks: all that see it.
-        expected, got: the values there, or what else was compared.
+        ranks: all that see the difference; `got` is from the first of them.
+        expected, got: the values there, or whatever else was compared.
         cause: the likely cause, and the remedy.
     """
 
@@ -32,35 +29,40 @@ class Finding:
     step: int | None = None
     parameter: str | None = None
     element: tuple[int, ...] | None = None
-    rank: int | None = None
     ranks: tuple[int, ...] = ()
     expected: str | None = None
     got: str | None = None
     cause: str | None = None
 
+    @property
+    def rank(self) -> int | None:
+        """The first of `ranks`."""
+        return self.ranks[0] if self.ranks else None
+
     def __str__(self) -> str:
         when = "before the first step" if self.step is None else f"step {self.step}"
-        facts = message(f"{when}: {self.what}", parameter=self.parameter)
-        rest = {
+        facts = {
+            "parameter": self.parameter,
             "element": None if self.element is None else list(self.element),
             "rank": self.rank if len(self.ranks) < 2 else f"{self.rank} (and {len(self.ranks) - 1} more)",
             "expected": self.expected,
             "got": self.got,
             "cause": self.cause,
         }
-        return "\n".join([facts, *(f"  {key + ':':<11}{value}" for key, value in rest.items() if value is not None)])
+        lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
+        return "\n".join([f"{when}: {self.what}", *lines])
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` did and found; equal on all ranks.
+    """What `verify` compared, and every difference; equal on all ranks.
 
     Attributes:
         findings: in the order in which training met them; the run ends with the step of the first.
         world: number of ranks.
-        steps: completed and found equal.
+        steps: completed without a difference.
         compared: number of tensors compared, over all steps, on the first rank.
-        tolerances: by what was compared and in which dtype: relative to the tensor's root mean square.
+        tolerances: relative to the tensor's root mean square, by what was compared and in which dtype.
         notes: what was not compared, and why.
     """
 
@@ -73,7 +75,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     @property
@@ -87,10 +89,10 @@ class Report:
         )
         allowed = ", ".join(f"{what} {value:.1e}" for what, value in self.tolerances)
         head = f"verify: {'ok' if self.ok else 'DIFFERENT'} ({scope}{'; allowed: ' + allowed if allowed else ''})"
-        lines, told = [head], set[str | None]()
+        lines, causes = [head], set[str | None]()
         for finding in self.findings[:SHOWN]:
-            lines.append(str(replace(finding, cause="as above") if finding.cause in told else finding))
-            told |= {finding.cause} - {None}
+            lines.append(str(replace(finding, cause="as above") if finding.cause in causes else finding))
+            causes |= {finding.cause} - {None}
         if len(self.findings) > SHOWN:
             lines.append(f"... and {len(self.findings) - SHOWN} more of this step")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -1,4 +1,4 @@
-"""`verify`: what users call, and the order in which things are done."""
+"""`verify`, as users call it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import repeated_blocks
-from ...errors import ConfigError
-from .modules import run_parts
+from .modules import ModuleTrial
 from .report import Report
 from .session import opened
-from .trial import Plan
-from .whole import run_whole
-
-__all__ = ["verify"]
+from .trial import Plan, shard_model
+from .whole import WholeTrial
 
 
 def verify(
@@ -46,60 +43,59 @@ def verify(
 
     Compared, on every rank, parameter by parameter: structure, ties and dtypes; parameters and buffers before the first
     step; then in each step losses, random numbers drawn, gradients as the optimizer sees them, parameters after it and
-    buffers. The run ends with the first step that differs. The reference steps with the gradients of the sharded model
-    once these were found right, so that rounding does not grow from step to step.
+    buffers. The run ends with the first step that differs. After comparing gradients, the reference steps with those of
+    the sharded model, so that rounding does not grow from step to step.
 
-    Collective over the default process group; without one, a group lasts as long as the call (that of torchrun's ranks
-    if it started this process, else of this process alone). Generators of random numbers are put back afterwards.
+    Collective over the default process group. Without a group, one is created for the call: of torchrun's ranks if it
+    started this process, else of this process alone. Random number generators are restored afterwards.
 
     Args:
-        model_fn: gives the unsharded model; called on every rank, from the same random numbers.
-        batch_fn: `batch_fn(index, rank, world)` gives one micro-batch of a rank: `index` counts from 0 on, over steps
-            and micro-batches; `rank` and `world` are data-parallel (see `data_mesh`).
-        loss_fn: `loss_fn(model, batch)` gives a scalar.
-        shard_fn: `shard_fn(model)` gives the sharded model, or that and its optimizer(s). None: `fully_shard` with
+        model_fn: returns the unsharded model; called on every rank, from the same random numbers.
+        batch_fn: `batch_fn(index, rank, world)` returns one micro-batch of a rank: `index` counts from 0 over steps and
+            micro-batches; `rank` and `world` are data-parallel (see `data_mesh`).
+        loss_fn: `loss_fn(model, batch)` returns a scalar.
+        shard_fn: `shard_fn(model)` returns the sharded model, or that and its optimizer(s). None: `fully_shard` with
             `auto_wrap_policy="auto"`.
-        optimizer_fn: `optimizer_fn(model)` gives an optimizer or several. None: AdamW with learning rate 1e-3.
+        optimizer_fn: `optimizer_fn(model)` returns an optimizer or a list. None: AdamW with learning rate 1e-3.
         train_step_fn: `train_step_fn(model, optimizer, batches)`, the program's own step: forward, backward and
-            `optimizer.step()` on this rank's micro-batches. It may return their losses' mean, a list of them, or None.
-            `optimizer` is what `optimizer_fn` or `shard_fn` gave. None: verify's own loop.
-        steps: how many.
+            `optimizer.step()` on this rank's micro-batches. It may return the mean of their losses, a list of them, or
+            None. `optimizer` is what `optimizer_fn` or `shard_fn` returned. None: verify's own loop.
+        steps: number of steps.
         micro_batches: forwards and backwards per step.
         no_sync: verify's own loop reduces gradients with the last micro-batch only.
-        reduction: what the reference trains on. "mean": of all ranks' and micro-batches' losses; "sum" of them;
+        reduction: what the reference trains on. "mean": of the losses of all ranks and micro-batches; "sum" of them;
             "tokens": their mean weighted by `tokens_fn(batch)`. Verify's own loop scales losses so that gradients
-            averaged over ranks are this; a `train_step_fn` sees to that itself.
+            averaged over ranks match; a `train_step_fn` has to do that itself.
         tokens_fn: the number of tokens (or samples) over which `loss_fn` averages a batch.
         max_norm: gradients are clipped to this total norm, by the reference and verify's own loop.
-        modules: names of modules to compare in place of the whole model, where one device cannot hold that: see
-            docs/verify.md for what is left out.
-        data_mesh: the data-parallel part of a mesh with other kinds of parallelism (`mesh["dp"]`): ranks at one place
-            in it are given one batch. None: every rank has its own.
+        modules: names of modules to compare instead of the whole model, if that does not fit one device; docs/verify.md
+            says what is left out.
+        data_mesh: the data-parallel part of a mesh with other kinds of parallelism (`mesh["dp"]`): ranks at the same
+            place in it get the same batch. None: every rank has its own.
         initial: "compare" values before the first step, or "copy" the unsharded model's into the sharded one, which
-            may then initialise itself as it likes.
+            may then be initialized in any way.
         check_draws: whether to compare the random numbers that ranks draw in the first step. False for models that
-            draw the same ones on all ranks on purpose.
+            draw the same numbers on all ranks on purpose.
         tolerance: of losses and gradients, relative; None: by dtype (see `fullshard.insight.verify.compare`).
-        seed: of everything random.
+        seed: for everything random.
 
     Returns:
         A `Report`, equal on all ranks: `report.ok`, `report.findings`, `str(report)`.
 
     Raises:
-        ConfigError: arguments that cannot work, or an unsharded model that does not run. Errors of the sharded model
-            are findings.
+        ConfigError: invalid arguments, or an unsharded model that does not run. Errors of the sharded model are
+            findings.
     """
     plan = Plan(
         model_fn, batch_fn, loss_fn, shard_fn or _by_blocks, optimizer_fn or _adamw, train_step_fn, steps,
-        micro_batches, no_sync, reduction, tokens_fn, max_norm,
+        micro_batches, no_sync, reduction, tokens_fn, max_norm, modules, initial, check_draws, tolerance,
     )  # fmt: skip
-    plan.check()
-    if initial not in ("compare", "copy"):
-        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}')
     with opened(data_mesh, seed) as session:
-        if modules is not None:
-            return run_parts(session, plan, modules, tolerance)
-        return run_whole(session, plan, initial == "copy", check_draws, tolerance)
+        sharded = shard_model(session, plan)
+        if isinstance(sharded, list):
+            return Report(tuple(sharded), session.world, 0, 0)
+        trial = WholeTrial if plan.modules is None else ModuleTrial
+        return trial(session, plan, *sharded).run()
 
 
 def _by_blocks(model: nn.Module) -> nn.Module:

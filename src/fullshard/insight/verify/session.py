@@ -1,4 +1,4 @@
-"""The ranks that take part, how they talk, and what is put back when they are done: generators, too."""
+"""The ranks that take part in `verify`: how they exchange values, and how their random number generators are set."""
 
 from __future__ import annotations
 
@@ -20,33 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...comm import object_from, objects_of_all, objects_to_first
 from ...dtypes import as_moved
 from ...errors import ConfigError, FullshardError, class_to_catch
-from ...mesh import device_type_of
+from ...mesh import device_of
 
 
-def seed_all(number: int) -> None:
-    """Seed every generator."""
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+def accelerator() -> torch.device | None:
+    """This machine's accelerator; None if it has none that can be used."""
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Those of torch's generators, by device type."""
-    found, device = {"cpu": torch.get_rng_state()}, accelerator()
+    """The states of torch's generators, by device type."""
+    states, device = {"cpu": torch.get_rng_state()}, accelerator()
     if device is not None:
-        found[device.type] = torch.get_device_module(device.type).get_rng_state()
-    return found
+        states[device.type] = torch.get_device_module(device.type).get_rng_state()
+    return states
 
 
 def restore_generators(states: dict[str, torch.Tensor]) -> None:
-    """Put back what `generator_states` gave."""
+    """Set the states that `generator_states` returned."""
     for kind, state in states.items():
         torch.set_rng_state(state) if kind == "cpu" else torch.get_device_module(kind).set_rng_state(state)
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Puts all states back afterwards, on all devices."""
+def _generators_restored() -> Iterator[None]:
+    """Restore every generator afterwards, on every device."""
     python, numpy, device = random.getstate(), np.random.get_state(), accelerator()
     devices = range(torch.accelerator.device_count()) if device is not None else ()
     try:
@@ -57,20 +55,19 @@ def generators_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def accelerator() -> torch.device | None:
-    """The one of this machine that can be used; None if there is none."""
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
 T = TypeVar("T")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 """The folders of PyTorch and of Fullshard."""
 
 
 class Raised(NamedTuple):
-    """An error, in what can be sent: parameter and remedy are those that an error of ours names.
+    """An error in a form that ranks can exchange.
 
-    `where` is the innermost line outside of PyTorch and Fullshard that it passed through, as `train.py:12`.
+    Attributes:
+        name: its class.
+        text: its message.
+        where: the innermost line outside of PyTorch and Fullshard that it passed through, as `train.py:12`.
+        parameter, remedy: those of a `FullshardError`.
     """
 
     name: str
@@ -86,9 +83,9 @@ class Session:
 
     Attributes:
         rank, world: of the group.
-        device: where ranks talk.
-        data_ranks: for each rank, the number of the batch it is given; tensor-parallel ranks share one.
-        seed: from which every generator is seeded.
+        device: the one on which ranks exchange tensors.
+        data_ranks: by rank, the number of the batch that it gets; tensor-parallel ranks share one.
+        seed: every generator is seeded from it.
     """
 
     rank: int
@@ -98,8 +95,8 @@ class Session:
     seed: int
 
     @property
-    def first(self) -> bool:
-        """Whether this rank holds the reference."""
+    def is_first(self) -> bool:
+        """Whether this rank has the reference."""
         return self.rank == 0
 
     @property
@@ -112,22 +109,22 @@ class Session:
 
     @property
     def sources(self) -> list[int]:
-        """For each data rank, the first rank that has it."""
+        """By data rank, the first rank that has it."""
         return [self.data_ranks.index(number) for number in range(self.data_world)]
 
-    def all(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective."""
         return objects_of_all(value, None, "verification")
 
-    def told(self, value: T, source: int = 0) -> T:
+    def gather_to_first(self, value: T) -> list[T]:
+        """Every rank's value on the first rank; an empty list on the others. Collective."""
+        return objects_to_first(value, None, "verification")
+
+    def broadcast(self, value: T, source: int = 0) -> T:
         """The value of rank `source`, on every rank. Collective."""
         return object_from(source, value, None, "verification")
 
-    def to_first(self, value: T) -> list[T] | None:
-        """Every rank's value on the first rank; None on the others. Collective."""
-        return objects_to_first(value, None, "verification") or None
-
-    def sent(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def broadcast_tensor(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first rank's tensor, which has that shape and dtype, on every rank. Collective."""
         if tensor is None:
             whole = torch.empty(shape, dtype=dtype, device=self.device)
@@ -138,61 +135,64 @@ class Session:
         return whole
 
     def attempt(self, fn: Callable[[], T]) -> tuple[T | None, dict[int, Raised]]:
-        """`fn()`, and what ranks raised. Collective."""
-        result, mine = None, None
+        """`fn()`, and the errors that it raised, by rank. Collective."""
+        result, raised = None, None
         try:
             result = fn()
         except Exception as error:
             facts = (error.parameter, error.remedy) if isinstance(error, FullshardError) else ()
-            mine = Raised(class_to_catch(error), str(error), _line_of(error), *facts)
-        return result, {rank: told for rank, told in enumerate(self.all(mine)) if told is not None}
+            raised = Raised(class_to_catch(error), str(error), _line_of(error), *facts)
+        return result, {rank: error for rank, error in enumerate(self.gather(raised)) if error is not None}
 
-    def required(self, what: str, fn: Callable[[], T]) -> T:
-        """`fn()`; where it raises on any rank, nothing can be compared, and all raise. Collective.
+    def require(self, what: str, fn: Callable[[], T]) -> T:
+        """`fn()`, without which nothing can be compared: if it raises on any rank, all ranks raise. Collective.
 
         Raises:
             ConfigError: names the rank and quotes the error.
         """
-        result, failed = self.attempt(fn)
-        for rank, error in failed.items():
+        result, errors = self.attempt(fn)
+        for rank, error in errors.items():
             raise ConfigError(
                 f"verify could not begin: {what} raised {error.name}: {error.text}",
                 rank=rank,
-                remedy="call it by itself, without verify; loss_fn(model, batch) returns a scalar tensor",
+                remedy="call it by itself, without verify; loss_fn(model, batch) must return a scalar tensor",
             )
         return result  # type: ignore[return-value]
 
     def seed_with(self, *words: Any) -> None:
-        """Seed every generator from the session's seed and `words`, so that it can be done again."""
+        """Seed every generator from the session's seed and `words`: the same words give the same numbers."""
         digest = hashlib.blake2b(repr((self.seed, *words)).encode(), digest_size=7).digest()
-        seed_all(int.from_bytes(digest, "little"))
+        number = int.from_bytes(digest, "little")
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.manual_seed(number)
 
 
 @contextmanager
 def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
-    """A session over the default process group; where there is none, over one that lasts as long as the context."""
+    """A session over the default process group; if there is none, over one that lasts as long as the context."""
     temporary = not dist.is_initialized()
     if temporary:
         _start_group()
     try:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        mine = rank if data_mesh is None else _place_in(data_mesh)
-        numbers = objects_of_all(mine, None, "verification")
-        if None in numbers:  # said by all ranks: the others would wait for this one
+        data_rank = dist.get_rank() if data_mesh is None else _data_rank_in(data_mesh)
+        data_ranks = objects_of_all(data_rank, None, "verification")
+        if None in data_ranks:  # raised on every rank: otherwise the others would wait for this one
             raise ConfigError(
-                "A rank is not part of the data_mesh that verify was given.",
-                rank=numbers.index(None),
+                "A rank is not part of the data_mesh passed to verify.",
+                rank=data_ranks.index(None),
                 expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
             )
-        if sorted(set(numbers)) != list(range(len(set(numbers)))):
+        if set(data_ranks) != set(range(len(set(data_ranks)))):
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
                 expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
-                got=f"places {numbers} by rank",
+                got=f"places {data_ranks} by rank",
             )
-        kind = device_type_of(None)
-        with generators_kept():
-            yield Session(rank, world, _device(kind), tuple(numbers), seed)
+        group = dist.group.WORLD
+        assert group is not None
+        with _generators_restored():
+            yield Session(dist.get_rank(), dist.get_world_size(), device_of(group), tuple(data_ranks), seed)
     finally:
         if temporary:
             dist.destroy_process_group()
@@ -208,18 +208,10 @@ def _line_of(error: Exception) -> str | None:
     return lines[-1] if lines else None
 
 
-def _device(kind: str) -> torch.device:
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _place_in(mesh: DeviceMesh) -> int | None:
-    """This rank's place among the ranks of a mesh, in row-major order; None if it has none."""
-    coordinate, place = mesh.get_coordinate(), 0
-    if coordinate is None:
-        return None
-    for size, at in zip(mesh.shape, coordinate, strict=True):
-        place = place * size + at
-    return place
+def _data_rank_in(mesh: DeviceMesh) -> int | None:
+    """This rank's number among the ranks of a mesh, in row-major order; None if it is not among them."""
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else int(np.ravel_multi_index(tuple(coordinate), mesh.shape))
 
 
 def _start_group() -> None:

@@ -1,5 +1,5 @@
-"""The sharded model: made, stepped by the user's step or verify's own, watched from outside, and compared with
-unsharded parameters, of a whole model or of chosen modules.
+"""The sharded model: built, trained by the user's step or verify's own, observed from outside, and compared with
+unsharded parameters, of the whole model or of chosen modules.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,7 @@ from ...events import record_events
 from ...optim import clip_grad_norm_
 from . import causes
 from .causes import Evidence, Weights
-from .compare import (
-    Allowed,
-    compare,
-    error_findings,
-    exact,
-    gradient_tolerance,
-    rms,
-    update_tolerance,
-)
+from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .model_parts import ModelParts
 from .report import Finding, Report
 from .session import Session
@@ -36,7 +29,11 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Plan:
-    """`verify`'s arguments that say what is trained and how. See there."""
+    """The arguments of `verify`, except those that the session depends on. See there.
+
+    Raises:
+        ConfigError: names the invalid argument.
+    """
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int, int], Any]
@@ -50,13 +47,12 @@ class Plan:
     reduction: str
     tokens_fn: Callable[[Any], float] | None
     max_norm: float | None
+    modules: Sequence[str] | None
+    initial: str
+    check_draws: bool
+    tolerance: float | None
 
-    def check(self) -> None:
-        """Raise for what cannot work, before anything is made.
-
-        Raises:
-            ConfigError: names the argument.
-        """
+    def __post_init__(self) -> None:
         for name in ("model_fn", "batch_fn", "loss_fn", "shard_fn", "optimizer_fn"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"verify: {name} must be callable, got {getattr(self, name)!r}")
@@ -70,175 +66,79 @@ class Plan:
             raise ConfigError(f'verify: reduction must be "mean", "sum" or "tokens", got {self.reduction!r}')
         if (self.reduction == "tokens") != (self.tokens_fn is not None):
             raise ConfigError(
-                'verify: reduction="tokens" and tokens_fn go together; one was given without the other',
+                'verify: reduction="tokens" and tokens_fn require each other',
                 got=f"reduction={self.reduction!r}, {'no tokens_fn' if self.tokens_fn is None else 'a tokens_fn'}",
             )
         if self.train_step_fn is not None and self.no_sync:
-            raise ConfigError(
-                "verify: no_sync is for verify's own loop; the train_step_fn decides itself when to reduce"
-            )
+            raise ConfigError("verify: no_sync is for verify's own loop; a train_step_fn decides when to reduce")
+        if self.modules is not None and self.max_norm is not None:
+            raise ConfigError("verify: max_norm needs the gradients of the whole model, which modules= leaves out")
+        if self.initial not in ("compare", "copy"):
+            raise ConfigError(f'verify: initial must be "compare" or "copy", got {self.initial!r}')
 
     def weights(self, counts: Weights) -> Weights:
-        """How much each micro-batch's loss counts in the reference, by data rank."""
-        total = {"mean": float(len(counts) * self.micro_batches), "sum": 1.0}.get(self.reduction)
-        if total is not None:
-            return [[1.0 / total] * self.micro_batches for _ in counts]
-        every = sum(map(sum, counts))
-        return [[n / every for n in row] for row in counts]
+        """How much each micro-batch's loss counts in the reference; `counts`: of tokens, 1 without `tokens_fn`."""
+        total = 1.0 if self.reduction == "sum" else sum(map(sum, counts))
+        return [[n / total for n in row] for row in counts]
 
 
-@dataclass
-class Seen:
-    """What a step left, on this rank.
+@dataclass(frozen=True)
+class Step:
+    """One step of the sharded model, on this rank.
 
     Attributes:
-        losses: of each micro-batch, or one mean of them; None if the step told none.
+        number: from 0.
+        parts: the model before the step.
+        before: this rank's parts of the parameters before the step, by name.
+        counts, weights: the number of tokens in each micro-batch, and how much its loss counts.
+        losses: of each micro-batch, or one mean of them; None if the step returned none.
         gradients: this rank's parts when an optimizer first stepped (or at the end), by name.
-        evidence: see there.
+        evidence: for the causes of differences.
+        recorded: by the context in which the step ran.
     """
 
-    losses: list[float] | None = None
-    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    evidence: Evidence = field(default_factory=lambda: Evidence(0, frozenset(), 0, None))
+    number: int
+    parts: ModelParts
+    before: dict[str, torch.Tensor]
+    counts: Weights
+    weights: Weights
+    losses: list[float] | None
+    gradients: dict[str, torch.Tensor | None]
+    evidence: Evidence
+    recorded: Any
 
 
-def take_step(
-    session: Session,
-    plan: Plan,
-    model: nn.Module,
-    optimizer: Any,
-    batches: list[Any],
-    weights: list[float],
-    parts: ModelParts,
-) -> Seen:
-    """One training step of the sharded model. What it raises is the user's to know."""
-    seen = Seen()
-    with record_events() as events, _watched(parts, seen) as stepped:
-        if plan.train_step_fn is not None:
-            seen.losses = _told(plan.train_step_fn(model, optimizer, batches))
-        else:
-            seen.losses = _own_step(session, plan, model, optimizer, batches, weights)
-        if not stepped:
-            seen.gradients = _gradients(parts)
-    known = parts.tensors()
-    tensors = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
-    names = frozenset(name for tensor in tensors for name in known.get(tensor, ()))
-    reduced = sum(event.verb == "reduce" for event in events) if parts.table.sharded else None
-    seen.evidence = Evidence(len(stepped), names, len(tensors - known.keys()), reduced)
-    return seen
-
-
-def _told(value: Any) -> list[float] | None:
-    if value is None:
-        return None
-    return [float(one) for one in value] if isinstance(value, (list, tuple)) else [float(value)]
-
-
-def _gradients(parts: ModelParts) -> dict[str, torch.Tensor | None]:
-    found = {name: parts.gradient(row) for name, row in parts.rows.items() if parts.comparable(row)}
-    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
-
-
-@contextmanager
-def _watched(parts: ModelParts, seen: Seen) -> Iterator[list[torch.optim.Optimizer]]:
-    """Copies gradients when the first optimizer steps; yields the optimizers that stepped, each time they did.
-
-    Nothing here talks to other ranks: one that does not step must not leave the others waiting.
-    """
-    stepped: list[torch.optim.Optimizer] = []
-
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not stepped:
-            seen.gradients = _gradients(parts)
-        stepped.append(optimizer)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield stepped
-    finally:
-        handle.remove()
-
-
-def _own_step(
-    session: Session, plan: Plan, model: Any, optimizer: Any, batches: list[Any], weights: list[float]
-) -> list[float]:
-    """The usual loop, for an engine that averages gradients over ranks."""
-    losses = []
-    for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-        with _synchronised(model, not plan.no_sync or number == len(batches) - 1):
-            loss = plan.loss_fn(model, batch)
-            (loss * (weight * session.data_world)).backward()
-        losses.append(float(loss.detach()))
-    if plan.max_norm is not None:
-        own = getattr(model, "clip_grad_norm_", None)
-        if own is not None:
-            own(plan.max_norm)
-        else:
-            clip_grad_norm_(model.parameters(), plan.max_norm)
-    for one in listed(optimizer):
-        one.step()
-        one.zero_grad()
-    return losses
-
-
-@contextmanager
-def _synchronised(model: Any, wanted: bool) -> Iterator[None]:
-    """Whether gradients of the backwards in here are reduced."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(wanted)
-        yield
-    elif not wanted and hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-    else:
-        yield
-
-
-def listed(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """One optimizer, or several, as a list.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    found: Iterable[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for one in found:
-        if not hasattr(one, "step") or not hasattr(one, "param_groups"):
-            raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {one!r}")
-    return list(found)
-
-
-def sharded(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Finding]:
-    """The sharded model and its optimizer as the user has them; or the errors that sharding raised. Collective.
-
-    Uninitialised memory is filled with NaN meanwhile, so that what `to_empty()` leaves behind never is right by chance.
-    """
+def shard_model(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Finding]:
+    """The sharded model and its optimizer as the user has them; or the errors that sharding raised. Collective."""
     session.seed_with("model")
-    model = session.required("model_fn", plan.model_fn)
+    model = session.require("model_fn", plan.model_fn)
+    result, errors = session.attempt(lambda: _sharded(session, plan, model))
+    if errors:
+        return error_findings(errors, None, "sharding raised")
+    assert result is not None
+    session.require("shard_fn or optimizer_fn", partial(_check_sharded, *result))
+    return result
 
-    def make() -> tuple[nn.Module, Any]:
-        session.seed_with("shard")
-        with _poisoned():
-            made = plan.shard_fn(model)
-        found, optimizer = made if isinstance(made, tuple) else (made, None)
-        if optimizer is None and isinstance(found, nn.Module):
-            optimizer = plan.optimizer_fn(found)
-        return found, optimizer
 
-    def check() -> tuple[nn.Module, Any]:
-        found, optimizer = made or (None, None)
-        if not isinstance(found, nn.Module):
-            raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
-        listed(optimizer)
-        return found, optimizer
+def _sharded(session: Session, plan: Plan, model: nn.Module) -> tuple[Any, Any]:
+    session.seed_with("shard")
+    with _uninitialized_memory_is_nan():
+        result = plan.shard_fn(model)
+    sharded, optimizer = result if isinstance(result, tuple) else (result, None)
+    if optimizer is None and isinstance(sharded, nn.Module):
+        optimizer = plan.optimizer_fn(sharded)
+    return sharded, optimizer
 
-    made, failed = session.attempt(make)
-    if failed:
-        return error_findings(failed, None, "sharding raised")
-    return session.required("shard_fn or optimizer_fn", check)
+
+def _check_sharded(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it returned {model!r}")
+    optimizers_in(optimizer)
 
 
 @contextmanager
-def _poisoned() -> Iterator[None]:
+def _uninitialized_memory_is_nan() -> Iterator[None]:
+    """So that values which `to_empty()` left uninitialized are never correct by chance."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
@@ -251,196 +151,297 @@ def _poisoned() -> Iterator[None]:
         settings.fill_uninitialized_memory = fill
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of the sharded model, on this rank.
+def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that a user's function returned, one or a list.
 
-    Attributes:
-        number: from 0.
-        parts: the model, before it.
-        before: this rank's parts of the parameters then, by name.
-        counts, weights: the number of tokens in each micro-batch, and how much its loss counts; by data rank.
-        seen: what the step left.
-        noted: what the context gave in which it ran.
+    Raises:
+        ConfigError: it returned something else.
     """
+    optimizers = list(result) if isinstance(result, (list, tuple)) else [result]
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {optimizer!r}")
+    return optimizers
 
-    number: int
-    parts: ModelParts
-    before: dict[str, torch.Tensor]
-    counts: Weights
-    weights: Weights
-    seen: Seen
-    noted: Any
+
+@contextmanager
+def _gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
+    """Whether backward reduces gradients in the block."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(enabled)
+        yield
+    elif not enabled and hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        yield
 
 
 class Trial(ABC):
     """A sharded model beside something unsharded.
 
     Args:
-        session, plan: as everywhere.
-        made: the model and its optimizer.
-        given: the user's tolerance.
-        prefixes: of the names that are compared; "" of the whole model.
-        what: of the report: what the tolerance is for.
+        session: the ranks.
+        plan: what to train.
+        model, optimizer: the sharded model, and its optimizer as the user has it.
+        prefixes: of the names that are compared; "" for the whole model.
+        what: what the tolerance of gradients is for, in the report.
 
     Attributes:
-        compared: tensors so far.
+        compared: number of tensors so far.
         allowed: the relative tolerance of losses, outputs and gradients.
         trained: names of parameters that require a gradient in the unsharded model.
-        tolerances, notes: of the report.
+        tolerances, notes: for the report.
     """
 
     def __init__(
-        self,
-        session: Session,
-        plan: Plan,
-        made: tuple[nn.Module, Any],
-        given: float | None,
-        prefixes: Sequence[str],
-        what: str,
+        self, session: Session, plan: Plan, model: nn.Module, optimizer: Any, prefixes: Sequence[str], what: str
     ) -> None:
         self.session, self.plan = session, plan
-        self.model, self.optimizer = made
+        self.model, self.optimizer = model, optimizer
         self.compared = 0
         self.trained: frozenset[str] = frozenset()
-        parts = ModelParts(self.model)
-        names = [name for row in parts.rows.values() for name in row.names]
+        parts = ModelParts(model)
+        rows = parts.rows.values()
+        names = [name for row in rows for name in row.names]
         depth = max(len({name.rpartition(".")[0] for name in names if name.startswith(start)}) for start in prefixes)
-        longest = max([session.data_world * plan.micro_batches, *(n for row in parts.rows.values() for n in row.shape)])
-        allowed = gradient_tolerance(parts.dtypes(), depth, longest) if given is None else given
-        stored = sorted(
-            {parts.dtype(row) for row in parts.rows.values() if parts.dtype(row).is_floating_point},
-            key=str,
-        )
+        longest = max([session.data_world * plan.micro_batches, *(n for row in rows for n in row.shape)])
+        allowed = gradient_tolerance(parts.dtypes(), depth, longest) if plan.tolerance is None else plan.tolerance
+        stored = sorted({dtype for row in rows if (dtype := parts.dtype(row)).is_floating_point}, key=str)
         by_dtype = ((f"{dtype} parameters".removeprefix("torch."), update_tolerance(dtype)) for dtype in stored)
-        self.tolerances = session.told(((what, allowed), *by_dtype))
+        self.tolerances = session.broadcast(((what, allowed), *by_dtype))
         self.allowed = self.tolerances[0][1]
         self.notes = tuple(
-            f"{name} is not compared: tensors of its class are gathered in a way of their own"
-            for name, row in parts.rows.items()
-            if not parts.comparable(row)
+            f"{name} is not compared: tensors of its class are gathered in their own way"
+            for name in parts.rows
+            if name not in parts.comparable
         )
 
     @abstractmethod
-    def step(self, number: int) -> list[Finding]:
-        """One step of both. Collective."""
+    def begin(self) -> list[Finding]:
+        """Compare what exists before the first step. Collective."""
 
-    def report(self, findings: list[Finding]) -> Report:
-        """Of all steps up to the first that differs, if nothing was found before. Collective."""
-        done = 0
+    @abstractmethod
+    def step(self, number: int) -> list[Finding]:
+        """Train one step of both, and compare. Collective."""
+
+    def run(self) -> Report:
+        """Compare before the first step and in each step, up to the first difference. Collective."""
+        findings, done = self.begin(), 0
         while not findings and done < self.plan.steps:
             findings = self.step(done)
             done += not findings
-        compared = self.session.told(self.compared)
+        compared = self.session.broadcast(self.compared)
         return Report(tuple(findings), self.session.world, done, compared, self.tolerances, self.notes)
 
-    def batches(self, number: int) -> tuple[list[Any], Weights]:
+    # The sharded model.
+
+    def load_batches(self, number: int) -> tuple[list[Any], Weights]:
         """This rank's micro-batches of a step, and the number of tokens in those of all data ranks. Collective."""
         session, plan = self.session, self.plan
 
-        def make() -> list[Any]:
-            found = []
-            for index in range(number * plan.micro_batches, (number + 1) * plan.micro_batches):
-                session.seed_with("batch", index, session.data_rank)
-                found.append(plan.batch_fn(index, session.data_rank, session.data_world))
-            return found
+        def load(index: int) -> Any:
+            session.seed_with("batch", index, session.data_rank)
+            return plan.batch_fn(index, session.data_rank, session.data_world)
 
-        mine = session.required("batch_fn", make)
+        indices = range(number * plan.micro_batches, (number + 1) * plan.micro_batches)
+        batches = session.require("batch_fn", lambda: [load(index) for index in indices])
         count = plan.tokens_fn or (lambda batch: 1.0)
-        counts = session.all(session.required("tokens_fn", lambda: [float(count(batch)) for batch in mine]))
+        counts = session.gather(session.require("tokens_fn", lambda: [float(count(batch)) for batch in batches]))
         if any(n < 0 for row in counts for n in row) or not sum(map(sum, counts)):
-            raise ConfigError("tokens_fn gave negative numbers, or zero for every batch", got=str(counts))
-        return mine, [counts[source] for source in session.sources]
+            raise ConfigError("tokens_fn returned negative numbers, or zero for every batch", got=str(counts))
+        return batches, [counts[source] for source in session.sources]
 
-    def take(
-        self, number: int, batches: list[Any], counts: Weights, around: AbstractContextManager[Any]
+    def train(
+        self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]
     ) -> Step | list[Finding]:
-        """A step of the sharded model, in a context; or the errors that it raised. Collective."""
+        """Train one step of the sharded model, in a context; or the errors that it raised. Collective."""
+        step, errors = self.session.attempt(lambda: self._train(number, batches, counts, recording))
+        if errors:
+            return error_findings(errors, number, "the training step of the sharded model raised")
+        assert step is not None
+        return step
+
+    def _train(self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]) -> Step:
+        """Nothing here waits for other ranks: a rank whose step raises must not leave them waiting."""
         session, plan, parts = self.session, self.plan, ModelParts(self.model)
         weights = plan.weights(counts)
-        before = {name: parts.value(row).clone() for name, row in parts.rows.items() if parts.comparable(row)}
+        before = {name: parts.value(row).clone() for name, row in parts.comparable.items()}
+        gradients: dict[str, torch.Tensor | None] = {}
+        stepped: list[torch.optim.Optimizer] = []
+
+        def copy_gradients() -> None:
+            for name, row in parts.comparable.items():
+                grad = parts.gradient(row)
+                gradients[name] = None if grad is None else grad.clone()
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not stepped:
+                copy_gradients()
+            stepped.append(optimizer)
+
         session.seed_with("step", number, session.data_rank)
+        with recording as recorded, record_events() as events, register_optimizer_step_pre_hook(before_step):
+            if plan.train_step_fn is not None:
+                returned = plan.train_step_fn(self.model, self.optimizer, batches)
+            else:
+                returned = self._default_step(batches, weights[session.data_rank])
+            values = returned if isinstance(returned, (list, tuple)) else [returned]
+            losses = None if returned is None else [float(loss) for loss in values]
+            if not stepped:
+                copy_gradients()
+        names = parts.names_by_tensor()
+        optimized = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
+        evidence = Evidence(
+            stepped=bool(stepped),
+            optimized=frozenset(name for tensor in optimized for name in names.get(tensor, ())),
+            foreign=len(optimized - names.keys()),
+            reductions=sum(event.verb == "reduce" for event in events) if parts.table.sharded else None,
+        )
+        return Step(number, parts, before, counts, weights, losses, gradients, evidence, recorded)
 
-        def sharded() -> tuple[Seen, Any]:
-            with around as noted:
-                own = weights[session.data_rank]
-                return take_step(session, plan, self.model, self.optimizer, batches, own, parts), noted
+    def _default_step(self, batches: list[Any], weights: list[float]) -> list[float]:
+        """The usual loop, for an engine that averages gradients over ranks. Returns the losses."""
+        plan, model, losses = self.plan, self.model, []
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            with _gradient_sync(model, not plan.no_sync or number == len(batches) - 1):
+                loss = plan.loss_fn(model, batch)
+                (loss * (weight * self.session.data_world)).backward()
+            losses.append(float(loss.detach()))
+        if plan.max_norm is not None:
+            method: Any = getattr(model, "clip_grad_norm_", None)
+            if method is not None:
+                method(plan.max_norm)
+            else:
+                clip_grad_norm_(model.parameters(), plan.max_norm)
+        for optimizer in optimizers_in(self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
 
-        result, failed = session.attempt(sharded)
-        if failed:
-            return error_findings(failed, number, "the training step of the sharded model raised")
-        assert result is not None
-        return Step(number, parts, before, counts, weights, *result)
+    # Comparisons.
 
-    def gradients(
-        self, step: Step, wanted: Mapping[str, torch.Tensor | None] | None, wrong: Callable[[list[Finding]], str]
+    def compare(
+        self,
+        parts: ModelParts,
+        template: Finding,
+        unsharded: Mapping[str, torch.Tensor | None] | None,
+        local_part: Callable[[Named], torch.Tensor | None],
+        allowed: Callable[[Named, torch.Tensor], float],
+        cause: Callable[[Named, torch.Tensor, torch.Tensor], str | None] = lambda row, got, expected: None,
     ) -> list[Finding]:
-        """Gradients as the optimizer was given them. Collective.
+        """Compare one set of tensors, such as all gradients of a step; every rank compares its parts.
+
+        Besides what ranks have, one whole tensor at a time is in memory. Collective.
+
+        Args:
+            parts: this rank's model; alike on all ranks.
+            template: completed for each parameter that differs.
+            unsharded: whole tensors by name, on the first rank; None for a parameter that should have none.
+            local_part: this rank's part of the same.
+            allowed: from a parameter and this rank's part of what is expected, [numel] in double precision, to the
+                root mean square difference allowed.
+            cause: from a parameter that differs, and this rank's parts of what it is and what is expected, likewise.
+        """
+        session, findings = self.session, list[Finding]()
+        facts = {} if unsharded is None else {n: t if t is None else (t.shape, t.dtype) for n, t in unsharded.items()}
+        for name, fact in session.broadcast(facts).items():
+            row = parts.rows[name]
+            if name not in parts.comparable:
+                continue
+            finding = replace(template, parameter=name, ranks=(session.rank,))
+            got = local_part(row)
+            self.compared += 1
+            if fact is None:
+                # A `FlatParameter` has one gradient for all parameters in it: zeros stand for None.
+                shared = row.bucket is not None and row.bucket.flat_parameter is not None
+                if got is not None and not (shared and not bool(got.any())):
+                    size = f"root mean square {rms([got]):.2e}"
+                    findings.append(replace(finding, expected="None", got=f"a tensor, {size}"))
+                continue
+            expected = parts.cut(row, session.broadcast_tensor(unsharded[name] if unsharded else None, *fact))
+            if not expected.numel():
+                continue  # this rank has no element of it, and may have None for that
+            if got is None:
+                findings.append(replace(finding, expected="a value", got="None"))
+                continue
+            expected = expected.to(got.device)
+            differing = difference(finding, got, expected, allowed(row, exact(expected)))
+            if differing is not None:
+                number = int(parts.numbers(row, session.device)[differing.element])
+                text = cause(row, exact(got), exact(expected))
+                findings.append(replace(differing, element=index_of(number, row.shape), cause=text))
+        return merged(session, findings, parts.rows)
+
+    def compare_gradients(
+        self, step: Step, unsharded: Mapping[str, torch.Tensor] | None, cause: Callable[[list[Finding]], str]
+    ) -> list[Finding]:
+        """Compare the gradients that the optimizer gets. Collective.
 
         Args:
             step: of the sharded model.
-            wanted: on the first rank, by name.
-            wrong: the cause of those with other values. Collective.
+            unsharded: on the first rank, parameters with their gradients, by name.
+            cause: for gradients with wrong values, from all findings. Collective.
         """
-        session, what = self.session, "the gradient that the optimizer is given differs"
-        scale = session.told(rms(g for g in wanted.values() if g is not None) if wanted is not None else 0.0)
-        allowed: Allowed = lambda row, want: self.allowed * (rms([want]) + scale)  # noqa: E731
-        got: Callable[[Named], torch.Tensor | None] = lambda row: step.seen.gradients.get(row.name)  # noqa: E731
-        findings, compared = compare(session, step.parts, Finding("gradient", what, step.number), wanted, got, allowed)
-        self.compared += compared
+        session = self.session
+        expected = None if unsharded is None else {name: p.grad for name, p in unsharded.items()}
+        scale = session.broadcast(rms(g for g in expected.values() if g is not None) if expected is not None else 0.0)
+        findings = self.compare(
+            step.parts,
+            Finding("gradient", "the gradient that the optimizer gets differs.", step.number),
+            expected,
+            lambda row: step.gradients.get(row.name),
+            lambda row, expected: self.allowed * (rms([expected]) + scale),
+        )
         if not findings:
             return []
-        everywhere = sum(one.got == "None" for one in findings) == len(self.trained)
-        missing = causes.missing_gradient_cause(session.all(step.seen.evidence), everywhere)
-        other = wrong(findings)
+        everywhere = sum(finding.got == "None" for finding in findings) == len(self.trained)
+        missing_cause = causes.missing_gradient_cause(session.gather(step.evidence), everywhere)
+        value_cause = cause(findings)
 
-        def cause(one: Finding) -> str:
-            if one.got == "None":
-                return missing
-            if one.expected != "None":
-                return other
-            return causes.UNUSED if one.parameter in self.trained else causes.UNFROZEN
+        def cause_of(finding: Finding) -> str:
+            if finding.got == "None":
+                return missing_cause
+            if finding.expected != "None":
+                return value_cause
+            return causes.UNUSED if finding.parameter in self.trained else causes.UNFROZEN
 
-        return [replace(one, cause=cause(one)) for one in findings]
+        return [replace(finding, cause=cause_of(finding)) for finding in findings]
 
-    def updates(
+    def compare_updates(
         self,
         step: Step,
         names: Iterable[str],
         unsharded: Mapping[str, torch.Tensor] | None,
         optimizers: Iterable[torch.optim.Optimizer],
-    ) -> tuple[list[Finding], ModelParts]:
-        """Step unsharded parameters with the sharded model's gradients, and compare what comes out. Collective.
+    ) -> list[Finding]:
+        """Step unsharded parameters with the sharded model's gradients, and compare the results. Collective.
 
         Args:
             step: of the sharded model.
-            names: of the parameters, in one order on all ranks.
+            names: of the parameters, in the same order on all ranks.
             unsharded: on the first rank, these parameters, with gradients of their own.
-            optimizers: of theirs; none on other ranks.
-
-        Returns:
-            What was found, and the sharded model after the step.
+            optimizers: of the unsharded parameters; none on other ranks.
         """
-        session, seen, before, after = self.session, step.seen, step.before, ModelParts(self.model)
-        have = set().union(*session.all({name for name, grad in seen.gradients.items() if grad is not None}))
+        session, before, after = self.session, step.before, ModelParts(self.model)
+        local = {name for name, grad in step.gradients.items() if grad is not None}
+        with_gradient = set().union(*session.gather(local))
         for name in names:
-            if name in have:
-                grad = seen.gradients[name]
+            if name in with_gradient:
+                grad = step.gradients[name]
                 whole = after.whole(after.rows[name], torch.zeros_like(before[name]) if grad is None else grad)
                 if unsharded is not None and (parameter := unsharded[name]).grad is not None:
                     parameter.grad = whole.to(parameter.device, parameter.dtype).clone()
         for optimizer in optimizers:
             optimizer.step()
 
-        def allowed(row: Named, want: torch.Tensor) -> float:
-            moved = rms([want - exact(before[row.name])])
-            return update_tolerance(after.dtype(row)) * (rms([want]) + 16 * moved)
+        def allowed(row: Named, expected: torch.Tensor) -> float:
+            update = rms([expected - exact(before[row.name])])
+            return update_tolerance(after.dtype(row)) * (rms([expected]) + 16 * update)
 
-        def cause(row: Named, mine: torch.Tensor, want: torch.Tensor) -> str:
+        def cause(row: Named, got: torch.Tensor, expected: torch.Tensor) -> str:
             trained = row.name in self.trained
-            return causes.parameter_cause(exact(before[row.name]), mine, want, trained, row.name, seen.evidence)
+            return causes.parameter_cause(exact(before[row.name]), got, expected, trained, row.name, step.evidence)
 
-        template = Finding("parameter", "a parameter after the optimizer's step differs", step.number)
-        found, compared = compare(session, after, template, unsharded, after.value, allowed, cause)
-        self.compared += compared
-        return found, after
+        template = Finding("parameter", "a parameter after the optimizer's step differs.", step.number)
+        return self.compare(after, template, unsharded, after.value, allowed, cause)

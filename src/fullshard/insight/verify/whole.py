@@ -1,12 +1,11 @@
-"""The whole model against an unsharded one on the first rank: phase after phase, until one finds a difference.
+"""The whole model against an unsharded one on the first rank: phase after phase, up to the first difference.
 
 Memory of that rank besides its own shards: the whole model, its gradients and optimizer state, two copies of its
-buffers per data rank (what batch norm counts differs between ranks), and the batches of one step.
+buffers per data rank (statistics of batch norm differ between ranks), and the batches of one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,126 +13,103 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.names import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
 from ...torch_private.local_tensor import local_part
 from . import causes
 from .causes import Weights
-from .compare import Cause, compare, difference, index_of, merged, rms, unit_roundoff, update_tolerance
-from .draws import compare_draws, draws_of
+from .compare import difference, merged, rms, unit_roundoff, update_tolerance
+from .draws import compare_draws, recorded_draws
 from .model_parts import ModelParts, buffers_of
-from .report import Finding, Report
+from .report import Finding
 from .session import Session
-from .trial import Plan, Seen, Step, Trial, listed, sharded
+from .trial import Plan, Step, Trial, optimizers_in
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-Batches = list[list[Any]]  # of each data rank, its micro-batches of one step
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A trained parameter that gets no gradient though the loss depends on it."""
-
-    parameter: str
-    change: float  # of the loss
-    moved: float  # by which every element was moved, root mean square
+Batches = list[list[Any]]  # by data rank, its micro-batches of one step
 
 
 class Reference:
-    """See the module's docstring.
+    """The unsharded model, which exists on the first rank only.
 
     Args:
-        session: the ranks; this one is the first.
-        model: unsharded, on the device where ranks compute.
-        optimizers: of its parameters.
-        loss_fn: `loss_fn(model, batch)`.
-        max_norm: gradients are clipped to this total norm before a step; None: they are not.
+        session: the ranks.
+        plan: what to train.
+        model: on the device where ranks compute.
+
+    Attributes:
+        parameters: by name.
+        optimizers: of the parameters.
+        buffers: by data rank and name, at the beginning of the step.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        loss_fn: Loss,
-        max_norm: float | None,
-    ) -> None:
-        self.session, self.model, self.optimizers = session, model, optimizers
-        self.loss_fn, self.max_norm = loss_fn, max_norm
+    def __init__(self, session: Session, plan: Plan, model: nn.Module) -> None:
+        self.session, self.plan, self.model = session, plan, model
+        self.optimizers = optimizers_in(plan.optimizer_fn(model))
         self.parts = ModelParts(model)
         self.parameters = {name: row.parameter for name, row in self.parts.rows.items()}
-        start = self._buffers_now()
-        self.buffers = [dict(start) for _ in range(session.data_world)]
-        self.after = self.buffers
+        self.buffers = [self._copy_of_buffers()] * session.data_world
+        self._next_buffers = self.buffers
 
     def run(self, step: int, batches: Batches, weights: Weights) -> list[list[float]]:
         """Forward and backward on every batch; leaves gradients of the weighted sum. Returns the losses."""
         self.model.zero_grad()
-        self.after = []
-        losses = []
-        for number, (own, weight) in enumerate(zip(batches, weights, strict=True)):
-            losses.append([float(loss) for loss in self._one_rank(step, number, own, weight)])
-            self.after.append(self._buffers_now())
-        if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self._next_buffers, losses = [], list[list[float]]()
+        for data_rank, micro_batches in enumerate(batches):
+            self._begin(step, data_rank)
+            losses.append([])
+            for batch, weight in zip(micro_batches, weights[data_rank], strict=True):
+                loss = self.plan.loss_fn(self.model, batch)
+                (loss * weight).backward()
+                losses[-1].append(float(loss.detach()))
+            self._next_buffers.append(self._copy_of_buffers())
+        if self.plan.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
         return losses
 
-    def _one_rank(self, step: int, number: int, batches: list[Any], weights: list[float]) -> Iterable[torch.Tensor]:
-        self._restore(number)
-        self.session.seed_with("step", step, number)
-        for batch, weight in zip(batches, weights, strict=True):
-            loss = self.loss_fn(self.model, batch)
-            (loss * weight).backward()
-            yield loss.detach()
+    @torch.no_grad()
+    def _begin(self, step: int, data_rank: int) -> None:
+        """Restore a data rank's buffers and generators as they are at the beginning of a step."""
+        for name, buffer in buffers_of(self.model).items():
+            buffer.copy_(self.buffers[data_rank][name])
+        self.session.seed_with("step", step, data_rank)
 
-    def _buffers_now(self) -> dict[str, torch.Tensor]:
+    def _copy_of_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in buffers_of(self.model).items()}
 
-    def _restore(self, number: int) -> None:
-        with torch.no_grad():
-            for name, buffer in buffers_of(self.model).items():
-                buffer.copy_(self.buffers[number][name])
-
     def accept(self) -> None:
-        """What the last `run` left in buffers is what the next step begins with."""
-        self.buffers = self.after
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Every parameter's gradient."""
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+        """Begin the next step with the buffers that the last `run` left."""
+        self.buffers = self._next_buffers
 
     def contributions(self, step: int, batches: Batches, name: str, where: torch.Tensor) -> list[list[torch.Tensor]]:
-        """What each micro-batch's unweighted loss alone gives as a parameter's gradient; `.grad`s are lost.
+        """The gradient of one parameter that each micro-batch's unweighted loss alone gives; clears all `.grad`s.
 
         Args:
             step, batches: as for `run`.
             name: of the parameter.
-            where: [n], numbers of the elements that are wanted.
+            where: [n], numbers of the elements to return.
 
         Returns:
             For each data rank and micro-batch, [n] in double precision.
         """
         parameter = self.parameters[name]
-        found: list[list[torch.Tensor]] = []
-        for number, own in enumerate(batches):
-            self._restore(number)
-            self.session.seed_with("step", step, number)
-            found.append([])
-            for batch in own:
+        gradients: list[list[torch.Tensor]] = []
+        for data_rank, micro_batches in enumerate(batches):
+            self._begin(step, data_rank)
+            gradients.append([])
+            for batch in micro_batches:
                 self.model.zero_grad()
-                self.loss_fn(self.model, batch).backward()
+                self.plan.loss_fn(self.model, batch).backward()
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-                found[-1].append(grad.reshape(-1)[where.to(grad.device)].to("cpu", torch.float64))
+                gradients[-1].append(grad.reshape(-1)[where.to(grad.device)].to("cpu", torch.float64))
         self.model.zero_grad()
-        return found
+        return gradients
 
-    def without_gradient(self, batch: Any) -> list[Suspect]:
-        """Trained parameters without a gradient, or with one of zeros, on which the loss depends.
+    def dropped_gradients(self, batch: Any) -> list[Finding]:
+        """Trained parameters without a gradient, or with one of zeros, on which the loss of the first step depends.
 
-        Costs nothing if there is no such parameter, else two forwards, and two more for each that is found. What counts
-        is a change of the loss in proportion to a small change of the parameter: not one of its square (a gate that is
-        zero), nor none (the other factor is zero).
+        Costs nothing if every trained parameter has a gradient, else two forwards, and two more for each parameter. A
+        loss depends on a parameter if it changes in proportion to a small change of the parameter: not to its square
+        (a gate that is zero), and not at all if the other factor is zero.
         """
         idle = {
             name: p
@@ -144,26 +120,35 @@ class Reference:
             return []
         base = self._loss(batch)
         if self._loss(batch) != base:
-            return []  # it is another one each time: nothing can be told
-        if len(idle) > 1 and self._moved(batch, [*idle.values()], 1.0) == base:
+            return []  # it differs each time, and shows nothing
+        if len(idle) > 1 and self._loss_moved(batch, [*idle.values()], 1.0) == base:
             return []
-        found = []
+        findings = []
         for name, parameter in idle.items():
-            far, near = (self._moved(batch, [parameter], size) - base for size in (1.0, 0.125))
+            far, near = (self._loss_moved(batch, [parameter], size) - base for size in (1.0, 0.125))
             if abs(far) > 1e-5 * abs(base) and abs(far) < 24 * abs(near):
-                found.append(Suspect(name, far, _reach(parameter)))
-        return found
+                finding = Finding(
+                    "autograd",
+                    "the loss depends on a parameter that gets no gradient, in the unsharded model too.",
+                    step=0,
+                    parameter=name,
+                    ranks=tuple(range(self.session.world)),
+                    expected="a gradient",
+                    got=f"none; the loss changes by {far:.3g} if it is moved by {_reach(parameter):.3g}",
+                    cause=causes.DROPPED,
+                )
+                findings.append(finding)
+        return findings
 
     @torch.no_grad()
     def _loss(self, batch: Any) -> float:
-        self._restore(0)
-        self.session.seed_with("step", 0, 0)
-        return float(self.loss_fn(self.model, batch))
+        self._begin(0, 0)
+        return float(self.plan.loss_fn(self.model, batch))
 
     @torch.no_grad()
-    def _moved(self, batch: Any, parameters: list[torch.Tensor], size: float) -> float:
+    def _loss_moved(self, batch: Any, parameters: list[torch.Tensor], size: float) -> float:
         """The loss with these parameters moved in a random direction."""
-        kept = [parameter.clone() for parameter in parameters]
+        values = [parameter.clone() for parameter in parameters]
         generator = torch.Generator("cpu").manual_seed(self.session.seed)
         try:
             for parameter in parameters:
@@ -171,11 +156,12 @@ class Reference:
                 parameter.add_(noise, alpha=size * _reach(parameter))
             return self._loss(batch)
         finally:
-            for parameter, value in zip(parameters, kept, strict=True):
+            for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(value)
 
 
 def _reach(parameter: torch.Tensor) -> float:
+    """By how much a parameter's elements are moved, root mean square."""
     return 0.02 * max(rms([parameter]), 0.01)
 
 
@@ -194,7 +180,7 @@ class Structure:
 
     parameters: dict[str, Fact]
     buffers: dict[str, Fact]
-    ties: frozenset[tuple[str, ...]]
+    ties: set[tuple[str, ...]]
     trained: frozenset[str]
 
     @classmethod
@@ -202,264 +188,233 @@ class Structure:
         return cls(
             {name: (row.shape, parts.dtype(row)) for name, row in parts.rows.items()},
             {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in parts.buffers.items()},
-            frozenset(parts.ties),
+            parts.ties,
             frozenset(name for name, row in parts.rows.items() if row.parameter.requires_grad),
         )
 
 
-def structure_findings(session: Session, want: Structure, parts: ModelParts) -> list[Finding]:
+def structure_findings(rank: int, expected: Structure, got: Structure) -> list[Finding]:
     """Differences of this rank's model from the unsharded one's structure."""
-    got, rank = Structure.of(parts), session.rank
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
-    def add(kind: str, what: str, name: str, expected: object, was: object, cause: str | None = None) -> None:
-        found.append(Finding(kind, what, None, name, None, rank, (rank,), str(expected), str(was), cause))
+    def add(kind: str, what: str, name: str, expected: str, got: str, cause: str) -> None:
+        findings.append(Finding(kind, what, None, name, None, (rank,), expected, got, cause))
 
-    changed: set[str] = set()  # names whose place in a tie is told already
-    broken = ("weights that are tied in the unsharded model are not.", "one tensor", "several tensors", causes.TIE)
-    made = (f"{causes.UNTIED}.", "several tensors", "one tensor", causes.UNTIED)
-    for ties, others, (text, expected, was, cause) in ((want.ties, got.ties, broken), (got.ties, want.ties, made)):
-        for names in sorted(ties - others):
-            if not any(set(names) <= set(other) for other in others):
-                both = " and ".join(names)
-                add("tie", text, names[0], f"{expected}: {both}", f"{was}: {both}", cause)
-                changed |= set(names)
-    for kind, mine, theirs in (("parameter", got.parameters, want.parameters), ("buffer", got.buffers, want.buffers)):
-        for name in [*theirs, *(name for name in mine if name not in theirs)]:
-            if name in changed:
+    broken, added = _ties_absent(expected.ties, got.ties), _ties_absent(got.ties, expected.ties)
+    for names in broken:
+        text, what = " and ".join(names), "weights that are tied in the unsharded model are not."
+        add("tie", what, names[0], f"one tensor: {text}", f"several tensors: {text}", causes.TIE)
+    for names in added:
+        text = " and ".join(names)
+        add("tie", f"{causes.UNTIED}.", names[0], f"several tensors: {text}", f"one tensor: {text}", causes.UNTIED)
+    reported = {name for names in broken + added for name in names}
+    for kind, expected_facts, facts in (
+        ("parameter", expected.parameters, got.parameters),
+        ("buffer", expected.buffers, got.buffers),
+    ):
+        for name in {**expected_facts, **facts}:
+            a, b = expected_facts.get(name), facts.get(name)
+            if a == b or name in reported:
                 continue
-            a, b = theirs.get(name), mine.get(name)
             if a is None or b is None:
-                text = ["missing from", "added to"][a is None]
-                add("structure", f"a {kind} is {text} the sharded model.", name, _told(a), _told(b))
+                what = f"a {kind} is {'added to' if a is None else 'missing from'} the sharded model."
+                add("structure", what, name, _text_of(a), _text_of(b), causes.OTHER_MODEL)
             elif a[0] != b[0]:
-                add("structure", f"a {kind} has another shape.", name, _told(a), _told(b))
-            elif a[1] != b[1] and kind == "parameter":
-                coarser = unit_roundoff(b[1]) > unit_roundoff(a[1])
-                cause = causes.MASTER if coarser else causes.OTHER_DTYPE
-                add("dtype", "a parameter is stored in another dtype.", name, a[1], b[1], cause)
-    return found
+                add("structure", f"a {kind} has a different shape.", name, _text_of(a), _text_of(b), causes.OTHER_MODEL)
+            elif kind == "parameter":
+                cause = causes.MASTER if unit_roundoff(b[1]) > unit_roundoff(a[1]) else causes.OTHER_DTYPE
+                add("dtype", "a parameter is stored in a different dtype.", name, str(a[1]), str(b[1]), cause)
+    return findings
 
 
-def _told(fact: Fact | None) -> str:
+def _ties_absent(ties: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Those of `ties` whose names no tie of `others` has together."""
+    return [names for names in sorted(ties) if not any(set(names) <= set(other) for other in others)]
+
+
+def _text_of(fact: Fact | None) -> str:
     return "none" if fact is None else f"shape {list(fact[0])}, {str(fact[1]).removeprefix('torch.')}"
 
 
-def with_causes(findings: list[Finding], session: Session) -> list[Finding]:
-    """Structure that differs on some ranks only has another cause than one that differs on all."""
-    return [
-        one
-        if one.cause is not None
-        else replace(one, cause=causes.ADAPTER if len(one.ranks) < session.world else causes.OTHER_MODEL)
-        for one in findings
-    ]
+class WholeTrial(Trial):
+    """A sharded model and its reference. See `verify`. Collective."""
 
+    def __init__(self, session: Session, plan: Plan, model: nn.Module, optimizer: Any) -> None:
+        super().__init__(session, plan, model, optimizer, [""], "losses and gradients")
+        self.reference = session.require("the unsharded model", self._make_reference)
+        self.unsharded = None if self.reference is None else self.reference.parameters
 
-@torch.no_grad()
-def copy_values(session: Session, reference: Reference | None, parts: ModelParts) -> None:
-    """Write the unsharded model's values into the sharded one. Collective."""
-    for name, row in parts.rows.items():
-        if parts.comparable(row):
-            whole = None if reference is None else reference.parameters[name]
-            parts.value(row).copy_(parts.cut(row, session.sent(whole, row.shape, parts.dtype(row))))
-    names = session.told(None if reference is None else list(reference.buffers[0]))
-    for name in names or []:
-        mine = local_part(parts.buffers[name])
-        mine.copy_(
-            session.sent(None if reference is None else reference.buffers[0][name], tuple(mine.shape), mine.dtype)
-        )
-
-
-def compare_buffers(
-    session: Session, reference: Reference | None, parts: ModelParts, step: int | None, allowed: float
-) -> tuple[list[Finding], int]:
-    """This rank's buffers against those of the reference after this rank's batches; how many. Collective."""
-    facts: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-    if reference is not None:
-        for name, first in reference.buffers[0].items():
-            alike = all(torch.equal(own[name], first) for own in reference.buffers[1:])
-            facts[name] = (tuple(first.shape), first.dtype, alike)
-    found: list[Finding] = []
-    facts = session.told(facts)
-    for name, (shape, dtype, alike) in facts.items():
-        for number in range(1 if alike else session.data_world):
-            whole = session.sent(None if reference is None else reference.buffers[number][name], shape, dtype)
-            if not alike and number != session.data_rank:
-                continue
-            mine = local_part(parts.buffers[name])
-            rounding = 4 * unit_roundoff(mine.dtype)
-            limit = max(allowed, rounding) * rms([whole]) if rounding else 0.0
-            gap = difference(mine, whole.to(mine.device), limit)
-            if gap is not None:
-                cause = causes.UNINITIALISED if step is None else causes.BUFFER
-                at = (index_of(gap.at, shape), session.rank, (session.rank,), gap.expected, gap.got, cause)
-                found.append(Finding("buffer", f"a buffer differs ({gap}).", step, name, *at))
-    return found, len(facts)
-
-
-def run_whole(session: Session, plan: Plan, copy: bool, check_draws: bool, tolerance: float | None) -> Report:
-    """See `verify`. Collective."""
-    made = sharded(session, plan)
-    if isinstance(made, list):
-        return Report(tuple(made), session.world, 0, 0)
-    reference = session.required("the unsharded model", lambda: _reference(session, plan, made[0]))
-    whole = _Whole(session, plan, made, reference, check_draws, tolerance)
-    return whole.report(whole.begin(copy))
-
-
-def _reference(session: Session, plan: Plan, other: nn.Module) -> Reference | None:
-    if not session.first:
-        return None
-    session.seed_with("model")
-    model = plan.model_fn()
-    if not isinstance(model, nn.Module) or model is other:
-        raise ConfigError("model_fn must make a new module at each call")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ConfigError("model_fn gave parameters on the meta device; let it give values, and use meta in shard_fn")
-    model.to(session.device)
-    return Reference(session, model, listed(plan.optimizer_fn(model)), plan.loss_fn, plan.max_norm)
-
-
-class _Whole(Trial):
-    """A sharded model and its reference, which the first rank has."""
-
-    def __init__(
-        self,
-        session: Session,
-        plan: Plan,
-        made: tuple[nn.Module, Any],
-        reference: Reference | None,
-        check_draws: bool,
-        given: float | None,
-    ) -> None:
-        super().__init__(session, plan, made, given, [""], "losses and gradients")
-        self.reference, self.check_draws = reference, check_draws and session.world > 1
-        self.unsharded = None if reference is None else reference.parameters
+    def _make_reference(self) -> Reference | None:
+        session, plan = self.session, self.plan
+        if not session.is_first:
+            return None
+        session.seed_with("model")
+        model = plan.model_fn()
+        if not isinstance(model, nn.Module) or model is self.model:
+            raise ConfigError("model_fn must make a new module at each call")
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise ConfigError(
+                "model_fn returned parameters on the meta device: return values, and use meta in shard_fn"
+            )
+        return Reference(session, plan, model.to(session.device))
 
     # Before the first step.
 
-    def begin(self, copy: bool) -> list[Finding]:
-        """Structure, ties, dtypes, values and buffers. Collective."""
+    def begin(self) -> list[Finding]:
+        """Compare structure, ties, dtypes, values and buffers. Collective."""
         session, parts = self.session, ModelParts(self.model)
-        wanted = session.told(None if self.reference is None else Structure.of(self.reference.parts))
-        assert wanted is not None
-        self.trained = wanted.trained
-        differing = merged(session, structure_findings(session, wanted, parts), parts.rows)
-        if differing:
-            return with_causes(differing, session)
-        if copy:
-            copy_values(session, self.reference, parts)
+        structure = session.broadcast(None if self.reference is None else Structure.of(self.reference.parts))
+        assert structure is not None
+        self.trained = structure.trained
+        findings = merged(session, structure_findings(session.rank, structure, Structure.of(parts)), parts.rows)
+        if findings:
+            return [
+                replace(finding, cause=causes.ADAPTER)
+                if finding.kind == "structure" and len(finding.ranks) < session.world
+                else finding
+                for finding in findings
+            ]
+        if self.plan.initial == "copy":
+            self._copy_values(parts)
+        return self.compare(
+            parts,
+            Finding("value", "a parameter starts from a different value."),
+            self.unsharded,
+            parts.value,
+            lambda row, expected: update_tolerance(parts.dtype(row)) * rms([expected]),
+            lambda row, got, expected: causes.start_cause(got),
+        ) or self._compare_buffers(parts, None)
 
-        def allowed(row: Named, want: torch.Tensor) -> float:
-            return update_tolerance(parts.dtype(row)) * rms([want])
+    @torch.no_grad()
+    def _copy_values(self, parts: ModelParts) -> None:
+        """Write the unsharded model's values into the sharded one. Collective."""
+        session, reference = self.session, self.reference
+        for name, row in parts.comparable.items():
+            whole = None if reference is None else reference.parameters[name]
+            parts.value(row).copy_(parts.cut(row, session.broadcast_tensor(whole, row.shape, parts.dtype(row))))
+        for name in sorted(parts.buffers):
+            local = local_part(parts.buffers[name])
+            whole = None if reference is None else reference.buffers[0][name]
+            local.copy_(session.broadcast_tensor(whole, tuple(local.shape), local.dtype))
 
-        template = Finding("value", "a parameter starts from another value")
-        cause: Cause = lambda row, mine, want: causes.start_cause(mine)  # noqa: E731
-        found, compared = compare(session, parts, template, self.unsharded, parts.value, allowed, cause)
-        self.compared += compared
-        return found or self._buffers(parts, None)
-
-    def _buffers(self, parts: ModelParts, step: int | None) -> list[Finding]:
-        found, compared = compare_buffers(self.session, self.reference, parts, step, self.allowed)
-        self.compared += compared
-        return merged(self.session, found, parts.buffers)
+    def _compare_buffers(self, parts: ModelParts, step: int | None) -> list[Finding]:
+        """Compare buffers with those of the reference after this rank's batches. Collective."""
+        session, reference = self.session, self.reference
+        facts: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
+        if reference is not None:
+            for name, first in reference.buffers[0].items():
+                alike = all(torch.equal(buffers[name], first) for buffers in reference.buffers[1:])
+                facts[name] = (tuple(first.shape), first.dtype, alike)
+        facts = session.broadcast(facts)
+        findings = []
+        for name, (shape, dtype, alike) in facts.items():
+            for data_rank in range(1 if alike else session.data_world):
+                whole = None if reference is None else reference.buffers[data_rank][name]
+                expected = session.broadcast_tensor(whole, shape, dtype)
+                if not alike and data_rank != session.data_rank:
+                    continue
+                got = local_part(parts.buffers[name])
+                rounding = 4 * unit_roundoff(got.dtype)
+                allowed = max(self.allowed, rounding) * rms([expected]) if rounding else 0.0
+                cause = causes.UNINITIALIZED if step is None else causes.BUFFER
+                template = Finding("buffer", "a buffer differs.", step, name, ranks=(session.rank,), cause=cause)
+                finding = difference(template, got, expected.to(got.device), allowed)
+                if finding is not None:
+                    findings.append(finding)
+        self.compared += len(facts)
+        return merged(session, findings, parts.buffers)
 
     # A step.
 
     def step(self, number: int) -> list[Finding]:
-        """One step of both. Collective."""
-        session, reference, check_draws = self.session, self.reference, self.check_draws and number == 0
-        mine, counts = self.batches(number)
-        batches = self._of_all(mine)
-        step = self.take(number, mine, counts, draws_of(self.model) if check_draws else nullcontext([]))
+        """Train one step of both, and compare. Collective."""
+        session, reference = self.session, self.reference
+        check_draws = self.plan.check_draws and session.world > 1 and number == 0
+        local_batches, counts = self.load_batches(number)
+        batches = self._of_all(local_batches)
+        step = self.train(number, local_batches, counts, recorded_draws(self.model) if check_draws else nullcontext([]))
         weights = self.plan.weights(counts)
         run = lambda: None if reference is None else reference.run(number, batches, weights)  # noqa: E731
-        losses = session.told(session.required("the unsharded model", run))
+        losses = session.broadcast(session.require("the unsharded model", run))
         assert losses is not None
         if isinstance(step, list):
             return step
-
-        def combination(findings: list[Finding]) -> str:
-            return self._combination(step, findings, batches)
-
-        findings = compare_draws(session, number, step.noted) if check_draws else []
-        findings = findings or self._losses(step, losses)
-        findings = findings or self.gradients(step, None if reference is None else reference.gradients(), combination)
-        findings = findings or self._not_stepped(number, step.seen)
-        findings = findings or ([] if number else self._suspects(batches))
+        findings = compare_draws(session, number, step.recorded) if check_draws else []
+        findings = findings or self._compare_losses(step, losses)
+        findings = findings or self.compare_gradients(
+            step, self.unsharded, lambda findings: self._gradient_cause(step, findings, batches)
+        )
+        findings = findings or self._missing_step(step)
+        if not findings and number == 0:
+            findings = session.broadcast([] if reference is None else reference.dropped_gradients(batches[0][0]))
         if findings:
             return findings
         optimizers = [] if reference is None else reference.optimizers
-        findings, after = self.updates(step, step.parts.rows, self.unsharded, optimizers)
+        findings = self.compare_updates(step, step.parts.rows, self.unsharded, optimizers)
         if reference is not None:
             reference.accept()
-        return findings or self._buffers(after, number)
+        return findings or self._compare_buffers(ModelParts(self.model), number)
 
-    def _of_all(self, mine: list[Any]) -> Batches:
-        """On the first rank the micro-batches of all data ranks, where they were; nothing on the others. Collective."""
+    def _of_all(self, local_batches: list[Any]) -> Batches:
+        """On the first rank the micro-batches of all data ranks, on its device if they were on one. Collective."""
         session = self.session
-        away = any(tensor.device.type != "cpu" for tensor in tensors_in(mine))
-        gathered = session.to_first(map_tensors(lambda tensor: tensor.detach().cpu(), mine))
-        chosen = [] if gathered is None else [gathered[source] for source in session.sources]
-        return [map_tensors(lambda tensor: tensor.to(session.device), own) if away else own for own in chosen]
+        on_device = any(tensor.device.type != "cpu" for tensor in tensors_in(local_batches))
+        gathered = session.gather_to_first(map_tensors(lambda tensor: tensor.detach().cpu(), local_batches))
+        batches = [gathered[source] for source in session.sources] if gathered else []
+        return map_tensors(lambda tensor: tensor.to(session.device), batches) if on_device else batches
 
-    def _losses(self, step: Step, wanted: list[list[float]]) -> list[Finding]:
-        session, found = self.session, []
-        for rank, got in enumerate(session.all(step.seen.losses)):
-            want = wanted[session.data_ranks[rank]]
+    def _compare_losses(self, step: Step, losses: list[list[float]]) -> list[Finding]:
+        """Compare every rank's losses with the reference's, by data rank and micro-batch. Collective."""
+        session, findings = self.session, []
+        for rank, got in enumerate(session.gather(step.losses)):
+            expected = losses[session.data_ranks[rank]]
             if got is None:
                 continue
-            if len(got) != len(want):
-                got, want = [sum(got) / max(len(got), 1)], [sum(want) / len(want)]
-            for number, (a, b) in enumerate(zip(got, want, strict=True)):
+            if len(got) != len(expected):
+                got, expected = [sum(got) / max(len(got), 1)], [sum(expected) / len(expected)]
+            for number, (a, b) in enumerate(zip(got, expected, strict=True)):
                 self.compared += 1
-                mine, theirs = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
-                gap = difference(mine, theirs, self.allowed * (rms([theirs]) + 1e-3))
-                if gap is None:
-                    continue
                 which = f" of micro-batch {number}" if len(got) > 1 else ""
-                cause = causes.loss_cause(a, b, session.data_world, self.plan.micro_batches, bool(step.noted))
-                at = (None, None, rank, (rank,), gap.expected, gap.got, cause)
-                found.append(Finding("loss", f"the loss{which} differs.", step.number, *at))
-        return merged(session, found if session.first else [])
+                template = Finding("loss", f"the loss{which} differs.", step.number, ranks=(rank,))
+                got_loss, loss = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
+                finding = difference(template, got_loss, loss, self.allowed * (rms([loss]) + 1e-3))
+                if finding is not None:
+                    cause = causes.loss_cause(a, b, session.data_world, self.plan.micro_batches, bool(step.recorded))
+                    findings.append(replace(finding, element=None, cause=cause))
+        return merged(session, findings)
 
-    def _combination(self, step: Step, findings: list[Finding], batches: Batches) -> str:
-        """What a wrong gradient is made of: found for the largest of them, which says most. Collective."""
+    def _gradient_cause(self, step: Step, findings: list[Finding], batches: Batches) -> str:
+        """The cause for the largest wrong gradient, which is the most significant. Collective."""
         session, rows = self.session, step.parts.rows
-        wrong = [one for one in findings if "None" not in (one.got, one.expected)]
+        wrong = [finding for finding in findings if "None" not in (finding.got, finding.expected)]
         if not wrong:
             return causes.BACKWARD
-        chosen = max(wrong, key=lambda one: rows[one.parameter or ""].parameter.numel())
-        row, source = rows[chosen.parameter or ""], chosen.rank or 0
+        largest = max(wrong, key=lambda finding: rows[finding.parameter or ""].parameter.numel())
+        row, rank = rows[largest.parameter or ""], largest.ranks[0]
         sample: tuple[torch.Tensor, torch.Tensor] | None = None
-        if session.rank == source and (grad := step.seen.gradients[row.name]) is not None:
-            whole = (grad.reshape(-1), step.parts.numbers(row, session.device))
-            sample = (whole[0][: causes.SAMPLE].cpu(), whole[1][: causes.SAMPLE].cpu())
-        sample = session.told(sample, source)
-        text = None
-        if self.reference is not None and sample is not None and not sample[0].is_complex():
-            parts = self.reference.contributions(step.number, batches, row.name, sample[1])
-            own = session.data_ranks[source]
-            text = causes.gradient_cause(sample[0].double(), parts, step.weights, step.counts, own)
-        return session.told(text) or causes.BACKWARD
+        if session.rank == rank:
+            grad = step.gradients[row.name]
+            assert grad is not None
+            numbers = step.parts.numbers(row, session.device)
+            sample = (grad.reshape(-1)[: causes.SAMPLE].cpu(), numbers.reshape(-1)[: causes.SAMPLE].cpu())
+        sample = session.broadcast(sample, rank)
+        assert sample is not None
+        cause = None
+        if self.reference is not None and not sample[0].is_complex():
+            contributions = self.reference.contributions(step.number, batches, row.name, sample[1])
+            data_rank = session.data_ranks[rank]
+            cause = causes.gradient_cause(sample[0].double(), contributions, step.weights, step.counts, data_rank)
+        return session.broadcast(cause) or causes.BACKWARD
 
-    def _not_stepped(self, step: int, seen: Seen) -> list[Finding]:
-        rank = self.session.rank
-        at = (None, None, rank, (rank,), "optimizer.step()", "no call of it", causes.NOT_CALLED)
-        found = [] if seen.evidence.stepped else [Finding("step", "no optimizer stepped.", step, *at)]
-        return merged(self.session, found)
-
-    def _suspects(self, batches: Batches) -> list[Finding]:
-        """Of the unsharded model in the first step: parameters that its own backward forgets. Collective."""
-        what = "the loss depends on a parameter that gets no gradient, in the unsharded model too."
-        ranks = tuple(range(self.session.world))
-        return [
-            Finding(
-                *("autograd", what, 0, one.parameter, None, 0, ranks, "a gradient"),
-                f"none; the loss changes by {one.change:.3g} if it is moved by {one.moved:.3g}",
-                causes.DROPPED,
-            )
-            for one in self.session.told(
-                [] if self.reference is None else self.reference.without_gradient(batches[0][0])
-            )
-        ]
+    def _missing_step(self, step: Step) -> list[Finding]:
+        """Ranks on which no optimizer stepped. Collective."""
+        finding = Finding(
+            "step",
+            "no optimizer stepped.",
+            step.number,
+            ranks=(self.session.rank,),
+            expected="optimizer.step()",
+            got="no call",
+            cause=causes.NOT_CALLED,
+        )
+        return merged(self.session, [] if step.evidence.stepped else [finding])
