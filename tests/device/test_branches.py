@@ -45,7 +45,7 @@ BY_TYPE = {
     "insight/planner/rates.py: _seconds": "whether a measured call is waited for",
     "insight/verify/compare.py: exact": "a report",
     "insight/verify/session.py: restore_generators": "random numbers of a report",
-    "insight/verify/whole.py: _of_all": "a report",
+    "insight/verify/whole.py: _global_batches": "a report",
     "mesh/axes.py: _device": "which device of its type",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",

@@ -108,9 +108,9 @@ class ModelParts:
         return local
 
     @staticmethod
-    def numbers(row: Named, device: torch.device) -> torch.Tensor:
+    def numbers(row: Named) -> torch.Tensor:
         """This rank's part of the numbers 0, 1, 2, ... of a parameter's elements, in the shape of the part."""
-        return ModelParts.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape))
+        return ModelParts.cut(row, torch.arange(math.prod(row.shape), device=row.parameter.device).view(row.shape))
 
     def names_by_tensor(self) -> dict[int, set[str]]:
         """Names of parameters, by the id of each tensor through which an optimizer may update them."""

@@ -23,14 +23,14 @@ from ...errors import ConfigError, FullshardError, class_to_catch
 from ...mesh import device_of
 
 
-def accelerator() -> torch.device | None:
+def _accelerator() -> torch.device | None:
     """This machine's accelerator; None if it has none that can be used."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def generator_states() -> dict[str, torch.Tensor]:
     """The states of torch's generators, by device type."""
-    states, device = {"cpu": torch.get_rng_state()}, accelerator()
+    states, device = {"cpu": torch.get_rng_state()}, _accelerator()
     if device is not None:
         states[device.type] = torch.get_device_module(device.type).get_rng_state()
     return states
@@ -45,7 +45,7 @@ def restore_generators(states: dict[str, torch.Tensor]) -> None:
 @contextmanager
 def _generators_restored() -> Iterator[None]:
     """Restore every generator afterwards, on every device."""
-    python, numpy, device = random.getstate(), np.random.get_state(), accelerator()
+    python, numpy, device = random.getstate(), np.random.get_state(), _accelerator()
     devices = range(torch.accelerator.device_count()) if device is not None else ()
     try:
         with torch.random.fork_rng(devices, device_type=device.type if device is not None else "cuda"):
@@ -215,7 +215,7 @@ def _data_rank_in(mesh: DeviceMesh) -> int | None:
 
 
 def _start_group() -> None:
-    device = accelerator()
+    device = _accelerator()
     kind = None if device is None else device.type
     backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     if dist.is_torchelastic_launched():

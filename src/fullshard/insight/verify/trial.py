@@ -346,8 +346,8 @@ class Trial(ABC):
         session, findings = self.session, list[Finding]()
         facts = {} if unsharded is None else {n: t if t is None else (t.shape, t.dtype) for n, t in unsharded.items()}
         for name, fact in session.broadcast(facts).items():
-            row = parts.rows[name]
-            if name not in parts.comparable:
+            row = parts.comparable.get(name)
+            if row is None:
                 continue
             finding = replace(template, parameter=name, ranks=(session.rank,))
             got = local_part(row)
@@ -368,7 +368,7 @@ class Trial(ABC):
             expected = expected.to(got.device)
             differing = difference(finding, got, expected, allowed(row, exact(expected)))
             if differing is not None:
-                number = int(parts.numbers(row, session.device)[differing.element])
+                number = int(parts.numbers(row)[differing.element])
                 text = cause(row, exact(got), exact(expected))
                 findings.append(replace(differing, element=index_of(number, row.shape), cause=text))
         return merged(session, findings, parts.rows)

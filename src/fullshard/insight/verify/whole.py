@@ -55,7 +55,7 @@ class Reference:
         self.model.zero_grad()
         self._next_buffers, losses = [], list[list[float]]()
         for data_rank, micro_batches in enumerate(batches):
-            self._begin(step, data_rank)
+            self._rewind(step, data_rank)
             losses.append([])
             for batch, weight in zip(micro_batches, weights[data_rank], strict=True):
                 loss = self.plan.loss_fn(self.model, batch)
@@ -67,8 +67,8 @@ class Reference:
         return losses
 
     @torch.no_grad()
-    def _begin(self, step: int, data_rank: int) -> None:
-        """Restore a data rank's buffers and generators as they are at the beginning of a step."""
+    def _rewind(self, step: int, data_rank: int) -> None:
+        """Set buffers and generators as a data rank has them at the beginning of a step."""
         for name, buffer in buffers_of(self.model).items():
             buffer.copy_(self.buffers[data_rank][name])
         self.session.seed_with("step", step, data_rank)
@@ -94,7 +94,7 @@ class Reference:
         parameter = self.parameters[name]
         gradients: list[list[torch.Tensor]] = []
         for data_rank, micro_batches in enumerate(batches):
-            self._begin(step, data_rank)
+            self._rewind(step, data_rank)
             gradients.append([])
             for batch in micro_batches:
                 self.model.zero_grad()
@@ -142,7 +142,7 @@ class Reference:
 
     @torch.no_grad()
     def _loss(self, batch: Any) -> float:
-        self._begin(0, 0)
+        self._rewind(0, 0)
         return float(self.plan.loss_fn(self.model, batch))
 
     @torch.no_grad()
@@ -197,8 +197,8 @@ def structure_findings(rank: int, expected: Structure, got: Structure) -> list[F
     """Differences of this rank's model from the unsharded one's structure."""
     findings: list[Finding] = []
 
-    def add(kind: str, what: str, name: str, expected: str, got: str, cause: str) -> None:
-        findings.append(Finding(kind, what, None, name, None, (rank,), expected, got, cause))
+    def add(kind: str, what: str, name: str, expected_text: str, text: str, cause: str) -> None:
+        findings.append(Finding(kind, what, None, name, None, (rank,), expected_text, text, cause))
 
     broken, added = _ties_absent(expected.ties, got.ties), _ties_absent(got.ties, expected.ties)
     for names in broken:
@@ -213,17 +213,19 @@ def structure_findings(rank: int, expected: Structure, got: Structure) -> list[F
         ("buffer", expected.buffers, got.buffers),
     ):
         for name in {**expected_facts, **facts}:
-            a, b = expected_facts.get(name), facts.get(name)
-            if a == b or name in reported:
+            before, after = expected_facts.get(name), facts.get(name)
+            if before == after or name in reported:
                 continue
-            if a is None or b is None:
-                what = f"a {kind} is {'added to' if a is None else 'missing from'} the sharded model."
-                add("structure", what, name, _text_of(a), _text_of(b), causes.OTHER_MODEL)
-            elif a[0] != b[0]:
-                add("structure", f"a {kind} has a different shape.", name, _text_of(a), _text_of(b), causes.OTHER_MODEL)
+            texts = _text_of(before), _text_of(after)
+            if before is None or after is None:
+                what = f"a {kind} is {'added to' if before is None else 'missing from'} the sharded model."
+                add("structure", what, name, *texts, causes.OTHER_MODEL)
+            elif before[0] != after[0]:
+                add("structure", f"a {kind} has a different shape.", name, *texts, causes.OTHER_MODEL)
             elif kind == "parameter":
-                cause = causes.MASTER if unit_roundoff(b[1]) > unit_roundoff(a[1]) else causes.OTHER_DTYPE
-                add("dtype", "a parameter is stored in a different dtype.", name, str(a[1]), str(b[1]), cause)
+                coarser = unit_roundoff(after[1]) > unit_roundoff(before[1])
+                cause = causes.MASTER if coarser else causes.OTHER_DTYPE
+                add("dtype", "a parameter is stored in a different dtype.", name, str(before[1]), str(after[1]), cause)
     return findings
 
 
@@ -331,11 +333,14 @@ class WholeTrial(Trial):
         session, reference = self.session, self.reference
         check_draws = self.plan.check_draws and session.world > 1 and number == 0
         local_batches, counts = self.load_batches(number)
-        batches = self._of_all(local_batches)
+        batches = self._global_batches(local_batches)
         step = self.train(number, local_batches, counts, recorded_draws(self.model) if check_draws else nullcontext([]))
         weights = self.plan.weights(counts)
-        run = lambda: None if reference is None else reference.run(number, batches, weights)  # noqa: E731
-        losses = session.broadcast(session.require("the unsharded model", run))
+        losses = session.broadcast(
+            session.require(
+                "the unsharded model", lambda: None if reference is None else reference.run(number, batches, weights)
+            )
+        )
         assert losses is not None
         if isinstance(step, list):
             return step
@@ -355,8 +360,8 @@ class WholeTrial(Trial):
             reference.accept()
         return findings or self._compare_buffers(ModelParts(self.model), number)
 
-    def _of_all(self, local_batches: list[Any]) -> Batches:
-        """On the first rank the micro-batches of all data ranks, on its device if they were on one. Collective."""
+    def _global_batches(self, local_batches: list[Any]) -> Batches:
+        """The micro-batches of all data ranks, on the first rank; on its device unless on the CPU. Collective."""
         session = self.session
         on_device = any(tensor.device.type != "cpu" for tensor in tensors_in(local_batches))
         gathered = session.gather_to_first(map_tensors(lambda tensor: tensor.detach().cpu(), local_batches))
@@ -395,7 +400,7 @@ class WholeTrial(Trial):
         if session.rank == rank:
             grad = step.gradients[row.name]
             assert grad is not None
-            numbers = step.parts.numbers(row, session.device)
+            numbers = step.parts.numbers(row)
             sample = (grad.reshape(-1)[: causes.SAMPLE].cpu(), numbers.reshape(-1)[: causes.SAMPLE].cpu())
         sample = session.broadcast(sample, rank)
         assert sample is not None
