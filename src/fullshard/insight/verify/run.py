@@ -94,8 +94,8 @@ def verify(
         sharded = shard_model(session, plan)
         if isinstance(sharded, list):
             return Report(tuple(sharded), session.world, 0, 0)
-        trial = WholeTrial if plan.modules is None else ModuleTrial
-        return trial(session, plan, *sharded).run()
+        trial_class = WholeTrial if plan.modules is None else ModuleTrial
+        return trial_class(session, plan, *sharded).run()
 
 
 def _by_blocks(model: nn.Module) -> nn.Module:
