@@ -194,6 +194,7 @@ WAYS = {
     "checkpointing": Way(replace(BASE, checkpointing=True)),
     "2 replicas": Way(replace(BASE, replicate=2)),
     "4 micro-batches, flat": Way(replace(BASE, micro_batch=1, layout="flat")),
+    "8 bits": Way(BASE, MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.int8)),
 }
 ON_A_GPU = {"offload": Way(replace(BASE, offload=True))}  # a CPU has no memory beside its own
 WORLDS = (8, 64)

@@ -43,20 +43,22 @@ def test_the_peak_is_what_the_allocator_reports(name, way, in_a_process):
     assert row["planned"] == pytest.approx(row["measured"], rel=0.03)
 
 
-def test_bytes_sent_are_those_of_the_engine(fake_world):
+@pytest.mark.parametrize("packed", [None, torch.int8])
+def test_bytes_sent_are_those_of_the_engine(fake_world, packed):
     """As a recording communicator counts them: whole buffers, of which each rank sends all but its own slice."""
     fake_world(8)
-    best = plan(gpt, **HOW, strategy=Strategy(micro_batch=4)).best
+    policy = MixedPrecisionPolicy(gather_dtype=packed, scatter_dtype=packed)
+    best = plan(gpt, **HOW, strategy=Strategy(micro_batch=4), mp_policy=policy).best
     model = models.GPT(3)
     recorded = fullshard.RecordingComm(fullshard.TorchComm())
     for unit in [*model.blocks, model]:
-        fullshard.fully_shard(unit, comm=recorded)
+        fullshard.fully_shard(unit, comm=recorded, mp_policy=policy)
     for _ in range(2):
         recorded.calls.clear()
         tokens(model, 4, 12).backward()
         model.zero_grad()
-    for verb in ("gather", "reduce"):
-        calls = [call for call in recorded.calls if call.verb == verb]
+    for verb, recorded_as in (("gather", "gather"), ("reduce", "exchange" if packed else "reduce")):
+        calls = [call for call in recorded.calls if call.verb == recorded_as]
         assert best.sent[verb] == sum(call.nbytes * 7 // 8 for call in calls)
         assert best.collectives[verb] == len(calls)
 

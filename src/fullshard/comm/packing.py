@@ -23,6 +23,7 @@ from ..dtypes import LARGEST_OF_8_BITS
 BLOCK = 256
 """Elements that share a scale."""
 _ALIGNMENT = 16  # bytes
+_MOST = 2**22  # elements that are scaled at once, into temporary float32 memory
 
 
 def packed_bytes(numel: int) -> int:
@@ -37,9 +38,13 @@ class Packing:
         dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
         floats: tensors [rows, n], each with an n of its own.
         packed: uint8 [rows, sum of `packed_bytes(n)`], on the same device.
+        consumes: whether `pack` may overwrite the floats; saves its temporary memory if they are float32.
     """
 
-    def __init__(self, dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    def __init__(
+        self, dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, consumes: bool = False
+    ) -> None:
+        self._consumes = consumes
         self._largest, self._rounds = LARGEST_OF_8_BITS[dtype], not dtype.is_floating_point
         self._blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # [rows, blocks, n]; scales n = 1
         at = 0
@@ -50,16 +55,17 @@ class Packing:
             blocks, rest = divmod(numel, BLOCK)
             scales = packed.narrow(1, at, 4 * (blocks + (rest > 0))).view(torch.float32).unsqueeze(2)
             values = packed.narrow(1, at + 4 * scales.shape[1], numel).view(dtype)
-            for first, count, length in ((0, blocks, BLOCK), (blocks, int(rest > 0), rest)):
-                if count:
-                    cut = first * BLOCK, count * length
-                    self._blocks.append(
-                        (
-                            tensor.narrow(1, *cut).view(rows, count, length),
-                            values.narrow(1, *cut).view(rows, count, length),
-                            scales.narrow(1, first, count),
-                        )
+            most = max(_MOST // (rows * BLOCK), 1)
+            runs = [(first, min(most, blocks - first), BLOCK) for first in range(0, blocks, most)]
+            for first, count, length in (*runs, *([(blocks, 1, rest)] if rest else [])):
+                cut = first * BLOCK, count * length
+                self._blocks.append(
+                    (
+                        tensor.narrow(1, *cut).view(rows, count, length),
+                        values.narrow(1, *cut).view(rows, count, length),
+                        scales.narrow(1, first, count),
                     )
+                )
             at += packed_bytes(numel)
 
     def pack(self) -> None:
@@ -67,7 +73,7 @@ class Packing:
         for floats, values, scales in self._blocks:
             torch.linalg.vector_norm(floats, math.inf, 2, keepdim=True, dtype=torch.float32, out=scales)
             scales.mul_(1 / self._largest).clamp_(min=torch.finfo(torch.float32).tiny)
-            scaled = floats / scales
+            scaled = floats.div_(scales) if self._consumes and floats.dtype == torch.float32 else floats / scales
             values.copy_(scaled.round_() if self._rounds else scaled)
 
     def unpack(self) -> None:

@@ -81,7 +81,9 @@ def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:
 def _dtype(facts: BucketFacts) -> str:
     stored, computed = (str(dtype).removeprefix("torch.") for dtype in (facts.storage_dtype, facts.compute_dtype))
     cast = f" as {computed}" if computed != stored else ""
-    return f"{stored}{cast}{'' if facts.trains else ', frozen'}"
+    packed = zip(("gathered", "reduced"), (facts.gather_dtype, facts.scatter_dtype), strict=True)
+    sent = "".join([f", {verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in packed if dtype])
+    return f"{stored}{cast}{sent}{'' if facts.trains else ', frozen'}"
 
 
 def _outside(model: nn.Module) -> list[str]:

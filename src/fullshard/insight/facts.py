@@ -26,6 +26,7 @@ class BucketFacts:
         gathered_bytes: while it is gathered, in the compute dtype.
         rank_bytes: of this rank's shard.
         storage_dtype, compute_dtype: of the shard, and of what is gathered.
+        gather_dtype, scatter_dtype: the 8-bit dtypes in which parameters and gradients are sent, if any.
         trains: whether any of the parameters requires a gradient.
     """
 
@@ -38,6 +39,8 @@ class BucketFacts:
     rank_bytes: int
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
+    gather_dtype: torch.dtype | None
+    scatter_dtype: torch.dtype | None
     trains: bool
 
 
@@ -55,6 +58,8 @@ def bucket_facts(runner: Runner, bucket: Bucket) -> BucketFacts:
         rank_bytes=layout.shard_numel * bucket.storage_dtype.itemsize,
         storage_dtype=bucket.storage_dtype,
         compute_dtype=bucket.compute_dtype,
+        gather_dtype=bucket.gather_dtype,
+        scatter_dtype=bucket.scatter_dtype,
         trains=any(member.sharded.requires_grad for member in bucket.members),
     )
 

@@ -199,13 +199,18 @@ class Bucket:
         return torch.empty(self.layout.shard_numel, dtype=dtype, device=self.device)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's slice as a gather sends it; not for extensions."""
+        if self.gather_dtype is not None:
+            return sum(map(packed_bytes, self._slice_lengths))
+        return self.layout.shard_numel * self.compute_dtype.itemsize
+
+    @property
     def gathered_bytes(self) -> int:
-        """Bytes of all ranks' slices together, in the dtype of the gather."""
+        """Bytes of all ranks' slices together, as a gather sends them."""
         if self.full is not None and not self.form.plain:
             return self.full.nbytes
-        if self.gather_dtype is not None:
-            return self.layout.world * sum(map(packed_bytes, self._slice_lengths))
-        return self.layout.gathered_numel * self.compute_dtype.itemsize
+        return self.layout.world * self.sent_bytes
 
     @property
     def full_bytes(self) -> int:

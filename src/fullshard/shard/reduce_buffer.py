@@ -249,7 +249,8 @@ class PlannedReduction:
 class PackedReduction:
     """A reduce-scatter whose gradients are sent in 8 bits: packed, exchanged, unpacked, and summed in float32.
 
-    Ownership: allocates and frees its buffers between `start` and `wait`, on the compute stream.
+    Ownership: allocates and frees its two buffers between `start` and `wait`, on the compute stream, and overwrites the
+    gradients: what was received is unpacked in their place.
 
     Args:
         comm: collectives.
@@ -259,7 +260,7 @@ class PackedReduction:
         dtype: the 8-bit dtype.
 
     Attributes:
-        nbytes: the most that is allocated at once.
+        nbytes: of the two buffers.
 
     Raises:
         ConfigError: `comm` cannot exchange bytes.
@@ -277,17 +278,13 @@ class PackedReduction:
         world, device = axis.size, buffers[0].device
         self._exchange, self._axis, self._outs = exchange_of(comm), axis, outs
         self._scale = 1.0 / world if mean else 1.0
-        nbytes = world * sum([packed_bytes(out.numel()) for out in outs])
-        self._sent, self._received = (Scratch(nbytes, torch.uint8, device) for _ in range(2))
-        self._floats = Scratch(sum([buffer.numel() for buffer in buffers]), torch.float32, device)
-        self._pieces = [
-            floats.view(world, -1) for floats in self._floats.tensor.split([buffer.numel() for buffer in buffers])
-        ]
-        gradients = [buffer.view(world, -1) for buffer in buffers]
-        self._pack = Packing(dtype, gradients, self._sent.tensor.view(world, -1)).pack
-        self._unpack = Packing(dtype, self._pieces, self._received.tensor.view(world, -1)).unpack
+        numel = world * sum([packed_bytes(out.numel()) for out in outs])
+        self._sent, self._received = (Scratch(numel, torch.uint8, device) for _ in range(2))
+        self._slices = [buffer.view(world, -1) for buffer in buffers]  # per segment, [world, n]
+        self._pack = Packing(dtype, self._slices, self._sent.tensor.view(world, -1), consumes=True).pack
+        self._unpack = Packing(dtype, self._slices, self._received.tensor.view(world, -1)).unpack
         self._pending: Pending | None = None
-        self.nbytes = nbytes + max(nbytes, self._floats.nbytes)
+        self.nbytes = 2 * numel
         self._free()
 
     def start(self) -> Pending:
@@ -309,14 +306,12 @@ class PackedReduction:
         try:
             self._pending.wait()
             self._pending = None
-            self._sent.free()
-            self._floats.allocate()
             self._unpack()
-            for out, floats in zip(self._outs, self._pieces, strict=True):
-                out.copy_(floats.sum(0).mul_(self._scale))
+            for out, slices in zip(self._outs, self._slices, strict=True):
+                out.copy_(slices.sum(0, dtype=torch.float32).mul_(self._scale))
         finally:
             self._free()
 
     def _free(self) -> None:
-        for buffer in (self._sent, self._received, self._floats):
-            buffer.free()
+        self._sent.free()
+        self._received.free()

@@ -202,7 +202,7 @@ def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
     """Gather and free the unit, then reduce two gradients into it, and read its account of bytes."""
     ledger, buckets = unit.ledger, unit.buckets
     layouts = [bucket.layout for bucket in buckets]
-    computed = [bucket.layout.shard_numel * bucket.compute_dtype.itemsize for bucket in buckets]
+    gathered_as = [(bucket.gather_dtype or bucket.compute_dtype, bucket.sent_bytes) for bucket in buckets]
     in_flight = opening = gathered = 0
     if unit.buckets:
         comm.sent = {}
@@ -228,9 +228,11 @@ def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
             for bucket in buckets
             for member in bucket.members
         ),
-        computed=sum(computed),
+        computed=sum(nbytes for _, nbytes in gathered_as),
         cast=sum(
-            n for n, bucket in zip(computed, buckets, strict=True) if bucket.compute_dtype != bucket.storage_dtype
+            nbytes
+            for (dtype, nbytes), bucket in zip(gathered_as, buckets, strict=True)
+            if dtype != bucket.storage_dtype
         ),
         in_flight=in_flight,
         opening=opening,

@@ -8,7 +8,7 @@ Analysis, SIAM J. Sci. Comput. 41(5), 2019). A network chains `depth` such sums,
 
     tolerance = LAMBDA * (sqrt(depth) * u + sqrt(depth * length) * u_sum)
 
-    u       unit roundoff of the coarsest dtype in which values are stored, computed with or reduced
+    u       unit roundoff of the coarsest dtype in which values are stored, computed with, sent or reduced
     u_sum   of the dtype in which products are summed: float32 for 16-bit dtypes, otherwise that dtype
     depth   roundings one after another: three for every module that has parameters, forward and backward
     length  terms of the longest sum: the largest dim of any parameter, or the number of ranks and micro-batches
@@ -28,7 +28,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...dtypes import as_real
+from ...dtypes import LARGEST_OF_8_BITS, as_real
 from .report import Finding
 from .session import Raised, Session
 
@@ -43,18 +43,20 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return 0.0
 
 
-def gradient_tolerance(dtypes: Iterable[torch.dtype], depth: int, length: int) -> float:
+def gradient_tolerance(dtypes: Iterable[torch.dtype], packed: Iterable[torch.dtype], depth: int, length: int) -> float:
     """The formula above, for losses and gradients.
 
     Args:
         dtypes: those in which values are stored, computed with or reduced.
+        packed: 8-bit dtypes in which they are sent, with a scale for each block.
         depth: number of modules that have parameters.
         length: terms of the longest sum.
     """
     coarsest = max([d for d in dtypes if unit_roundoff(d)], key=unit_roundoff, default=torch.float32)
     summed_in = torch.float32 if coarsest.is_floating_point and coarsest.itemsize < 4 else coarsest
     chained = 3 * max(depth, 1)
-    rounding = math.sqrt(chained) * unit_roundoff(coarsest)
+    sent = [unit_roundoff(dtype) or 0.5 / LARGEST_OF_8_BITS[dtype] for dtype in packed]
+    rounding = math.sqrt(chained) * max([unit_roundoff(coarsest), *sent])
     return LAMBDA * (rounding + math.sqrt(chained * max(length, 1)) * unit_roundoff(summed_in))
 
 

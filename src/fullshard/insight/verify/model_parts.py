@@ -57,6 +57,11 @@ class ModelParts:
                     dtypes |= {gradients.bucket.compute_dtype, gradients.reduce_dtype}
         return dtypes
 
+    def packed_dtypes(self) -> set[torch.dtype]:
+        """The 8-bit dtypes in which parameters and gradients are sent."""
+        buckets = [bucket for unit, _ in self.table.units for bucket in unit.buckets]
+        return {dtype for bucket in buckets for dtype in (bucket.gather_dtype, bucket.scatter_dtype) if dtype}
+
     @staticmethod
     def dtype(row: Named) -> torch.dtype:
         """The dtype in which a parameter is stored."""

@@ -206,7 +206,9 @@ class Trial(ABC):
         names = [name for row in rows for name in row.names]
         depth = max(len({name.rpartition(".")[0] for name in names if name.startswith(start)}) for start in prefixes)
         longest = max([session.data_world * plan.micro_batches, *(n for row in rows for n in row.shape)])
-        allowed = gradient_tolerance(parts.dtypes(), depth, longest) if plan.tolerance is None else plan.tolerance
+        allowed = plan.tolerance
+        if allowed is None:
+            allowed = gradient_tolerance(parts.dtypes(), parts.packed_dtypes(), depth, longest)
         stored = sorted({dtype for row in rows if (dtype := parts.dtype(row)).is_floating_point}, key=str)
         by_dtype = ((f"{dtype} parameters".removeprefix("torch."), update_tolerance(dtype)) for dtype in stored)
         self.tolerances = session.broadcast(((what, allowed), *by_dtype))

@@ -1,0 +1,88 @@
+"""Training with 8-bit gathers and exchanges: loss, bytes and time beside float32 and bfloat16.
+
+    python benchmarks/eight_bits.py --rounds 400    # the demo's GPT on two ranks over gloo on this machine, in turns
+
+Every run has the same weights and batches of the standard library's source. Nats per byte of the last 50 training
+steps and of held-out files; megabytes that collectives of parameters and gradients carry in a step, all ranks' buffers
+together; milliseconds of a step, medians, of runs that take turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from demo_ranks import BATCH, CONTEXT, demo_model, on_ranks
+
+import fullshard
+
+from corpus import held_out_offsets, read_corpus, rows_of_rank, standard_library, training_offsets, windows  # isort: skip
+
+INT8, E4M3, E5M2, BF16 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+WAYS: dict[str, dict[str, torch.dtype]] = {
+    "float32": {},
+    "bfloat16 (computed in it, too)": {"param_dtype": BF16, "reduce_dtype": BF16},
+    "gathered in int8": {"gather_dtype": INT8},
+    "gathered in float8_e4m3fn": {"gather_dtype": E4M3},
+    "exchanged in int8": {"scatter_dtype": INT8},
+    "exchanged in float8_e5m2": {"scatter_dtype": E5M2},
+    "both in int8": {"gather_dtype": INT8, "scatter_dtype": INT8},
+}
+WARM_UP, RATE, HELD_OUT, LAST = 50, 3e-3, 256, 50
+
+
+def run_of(policy: dict[str, torch.dtype]) -> dict[str, Any]:
+    """A sharded model, what trains it, and what is noted of it."""
+    model, comm = demo_model(), fullshard.RecordingComm(fullshard.TorchComm())
+    precision = fullshard.MixedPrecisionPolicy(**policy)
+    for unit in (*model.blocks, model):
+        fullshard.fully_shard(unit, mp_policy=precision, comm=comm)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return {"model": model, "comm": comm, "optimizer": optimizer, "losses": [], "seconds": []}
+
+
+def rank(rounds: int) -> None:
+    """One rank; the first prints the table."""
+    runs = {name: run_of(policy) for name, policy in WAYS.items()}
+    corpus = read_corpus(standard_library(), CONTEXT)
+    here, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    for step in range(rounds):
+        offsets = training_offsets(corpus.training, CONTEXT, BATCH * world, 0, step)
+        batch = windows(corpus.training, rows_of_rank(offsets, here, world), CONTEXT, cpu)
+        for run in runs.values():
+            run["comm"].calls.clear()
+            for group in run["optimizer"].param_groups:
+                group["lr"] = RATE * min((step + 1) / WARM_UP, 1 - 0.9 * step / rounds)
+            dist.barrier()
+            began = time.perf_counter()
+            loss = run["model"](*batch)
+            loss.backward()
+            fullshard.clip_grad_norm_(run["model"].parameters(), 1.0)
+            run["optimizer"].step()
+            run["optimizer"].zero_grad()
+            dist.barrier()
+            run["seconds"].append(time.perf_counter() - began)
+            run["losses"].append(loss.item())
+    rows = []
+    for name, run in runs.items():
+        carried = sum(call.nbytes for call in run["comm"].calls if call.verb in ("gather", "reduce", "exchange"))
+        held_out = []
+        with torch.no_grad():
+            for offsets in held_out_offsets(corpus.held_out, CONTEXT, HELD_OUT).split(BATCH * world):
+                batch = windows(corpus.held_out, rows_of_rank(offsets, here, world), CONTEXT, cpu)
+                held_out.append(run["model"](*batch).item())
+        losses = torch.tensor([mean(run["losses"][-LAST:]), mean(held_out)])
+        dist.all_reduce(losses)
+        training, validation = (losses / world).tolist()
+        milliseconds = median(run["seconds"][2:]) * 1e3
+        rows.append(f"| {name} | {training:.3f} | {validation:.3f} | {carried / 1e6:.2f} | {milliseconds:.1f} |")
+    if here == 0:
+        print("| sent | training | held out | MB a step | step, ms |\n|---|---|---|---|---|", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(on_ranks(__file__, __doc__, rank, rounds=400))
