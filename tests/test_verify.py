@@ -502,6 +502,28 @@ def test_names_are_plain_within_checkpoint_wrappers_and_buffers_may_be_complex()
     assert (first.kind, first.parameter, first.element) == ("buffer", "blocks.1.turn", (2,)), first
 
 
+def adapted(model: nn.Module) -> nn.Module:
+    model.blocks[0].adapter = nn.Parameter(torch.zeros(WIDTH))
+    return by_blocks(model)
+
+
+def halved_buffer(model: nn.Module) -> nn.Module:
+    model.blocks[1].turn = model.blocks[1].turn.to(torch.complex32)
+    return by_blocks(model)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_shard_fn_adds_or_casts_is_a_finding(run_ranks):
+    for first in run_ranks(findings_of_changes, world=2):
+        assert first == [("structure", "blocks.0.adapter"), ("buffer", "blocks.1.turn")], first
+
+
+def findings_of_changes() -> list[tuple[str, str | None]]:
+    check = partial(fullshard.verify, wrapped_blocks, vectors_of, square, steps=1)
+    reports = [check(shard_fn=adapted, modules=["blocks.0"]), check(shard_fn=halved_buffer, initial="copy")]
+    return [(report.first.kind, report.first.parameter) for report in reports]
+
+
 PROGRAM = """
 import torch
 from torch import nn

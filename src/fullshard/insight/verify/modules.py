@@ -28,6 +28,7 @@ from .model_parts import ModelParts, buffers_of, modules_of
 from .report import Finding
 from .session import Session, generator_states, restore_generators
 from .trial import Plan, Step, Trial, optimizers_in
+from .whole import Structure, compare_structures
 
 
 @dataclass
@@ -155,23 +156,34 @@ class ModuleTrial(Trial):
         names = plan.modules
         self.chosen = session.require("modules", lambda: _chosen(model, names))
         super().__init__(session, plan, model, optimizer, [*map(_prefix, names)], "outputs and gradients")
-        self.copies = session.require("the unsharded modules", self._make_copies)  # empty except on the first rank
-        parameters = {name: p for copy in self.copies.values() for name, p in copy.parameters.items()}
-        self.trained = session.broadcast(frozenset(name for name, p in parameters.items() if p.requires_grad))
+        self.copies: dict[str, _Copy] = {}  # on the first rank
+        self.structure = session.broadcast(session.require("the unsharded modules", self._make_copies))
+        assert self.structure is not None
+        self.trained = self.structure.trained
         self.notes += (f"compared: {', '.join(names)}; not the loss, nor anything outside of these modules",)
 
-    def _make_copies(self) -> dict[str, _Copy]:
+    def _make_copies(self) -> Structure | None:
+        """Make the copies, on the first rank, and return their structure."""
         if not self.session.is_first:
-            return {}
+            return None
         self.session.seed_with("model")
         with torch.device("meta"):
             model = self.plan.model_fn()
+        structure = Structure.of(ModelParts(model), self._prefixes)
         modules = _chosen(model, list(self.chosen))
-        return {name: _Copy(self.session, self.plan, name, module) for name, module in modules.items()}
+        self.copies = {name: _Copy(self.session, self.plan, name, module) for name, module in modules.items()}
+        return structure
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        return tuple(map(_prefix, self.chosen))
 
     def begin(self) -> list[Finding]:
-        """The copies have no initial values to compare."""
-        return []
+        """Compare names and shapes: the copies have no initial values, and take dtypes as they are. Collective."""
+        assert self.structure is not None
+        got = Structure.of(ModelParts(self.model), self._prefixes)
+        findings = compare_structures(self.session, self.structure, got)
+        return [finding for finding in findings if finding.kind == "structure"]
 
     def step(self, number: int) -> list[Finding]:
         """Train one step of both, and compare module after module. Collective."""

@@ -125,11 +125,11 @@ class Session:
         return object_from(source, value, None, "verification")
 
     def broadcast_tensor(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first rank's tensor, which has that shape and dtype, on every rank. Collective."""
+        """The first rank's tensor, which has that shape, cast to that dtype, on every rank. Collective."""
         if tensor is None:
             whole = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            whole = tensor.detach().to(self.device).contiguous()
+            whole = tensor.detach().to(self.device, dtype).contiguous()
         if whole.numel():
             dist.broadcast(as_moved(whole), src=0)
         return whole

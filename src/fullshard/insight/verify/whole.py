@@ -184,12 +184,15 @@ class Structure:
     trained: frozenset[str]
 
     @classmethod
-    def of(cls, parts: ModelParts) -> Structure:
+    def of(cls, parts: ModelParts, prefixes: tuple[str, ...] = ("",)) -> Structure:
+        """The part whose names begin with one of `prefixes`."""
+        rows = {name: row for name, row in parts.rows.items() if name.startswith(prefixes)}
+        buffers = {name: buffer for name, buffer in parts.buffers.items() if name.startswith(prefixes)}
         return cls(
-            {name: (row.shape, parts.dtype(row)) for name, row in parts.rows.items()},
-            {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in parts.buffers.items()},
-            parts.ties,
-            frozenset(name for name, row in parts.rows.items() if row.parameter.requires_grad),
+            {name: (row.shape, parts.dtype(row)) for name, row in rows.items()},
+            {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()},
+            {names for names in parts.ties if all(name.startswith(prefixes) for name in names)},
+            frozenset(name for name, row in rows.items() if row.parameter.requires_grad),
         )
 
 
@@ -227,6 +230,16 @@ def structure_findings(rank: int, expected: Structure, got: Structure) -> list[F
                 cause = causes.MASTER if coarser else causes.OTHER_DTYPE
                 add("dtype", "a parameter is stored in a different dtype.", name, str(before[1]), str(after[1]), cause)
     return findings
+
+
+def compare_structures(session: Session, expected: Structure, got: Structure) -> list[Finding]:
+    """Differences between all ranks' models and the unsharded one. Collective."""
+    return [
+        replace(finding, cause=causes.ADAPTER)
+        if finding.kind == "structure" and len(finding.ranks) < session.world
+        else finding
+        for finding in merged(session, structure_findings(session.rank, expected, got), got.parameters)
+    ]
 
 
 def _ties_absent(ties: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -268,14 +281,8 @@ class WholeTrial(Trial):
         structure = session.broadcast(None if self.reference is None else Structure.of(self.reference.parts))
         assert structure is not None
         self.trained = structure.trained
-        findings = merged(session, structure_findings(session.rank, structure, Structure.of(parts)), parts.rows)
-        if findings:
-            return [
-                replace(finding, cause=causes.ADAPTER)
-                if finding.kind == "structure" and len(finding.ranks) < session.world
-                else finding
-                for finding in findings
-            ]
+        if findings := compare_structures(session, structure, Structure.of(parts)):
+            return findings
         if self.plan.initial == "copy":
             self._copy_values(parts)
         return self.compare(
