@@ -61,7 +61,7 @@ def test_errors_of_the_program_are_shown(tmp_path):
     (tmp_path / "train.py").write_text(SHARDED.replace("// 4)", "// 4 + 1)"))
     ran = dry_run("--world", "16", f"{tmp_path}/train.py", "5")
     assert ran.returncode == 1
-    assert "Traceback" in ran.stderr and "the program raised as rank 0 of 16" in ran.stderr
+    assert "Traceback" in ran.stderr and "the program raised an error as rank 0 of 16" in ran.stderr
 
 
 @pytest.mark.parametrize(

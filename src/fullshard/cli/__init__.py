@@ -1,4 +1,1 @@
-"""The command line, `fullshard COMMAND`: one module for each command; the table of them is in `main.py`.
-
-What they share is in `terminal.py`.
-"""
+"""The command line, `fullshard COMMAND`: one module per command, all listed in `main.py`."""

@@ -1,6 +1,6 @@
-"""The main module of processes that an adopted program starts: adopts, then runs the program's script again.
+"""The main module of processes that an adopted program starts: adopts FSDP, then runs the program's script again.
 
-`multiprocessing` imports it by name, as `__mp_main__`, where it would have imported the script; see `adopt.py`.
+`multiprocessing` imports it by name, as `__mp_main__`, instead of the script; see `adopt.py`.
 """
 
 import os

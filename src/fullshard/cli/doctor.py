@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from ..errors import ConfigError
 from . import terminal
-from .main import refuse
 
 if TYPE_CHECKING:
     from ..insight.doctor import Diagnosis
@@ -19,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Explain why a run hung or died, from what its watchers (fullshard.watch(folder=...)) wrote.
+    """Explain why a run hung or died, from the reports of its watchers (fullshard.watch(folder=...)).
 
-    Dumps of PyTorch's flight recorder are read too (TORCH_NCCL_DUMP_ON_TIMEOUT). Example:
+    Also reads dumps of PyTorch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT). Example:
 
         fullshard doctor runs/stuck
 
-    Exit code: 0 nothing is wrong, 1 something is, and was explained, 2 bad input.
+    Exit code: 0 nothing is wrong, 1 a problem was explained, 2 bad input.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -33,25 +31,23 @@ class Arguments:
 
 
 def run(arguments: list[str]) -> int:
-    """The command; its exit code."""
-    given = terminal.parsed(Arguments, "doctor", arguments)
-    if isinstance(given, int):
-        return given
+    """Run the command; returns its exit code."""
+    return terminal.run(Arguments, "doctor", arguments, _explain)
+
+
+def _explain(options: Arguments) -> int:
     from ..insight.doctor import doctor
 
-    try:
-        found = doctor(given.path)
-    except ConfigError as error:
-        return refuse(str(error))
-    show(found)
-    return 0 if found.kind == "nothing" else 1
+    diagnosis = doctor(options.path)
+    show(diagnosis)
+    return 0 if diagnosis.kind == "nothing" else 1
 
 
-def show(found: Diagnosis, console: Console | None = None) -> None:
-    """Print it: in colours on a terminal, as plain text elsewhere."""
+def show(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Print a diagnosis, in color on a terminal."""
     styles = {
-        r"\A.*": "bold green" if found.kind == "nothing" else "bold red",
+        r"\A.*": "bold green" if diagnosis.kind == "nothing" else "bold red",
         r"(?m)^(?!\A)\S.*$": "bold",
         r"(?m)^  \d+\. .*$": "yellow",
     }
-    terminal.show(str(found), styles, console)
+    terminal.show(str(diagnosis), styles, console)

@@ -14,45 +14,45 @@ from .main import refuse
 
 USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] SCRIPT ARGS...
 
-Run one rank of a training program as if there were N, to find errors of shapes, placements, layouts and memory before a
-cluster is booked. The script runs as it is, on its own device, but the process groups that it makes are fake:
-collectives do nothing. After some steps of its optimizer it is ended; its units, what the rank holds, and what it sends
-in a step are printed.
+Run one rank of a training program as if there were N ranks, to find errors in shapes, placements, layouts and memory
+before booking a cluster. The script runs unchanged, on its own device, but its process groups are fake: collectives do
+nothing. After the given number of optimizer steps, ends the script and prints its units, the rank's memory, and the
+bytes it sends per step.
 
-  --world N            ranks (default: 8)
-  --ranks-per-node N   of one machine (default: 8, or all if there are fewer)
-  --steps N            of the optimizer (default: 2)
+  --world N            number of ranks (default: 8)
+  --ranks-per-node N   ranks on one machine (default: 8, or all if there are fewer)
+  --steps N            optimizer steps (default: 2)
 
 Example: fullshard dry-run --world 128 examples/dry_run.py
 
-Exit code: 0 it took its steps, 1 it raised or ended before, 2 bad input."""
+Exit code: 0 the script took all steps, 1 it raised an error or ended early, 2 bad input."""
 
 
 def run(arguments: list[str]) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     options = {"--world": 8, "--ranks-per-node": 0, "--steps": 2}
-    rest = list(arguments)
-    if not rest or rest[0] in ("-h", "--help"):
+    words = list(arguments)
+    if not words or words[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if rest else 2
-    while rest and rest[0].startswith("-"):
-        name, _, value = rest.pop(0).partition("=")
+        return 0 if words else 2
+    while words and words[0].startswith("-"):
+        name, _, value = words.pop(0).partition("=")
         if name not in options:
             return refuse(f"there is no option {name!r} (fullshard dry-run --help)")
-        value = value or (rest.pop(0) if rest else "")
+        value = value or (words.pop(0) if words else "")
         if not value.isdigit() or int(value) < 1:
             return refuse(f"{name} needs a positive integer, not {value!r}")
         options[name] = int(value)
-    if not rest:
-        return refuse("there is no script (fullshard dry-run --help)")
-    script = Path(rest[0])
+    if not words:
+        return refuse("a script is missing (fullshard dry-run --help)")
+    script = Path(words[0])
     if not script.is_file():
         return refuse(f"there is no file {script}")
-    return follow(script, rest[1:], options["--world"], options["--ranks-per-node"], options["--steps"])
+    return _run_script(script, words[1:], options["--world"], options["--ranks-per-node"], options["--steps"])
 
 
-def follow(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:
-    """Run the script, and print what was found; the exit code."""
+def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:
+    """Run the script and print the report; the exit code."""
     from ..insight.dry_run import UNSEEN, dry_run
 
     sys.argv = [str(script), *arguments]
@@ -63,10 +63,10 @@ def follow(script: Path, arguments: list[str], world: int, ranks_per_node: int, 
     report = ""
     try:
         with suppress(SystemExit):
-            report = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps).report
+            report = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps)
     except Exception:
         traceback.print_exc()
-        print(f"\nfullshard: the program raised as rank 0 of {world}", file=sys.stderr)
+        print(f"\nfullshard: the program raised an error as rank 0 of {world}", file=sys.stderr)
         return 1
     if not report:
         print(f"fullshard: the program ended before step {steps} of its optimizer", file=sys.stderr)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 
-from ..errors import FullshardError
 from . import terminal
-from .main import refuse
 
 if TYPE_CHECKING:
     from ..exchange.inspect import Found, Inspection
@@ -24,54 +22,48 @@ STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: a
 class Arguments:
     """Summarize a checkpoint and verify its hashes.
 
-    All files of a Fullshard checkpoint are read and compared with the hashes that were written with them; other
-    formats have none. Examples:
+    Reads all files of a Fullshard checkpoint and compares them with the hashes in its manifest; other formats have no
+    hashes. Examples:
 
         fullshard inspect runs/checkpoints
 
         fullshard inspect model.safetensors --tensors
 
-    Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: no checkpoint, half of one, or an unknown format.
+    Exit code: 0 nothing is wrong, 1 damaged files, 2 bad input: no checkpoint, an incomplete one, or an unknown format.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """a file or a folder of any format that `fullshard convert` reads; its format is found out"""
+    """a file or a folder in any format that `fullshard convert` reads"""
     tensors: bool = False
     """also list every tensor with its shape, dtype, size and file"""
     json: bool = False
     """print one JSON object, for programs"""
     hashes: bool = True
-    """compare hashes, for which all files are read"""
+    """compare hashes, which reads all files"""
 
 
 def run(arguments: list[str]) -> int:
-    """The command; its exit code."""
-    given = terminal.parsed(Arguments, "inspect", arguments)
-    if isinstance(given, int):
-        return given
+    """Run the command; returns its exit code."""
+    return terminal.run(Arguments, "inspect", arguments, _inspect)
+
+
+def _inspect(options: Arguments) -> int:
     from ..exchange.inspect import inspect
 
-    try:
-        with terminal.progress("comparing hashes") as progress:
-            found = inspect(given.path, hashes=given.hashes, progress=progress)
-    except FullshardError as error:
-        return refuse(str(error))
-    if given.json:
-        print(json.dumps(as_json(found), indent=1, default=str))
+    with terminal.progress("comparing hashes") as progress:
+        inspection = inspect(options.path, hashes=options.hashes, progress=progress)
+    if options.json:
+        print(json.dumps(as_json(inspection), indent=1, default=str))
     else:
-        show(found, tensors=given.tensors)
-    return 1 if found.damage else 0
+        lines = [*(table(inspection) if options.tensors else ()), *summary(inspection)]
+        terminal.show("\n".join(lines), STYLES)
+    return 1 if inspection.damage else 0
 
 
-def show(found: Inspection, console: Console | None = None, *, tensors: bool = False) -> None:
-    """Print the summary, and with `tensors` a table of all tensors before it; in colours on a terminal."""
-    terminal.show("\n".join([*(table(found) if tensors else ()), *sums(found)]), STYLES, console)
-
-
-def table(found: Inspection) -> list[str]:
-    """A line for each tensor, below a heading."""
+def table(inspection: Inspection) -> list[str]:
+    """A header, one line per tensor, and an empty line."""
     rows = [("name", "shape", "dtype", "bytes", "file")]
-    rows += [(one.name, _shape(one), _dtype(one), f"{one.nbytes:,}", _files(one)) for one in found.tensors]
+    rows += [(t.name, _shape(t), _dtype(t), f"{t.nbytes:,}", _files(t)) for t in inspection.tensors]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}  {file}"
@@ -80,72 +72,74 @@ def table(found: Inspection) -> list[str]:
     return [*lines, ""]
 
 
-def sums(found: Inspection) -> list[str]:
-    """The summary, in lines: format, sizes by group, ties, and whether files are damaged."""
+def summary(inspection: Inspection) -> list[str]:
+    """Lines with the format, sizes by group, ties, and damaged files."""
     from ..names import size
 
-    lines = [f"{found.path}: {found.kind}"]
+    lines = [f"{inspection.path}: {inspection.kind}"]
     groups: dict[str, list[Found]] = {}
-    for one in found.tensors:
-        first = one.name.partition(".")[0]
-        groups.setdefault(first if first in ("model", "optimizer") else "other", []).append(one)
-    for title, own in groups.items():
+    for tensor in inspection.tensors:
+        prefix = tensor.name.partition(".")[0]
+        groups.setdefault(prefix if prefix in ("model", "optimizer") else "other", []).append(tensor)
+    for title, tensors in groups.items():
         by_dtype: dict[str, int] = {}
-        for one in own:
-            by_dtype[_dtype(one)] = by_dtype.get(_dtype(one), 0) + one.nbytes
+        for tensor in tensors:
+            by_dtype[_dtype(tensor)] = by_dtype.get(_dtype(tensor), 0) + tensor.nbytes
         dtypes = ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in by_dtype.items())
-        elements = sum(one.nbytes // one.dtype.itemsize for one in own)
-        lines.append(f"{title}: {len(own):,} tensors, {elements:,} elements ({dtypes})")
-    lines.append(f"in all: {len(found.tensors):,} tensors, {size(sum(one.nbytes for one in found.tensors))}")
-    lines += [f"tied: {name} is {known}" for name, known in found.ties.items()]
-    if found.values:
-        lines.append(f"values: {', '.join(sorted(names_of(found.values)))}")
-    if found.checked is None:
+        elements = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
+        lines.append(f"{title}: {len(tensors):,} tensors, {elements:,} elements ({dtypes})")
+    nbytes = sum(tensor.nbytes for tensor in inspection.tensors)
+    lines.append(f"in all: {len(inspection.tensors):,} tensors, {size(nbytes)}")
+    lines += [f"tied: {name} is {original}" for name, original in inspection.ties.items()]
+    if inspection.values:
+        lines.append(f"values: {', '.join(sorted(names_of(inspection.values)))}")
+    if inspection.checked is None:
         lines.append("hashes: none compared")
-    elif not found.damage:
-        lines.append(f"hashes: all right ({size(found.checked)} of files)")
-    return [*lines, *(f"damaged: {one}" for one in found.damage)]
+    elif not inspection.damage:
+        lines.append(f"hashes: all right ({size(inspection.checked)} of files)")
+    return [*lines, *(f"damaged: {file}" for file in inspection.damage)]
 
 
-def names_of(values: Any) -> list[str]:
-    """Names of the values, two levels of them."""
+def names_of(values: Mapping[str, Any]) -> list[str]:
+    """The names of values, with those one level below."""
     names = []
     for key, value in values.items():
         inner = list(value) if isinstance(value, dict) else []
-        names += [f"{key}.{one}" for one in inner] or [key]
+        names += [f"{key}.{name}" for name in inner] or [key]
     return names
 
 
-def as_json(found: Inspection) -> dict[str, Any]:
-    """The same, for programs. Sizes in bytes."""
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    """The tensors and the summary as values for JSON. Sizes in bytes."""
     return {
-        "path": str(found.path),
-        "kind": found.kind,
+        "path": str(inspection.path),
+        "kind": inspection.kind,
         "tensors": [
             {
-                "name": one.name,
-                "shape": one.shape,
-                "dtype": _dtype(one),
-                "bytes": one.nbytes,
-                "files": one.files,
+                "name": tensor.name,
+                "shape": tensor.shape,
+                "dtype": _dtype(tensor),
+                "bytes": tensor.nbytes,
+                "files": tensor.files,
             }
-            for one in found.tensors
+            for tensor in inspection.tensors
         ],
-        "ties": dict(found.ties),
-        "values": names_of(found.values),
-        "bytes": sum(one.nbytes for one in found.tensors),
-        "hashed_bytes": found.checked,
-        "damage": found.damage,
+        "ties": dict(inspection.ties),
+        "values": names_of(inspection.values),
+        "bytes": sum(tensor.nbytes for tensor in inspection.tensors),
+        "hashed_bytes": inspection.checked,
+        "damage": inspection.damage,
     }
 
 
-def _shape(one: Found) -> str:
-    return "x".join(map(str, one.shape)) or "-"
+def _shape(tensor: Found) -> str:
+    return "x".join(map(str, tensor.shape)) or "-"
 
 
-def _dtype(one: Found) -> str:
-    return str(one.dtype).removeprefix("torch.")
+def _dtype(tensor: Found) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _files(one: Found) -> str:
-    return one.files[0] + (f" and {len(one.files) - 1} more" if len(one.files) > 1 else "") if one.files else "-"
+def _files(tensor: Found) -> str:
+    more = f" and {len(tensor.files) - 1} more" if len(tensor.files) > 1 else ""
+    return f"{tensor.files[0]}{more}" if tensor.files else "-"

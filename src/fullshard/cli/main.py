@@ -1,6 +1,6 @@
 """The entry point of `fullshard`. Exit codes: 0 nothing is wrong, 1 a problem was found, 2 bad input.
 
-Imports no torch: commands do, once they know that they have something to do with it.
+Does not import torch; commands do, once their arguments are parsed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ import sys
 from ..version import VERSION
 
 COMMANDS: dict[str, str] = {
-    "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
-    "compare": "the same program on PyTorch's FSDP and on Fullshard, side by side",
-    "convert": "write a checkpoint in another format",
+    "adopt": "run a program with Fullshard in place of PyTorch's FSDP",
+    "compare": "how does a program run on PyTorch's FSDP and on Fullshard, side by side?",
+    "convert": "write a checkpoint in a different format",
     "doctor": "why did a run hang or die?",
-    "dry-run": "does one rank of a program run, in a world of any size?",
-    "explain": "what does this error mean, and what is to be done?",
-    "inspect": "what is in a checkpoint, and is it undamaged?",
-    "plan": "what will a training step hold, send and take, and which strategy fits?",
+    "dry-run": "does one rank of a program run, for any number of ranks?",
+    "explain": "what does this error mean, and how is it fixed?",
+    "inspect": "what is in a checkpoint, and is it intact?",
+    "plan": "how much memory, traffic and time does a step take, and which strategy fits?",
     "trace": "why is a step slow, and which rank is late?",
-    "verify": "does a sharded program train as one process would?",
+    "verify": "does a sharded program train like a single process?",
 }
-"""The commands: for each a module of this package with `run(arguments) -> int`, and what it answers in one line."""
+"""Command -> summary. Each is a module of this package with `run(arguments) -> exit code`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: what comes after `fullshard` on the command line; None: this process's.
+        arguments: the words after `fullshard` on the command line; None: those of this process.
+
+    Returns:
+        The exit code.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] in ("-h", "--help", "help"):
@@ -45,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(COMMANDS)}"
         return refuse(f"unknown command {name!r}; {hint}")
     try:
         command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
@@ -59,11 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def refuse(text: str) -> int:
-    """Print to stderr why nothing was done; returns the exit code for bad input."""
+    """Print an error to stderr; returns the exit code for bad input."""
     print(f"fullshard: {chr(10).join(map(printable, text.splitlines()))}", file=sys.stderr)
     return 2
 
 
 def printable(line: str) -> str:
-    """A line without what could change the terminal: names in files may hold anything."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in line)
+    """Escape the characters of a line that could control the terminal: names in files may contain any."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in line)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ..errors import ConfigError, FullshardError
+from ..errors import ConfigError
 from . import terminal
-from .main import refuse
 from .target import function_at
 
 if TYPE_CHECKING:
@@ -33,64 +32,53 @@ NO_FIT = 3
 
 @dataclass(frozen=True)
 class Arguments:
-    """Memory, traffic and time of a training step, before it runs: which strategy fits, and which is the fastest.
+    """Predict a training step's memory, traffic and time: which strategy fits, and which is the fastest.
 
     MODEL is a function without arguments that builds the model (train.py:build or package.module:build), or a Hugging
-    Face configuration: config.json, or the folder that has it. What --fix does not fix is searched. Example:
+    Face configuration: config.json, or its folder. Searches strategies; --fix sets some of their fields. Example:
 
         fullshard plan examples/model.py:demo_model --ranks 8 --batch 4 --sequence 128 --memory 2GiB
 
-    Exit code: 0 it fits (or no memory was given), 3 it does not, 2 bad input.
+    Exit code: 0 it fits (or --memory is not set), 3 it does not fit, 2 bad input.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
     function step(model, micro_batch, sequence) that returns a loss"""
     ranks: int = 8
-    """over which data is split"""
+    """number of ranks, over which data is split"""
     ranks_per_node: int | None = None
-    """of one machine; 8, or all if there are fewer"""
+    """ranks on one machine; by default 8, or all if there are fewer"""
     batch: int = 1
-    """sequences of one rank in one optimizer step"""
+    """sequences per rank and optimizer step"""
     sequence: int = 1024
-    """tokens of a sequence"""
+    """tokens per sequence"""
     memory: str = ""
-    """of one device, as 80GiB or 80GB"""
+    """memory of one device, as 80GiB or 80GB"""
     device: Literal["cuda", "cpu"] = "cuda"
-    """decides on layouts, assumed rates, and what an allocator holds besides"""
+    """determines layouts, assumed rates, and allocator overhead"""
     optimizer: str = "AdamW"
     """a class of torch.optim"""
     dtype: str = ""
-    """in which parameters are stored; the model's own if left out"""
+    """dtype in which parameters are stored; by default the model's own"""
     mixed: str = ""
     """mixed precision: the dtype of gathers and computation, then that of reductions, as bf16,fp32"""
     fix: tuple[str, ...] = ()
-    """fields of the strategy that are not searched, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
+    """fields of the strategy to set, not search, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
     rates: tuple[str, ...] = ()
-    """in place of assumed ones, as flops=4e14 bandwidth=5e10; see Rates"""
+    """rates that replace assumed ones, as flops=4e14 bandwidth=5e10; see Rates"""
     solve: Literal["micro-batch", "sequence", "world"] | None = None
-    """the largest micro-batch or sequence, or the fewest ranks, that fit"""
+    """find the largest micro-batch or sequence, or the fewest ranks, that fit"""
     json: bool = False
     """print one JSON object, for programs"""
 
 
 def run(arguments: list[str]) -> int:
-    """The command; its exit code."""
-    options = terminal.parsed(Arguments, "plan", arguments)
-    if isinstance(options, int):
-        return options
-    try:
-        return answer(options)
-    except FullshardError as error:
-        return refuse(str(error))
+    """Run the command; returns its exit code."""
+    return terminal.run(Arguments, "plan", arguments, _plan)
 
 
-def answer(options: Arguments) -> int:
-    """Plan and print; the exit code.
-
-    Raises:
-        FullshardError: bad input.
-    """
+def _plan(options: Arguments) -> int:
     from ..insight.planner import Strategy, assumed_rates, plan, solve, strategies
     from ..policies import MixedPrecisionPolicy
 
@@ -116,8 +104,8 @@ def answer(options: Arguments) -> int:
     chosen: list[Strategy] | None = None
     if fixed:
         node = options.ranks_per_node or min(8, options.ranks)
-        all_of_them = strategies(options.ranks, node, options.batch, Strategy())
-        chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in all_of_them))
+        candidates = strategies(options.ranks, node, options.batch, Strategy())
+        chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in candidates))
     plans = plan(build, strategy=chosen, **common)
     if options.json:
         print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
@@ -127,21 +115,21 @@ def answer(options: Arguments) -> int:
 
 
 def show(number: int, best: Plan | None, options: Arguments) -> None:
-    """Print what `solve` found."""
+    """Print the result of `solve`."""
     if options.json:
         print(json.dumps({"solve": options.solve, "number": number, "plan": best and best.as_json()}))
         return
-    what = {
+    titles = {
         "micro-batch": "largest micro-batch that fits",
         "sequence": "largest sequence that fits",
         "world": "fewest ranks on which it fits",
     }
-    found = f"{what[options.solve or '']}: {number:,}" if best else "nothing fits"
-    terminal.show(found if best is None else f"{found}\n\n{best}", {r"\A.*": "bold"})
+    text = f"{titles[options.solve or '']}: {number:,}\n\n{best}" if best else "nothing fits"
+    terminal.show(text, {r"\A.*": "bold"})
 
 
 def builder(model: str, dtype: Any) -> Callable[[], Any]:
-    """A function that builds the model, from what the command line names.
+    """A function that builds the model that the command line names.
 
     Raises:
         ConfigError: there is no such file, function, or library.
@@ -152,15 +140,15 @@ def builder(model: str, dtype: Any) -> Callable[[], Any]:
         return build
 
     def cast() -> Any:
-        built = build()
-        (built[0] if isinstance(built, tuple) else built).to(dtype)
-        return built
+        model_or_tuple = build()
+        (model_or_tuple[0] if isinstance(model_or_tuple, tuple) else model_or_tuple).to(dtype)
+        return model_or_tuple
 
     return cast
 
 
 def from_configuration(path: Path) -> Any:
-    """A causal language model of Hugging Face's, from its configuration.
+    """A Hugging Face causal language model, from its configuration.
 
     Raises:
         ConfigError: transformers is not installed, or cannot read the file.
@@ -177,23 +165,21 @@ def from_configuration(path: Path) -> Any:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         return AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise ConfigError(f"{path} is no configuration of a causal language model: {error}") from error
+        raise ConfigError(f"{path} is not the configuration of a causal language model: {error}") from error
 
 
 def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]:
-    """The fields of a dataclass in words such as "layout=flat", converted to the types that they have in `default`.
-
-    What is None there is a number.
+    """Parse words such as "layout=flat" into fields of a dataclass, with the types of `default`'s (None: a float).
 
     Raises:
-        ConfigError: a field is unknown, or its value is of another type.
+        ConfigError: a field is unknown, or its value has the wrong type.
     """
     values: dict[str, Any] = {}
-    known = [field.name for field in dataclasses.fields(default)]
+    names = [field.name for field in dataclasses.fields(default)]
     for word in words:
         name, _, text = word.partition("=")
-        if name not in known:
-            raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(known))
+        if name not in names:
+            raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(names))
         kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
             values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
@@ -204,10 +190,10 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
 
 
 def dtype_named(name: str) -> Any:
-    """A dtype by name; None for an empty one.
+    """The dtype with this name; None for an empty name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such dtype.
     """
     import torch
 
@@ -221,7 +207,7 @@ def bytes_of(text: str) -> int | None:
     """The bytes in "80GiB" or "80GB"; None for an empty text.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is not a size.
     """
     if not text:
         return None

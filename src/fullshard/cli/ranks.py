@@ -10,23 +10,23 @@ import sys
 import time
 from pathlib import Path
 
-GRACE = 20.0  # seconds that the other ranks get to end once one has failed
+GRACE = 20.0  # seconds for the other ranks to end after one has failed
 MOST_RANKS = 64
-"""Processes that a command starts on one machine: each imports torch and takes about 300 MB."""
+"""The most processes that a command starts on one machine: each imports torch and takes about 300 MB."""
 
 
 def run_ranks(arguments: list[str], ranks: int, logs: Path | None = None) -> dict[int, int]:
-    """Run `python ARGUMENTS` as `ranks` processes until all have ended.
+    """Run `python ARGUMENTS` in `ranks` processes until all have ended.
 
-    Once one has failed the others get some seconds, as they may wait for it in vain; then they are killed.
+    After one has failed, the others may wait for it forever, so they are killed after a grace period.
 
     Args:
-        arguments: of the Python interpreter.
-        ranks: how many processes.
-        logs: a folder for their outputs, `rank-0.log` and so on; None: they print where this process does.
+        arguments: arguments of the Python interpreter.
+        ranks: number of processes.
+        logs: a folder for their output, as `rank-0.log` and so on; None: they print to this process's output.
 
     Returns:
-        Exit codes by rank, of those that ended by themselves.
+        Rank -> exit code, without the ranks that were killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

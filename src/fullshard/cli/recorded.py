@@ -1,8 +1,8 @@
-"""One rank of one side of `fullshard compare`: runs the program, and records its losses, times and parameters.
+"""One rank on one side of `fullshard compare`: runs the program and records its losses, times and parameters.
 
-Started as `python -m fullshard.cli.recorded SIDE FOLDER STEPS SCRIPT ARGS...`. Of Fullshard it imports nothing that a
-program on PyTorch's FSDP could notice. Losses are scalars that a backward begins with; a step is an optimizer's first
-one after a backward, or all those within one.
+Started as `python -m fullshard.cli.recorded SIDE FOLDER STEPS SCRIPT ARGS...`. It imports nothing of Fullshard that
+could affect a program on PyTorch's FSDP. Losses are the scalars on which `backward` is called. A step ends with the
+first optimizer step after a backward, or with the backward itself if optimizers step within it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import adopt
 
 UNITS = {"FSDPModule", "FullyShardedDataParallel"}
-"""Names of the classes that make a module a unit, PyTorch's and Fullshard's."""
+"""Names of the classes that make a module a unit, in PyTorch and in Fullshard."""
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Stopped(SystemExit):
-    """All steps are done: ends the program."""
-
-
 class Recorder:
-    """What one rank does, step by step.
+    """Records one rank, step by step.
 
     Args:
-        folder: where `rank-0.json` and so on go, and the parameters after the first and the last step, `1.pt`.
-        steps: after which the program is stopped.
+        folder: the folder for `rank-0.json` and so on, and for the parameters after the first and last step, `1.pt`.
+        steps: the program is stopped after this step.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -52,16 +48,16 @@ class Recorder:
         self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
         self._pending: list[torch.Tensor] = []  # losses of the step in progress
         self._spent = dict.fromkeys(self.phases, 0.0)  # seconds in the step in progress
-        self._depth = 0  # of backwards in each other
-        self._trained = False  # whether a backward has run since the last step
-        self._within: torch.optim.Optimizer | None = None  # stepped within the backward in progress
+        self._depth = 0  # of nested backwards
+        self._trained = False  # whether a backward ran after the last step
+        self._within: torch.optim.Optimizer | None = None  # that stepped within the current backward
         self._mark = self._begun = time.perf_counter()
         self.memory = 0
         self.units = 0
         self._forget_peak()
 
     def install(self) -> None:
-        """Observe backwards and optimizers from now on."""
+        """Start to observe backwards and optimizers."""
         original = torch.autograd.backward
 
         @functools.wraps(original)
@@ -86,7 +82,7 @@ class Recorder:
         register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
 
     def _end_phase(self, phase: str | None) -> None:
-        """Count the time since the last mark as this phase's; None: as no phase's."""
+        """Add the time since the last mark to a phase; None: to no phase."""
         current = time.perf_counter()
         if phase is not None:
             self._spent[phase] += current - self._mark
@@ -97,7 +93,7 @@ class Recorder:
             self._within = optimizer  # the step ends with the backward
             return
         self._end_phase("optimizer")
-        if self._trained:  # else another optimizer of the same step
+        if self._trained:  # False: a second optimizer of the same step
             self._end_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,39 +107,39 @@ class Recorder:
         if (step := len(self.losses)) in (1, self.steps):
             self._save_parameters(optimizer, step)
             if step == self.steps:
-                raise Stopped(0)
+                sys.exit(0)
             self._forget_peak()
         self._pending, self._trained, self._within = [], False, None
         self._spent = dict.fromkeys(self.phases, 0.0)
         self._mark = self._begun = time.perf_counter()
 
     def _save_parameters(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write whole parameters and buffers of the models that the optimizer trains; the first rank does."""
+        """Write full parameters and buffers of the models that the optimizer trains, on rank 0."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        # PyTorch's wrapper crashes on a CPU where it is to offload to one.
+        # PyTorch's wrapper crashes if it offloads to the CPU from a CPU.
         options = StateDictOptions(full_state_dict=True, cpu_offload=torch.accelerator.is_available())
         state: dict[str, torch.Tensor] = {}
         models = list(_models_of({id(p) for group in optimizer.param_groups for p in group["params"]}))
         for number, model in enumerate(models):
-            whole = get_model_state_dict(model, options=options)
+            full_state = get_model_state_dict(model, options=options)
             prefix = f"model {number}: " if len(models) > 1 else ""
-            state |= {f"{prefix}{name}": value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+            state |= {f"{prefix}{name}": value for name, value in full_state.items() if isinstance(value, torch.Tensor)}
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(state, self.folder / f"{step}.pt")
         classes = [{cls.__name__ for cls in type(part).__mro__} for model in models for part in model.modules()]
         self.units = sum(bool(names & UNITS) for names in classes)
 
     def _peak(self) -> int:
-        """Bytes: the most that was allocated on the accelerator; without one, the most resident memory."""
+        """Peak bytes allocated on the accelerator; without one, peak resident memory."""
         if torch.accelerator.is_available():
             return int(torch.accelerator.max_memory_allocated())
-        if not STATUS.exists():  # not Linux: since the process began
+        if not STATUS.exists():  # not Linux: the peak since the process started
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line[:6] == "VmHWM:")
 
     def _forget_peak(self) -> None:
-        """Begin to measure anew: whole parameters that were written do not count."""
+        """Restart the measurement, so that the full parameters of `_save_parameters` do not count."""
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.reset_peak_memory_stats()
@@ -151,21 +147,21 @@ class Recorder:
             CLEAR.write_text("5")
 
     def write(self) -> None:
-        """Write what was recorded."""
+        """Write the recording."""
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        recorded = {
+        recording = {
             "losses": [[loss.item() for loss in losses] for losses in self.losses],
             "phases": self.phases,
             "memory": self.memory,
             "units": self.units,
             "device": "cpu" if accelerator is None else accelerator.type,
         }
-        (self.folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(recorded))
+        (self.folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(recording))
 
 
 def _models_of(parameters: set[int]) -> Iterator[nn.Module]:
-    """The outermost modules that have some of these parameters (ids), in the order in which they were made."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    """The outermost modules that contain some of these parameters (ids), in order of creation."""
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     for module in modules:
         if id(module) not in inner and any(id(parameter) in parameters for parameter in module.parameters()):
@@ -173,7 +169,7 @@ def _models_of(parameters: set[int]) -> Iterator[nn.Module]:
 
 
 def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> None:
-    """Run the program on one side, from the same random numbers."""
+    """Run the program on one side, with the same random seeds on both."""
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()
     random.seed(0)
@@ -195,7 +191,7 @@ def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> No
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of gloo's that have not ended may abort the interpreter's own end
+    os._exit(0)  # running threads of gloo may abort a normal interpreter exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The user's own function that a command is given: SCRIPT-OR-MODULE:FUNCTION."""
+"""The user's function that a command calls: SCRIPT-OR-MODULE:FUNCTION."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from ..errors import ConfigError
 
 
 def function_at(target: str) -> Callable[[], Any]:
-    """What SCRIPT-OR-MODULE:FUNCTION names.
+    """Import the function at SCRIPT-OR-MODULE:FUNCTION.
 
     Raises:
         ConfigError: there is no such file, module or function.
     """
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check")
+    source, _, name = target.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, like train.py:check or package.module:check")
     try:
-        module = _script(Path(where)) if where.endswith(".py") else _module(where)
+        module = _script(Path(source)) if source.endswith(".py") else _module(source)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+        raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
+    function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"there is no function {name!r} in {where}")
-    found: Callable[[], Any] = function
-    return found
+        raise ConfigError(f"there is no function {name!r} in {source}")
+    return function
 
 
 def _script(path: Path) -> Any:

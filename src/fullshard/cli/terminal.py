@@ -1,4 +1,4 @@
-"""How commands read their arguments and print. Of this package only commands import it, as it needs tyro and rich."""
+"""How commands parse their arguments and print. Only commands import it, because it needs tyro and rich."""
 
 from __future__ import annotations
 
@@ -11,36 +11,46 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from .main import printable
+from ..errors import FullshardError
+from .main import printable, refuse
 
 T = TypeVar("T")
 
 
-def parsed(kind: type[T], command: str, arguments: list[str]) -> T | int:
-    """The arguments of a command, or an exit code where they are wrong (tyro has printed why) or only ask for help."""
+def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T], int]) -> int:
+    """Parse a command's arguments and call `answer` with them.
+
+    Returns:
+        The exit code. tyro itself prints the help, and what is wrong with the arguments.
+    """
     try:
-        return tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
+        options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
+    try:
+        return answer(options)
+    except FullshardError as error:
+        return refuse(str(error))
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:
-    """Print a text, in colours on a terminal: what patterns match in styles; as plain text elsewhere."""
-    made = Text("\n".join(map(printable, text.split("\n"))))
+    """Print a text; on a terminal, matches of the patterns in `styles` (pattern -> style) are in color."""
+    styled = Text("\n".join(map(printable, text.split("\n"))))
     for pattern, style in styles.items():
-        made.highlight_regex(pattern, style)
-    (console or Console(soft_wrap=True)).print(made)
+        styled.highlight_regex(pattern, style)
+    (console or Console(soft_wrap=True)).print(styled)
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the terminal's standard error while something runs; elsewhere nothing.
+    """Show a progress bar on standard error if it is a terminal.
 
-    Gives a function of what is being done, the bytes done and those of all.
+    Yields:
+        A function of the current item's name, the bytes done, and the total bytes.
     """
     console = Console(stderr=True)
-    told = TextColumn("{task.description}", markup=False)
-    columns = (told, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    description = TextColumn("{task.description}", markup=False)
+    columns = (description, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigError
 from . import terminal
 from .main import printable, refuse
 
@@ -21,78 +20,67 @@ if TYPE_CHECKING:
     from ..insight.trace import Analysis, Run
 
 ROWS = 12
-"""Of the table of waits; --json has all of them."""
+"""Rows of the table of waits; --json has all of them."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Explain why a step is slow and which rank is late, from what `with fullshard.trace(PATH):` wrote on all ranks.
 
-    Each wait is split: until the last rank had issued the collective, the time is that rank's (late); the rest is
-    transfer. Example:
+    Splits each wait in two: the time until the last rank issued the collective (late), and the rest (transfer).
+    Example:
 
         fullshard trace runs/trace --html trace.html
 
-    Exit code: 0 the table was printed (ranks without a file are named), 2 bad input.
+    Exit code: 0 printed (with a note on ranks that have no file), 2 bad input.
     """
 
     path: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """folders of traces, or their files"""
+    """folders with traces, or their files"""
     html: Path | None = None
-    """write one page with the timeline, which needs no network"""
+    """write a self-contained page with the timeline"""
     chrome: Path | None = None
     """write the timeline for Perfetto (ui.perfetto.dev) and chrome://tracing"""
     picture: Path | None = None
-    """draw one step, for a report: a .png, .svg or .pdf (needs matplotlib)"""
+    """draw one step as a .png, .svg or .pdf (needs matplotlib)"""
     json: bool = False
     """print one JSON object, for programs"""
 
 
 def run(arguments: list[str]) -> int:
-    """The command; its exit code."""
-    options = terminal.parsed(Arguments, "trace", arguments)
-    if isinstance(options, int):
-        return options
-    from ..insight.trace import analyse, read, report
+    """Run the command; returns its exit code."""
+    return terminal.run(Arguments, "trace", arguments, _analyze)
+
+
+def _analyze(options: Arguments) -> int:
+    from ..insight.trace import analyse, chrome_trace, draw_step, html_page, read, report
 
     if not options.path:
         return refuse("trace needs a folder: fullshard trace PATH")
+    trace = read(list(options.path))
+    if trace.missing:
+        print(f"fullshard: no file of {_ranks(trace.missing)}; what these did is unknown", file=sys.stderr)
+    analysis = analyse(trace)
     try:
-        merged = read(list(options.path))
-    except ConfigError as error:
-        return refuse(str(error))
-    if merged.missing:
-        print(f"fullshard: no file of {_ranks(merged.missing)}; what these did is unknown", file=sys.stderr)
-    analysis = analyse(merged)
-    try:
-        write(merged, analysis, options)
-    except ConfigError as error:
-        return refuse(str(error))
+        if options.chrome is not None:
+            options.chrome.write_text(json.dumps(chrome_trace(trace, analysis)))
+        if options.html is not None:
+            options.html.write_text(html_page(trace, analysis), encoding="utf-8")
+        if options.picture is not None:
+            draw_step(trace, analysis, options.picture)
     except OSError as error:
         return refuse(f"cannot write {error.filename}: {error.strerror}")
     if options.json:
-        print(json.dumps(report(merged, analysis), indent=1))
+        print(json.dumps(report(trace, analysis), indent=1))
     else:
-        show(merged, analysis)
+        show(trace, analysis)
     return 0
 
 
-def write(merged: Run, analysis: Analysis, options: Arguments) -> None:
-    """Write the files that were asked for."""
-    from ..insight.trace import chrome_trace, draw_step, html_page
-
-    if options.chrome is not None:
-        options.chrome.write_text(json.dumps(chrome_trace(merged, analysis)))
-    if options.html is not None:
-        options.html.write_text(html_page(merged, analysis), encoding="utf-8")
-    if options.picture is not None:
-        draw_step(merged, analysis, options.picture)
-
-
-def show(merged: Run, analysis: Analysis, console: Console | None = None) -> None:
-    """Print who is late, and tables of steps and of waits."""
-    console = console or Console()
-    lines, steps = analysis.in_words(merged), len(analysis.steps)
+def show(trace: Run, analysis: Analysis) -> None:
+    """Print who is late, and tables of steps, waits and late ranks."""
+    console = Console()
+    lines, steps = analysis.in_words(trace), len(analysis.steps)
     console.print(Text("\n".join(map(printable, lines)), style="bold"))
     if not steps:
         return
@@ -124,7 +112,7 @@ def show(merged: Run, analysis: Analysis, console: Console | None = None) -> Non
 
 
 def duration(seconds: float) -> str:
-    """As people read it: `1.2 ms`."""
+    """A time in words: `1.2 ms`."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"

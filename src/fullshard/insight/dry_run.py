@@ -1,10 +1,9 @@
-"""What a rank of a training program does in a world that does not exist: its units, its memory, what it sends."""
+"""What one rank of a training program does if its process group is fake: its units, its memory, the bytes it sends."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,86 +16,81 @@ from ..torch_private.fake_group import pretended
 from .describe import describe
 from .memory import memory_use
 
-UNSEEN = """One process cannot show values after a collective (they are undefined: a loss of nan means nothing), ranks
-that differ, hangs, and how long communication takes."""
+UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
+differences between ranks, or the time that communication takes."""
 
 
 class Enough(BaseException):
-    """Ends a program that has taken its steps."""
+    """Ends a program that has taken all its steps."""
 
 
-class DryRun:
-    """Follows the optimizer's steps of a program.
+class Steps:
+    """Counts the optimizer steps of a program, and the bytes that it sends in each.
 
     Args:
-        steps: after so many of them the program is ended.
+        limit: ends the program, by raising `Enough`, after this step.
 
     Attributes:
-        taken: the steps so far.
-        report: what was found in the last step; empty before that.
+        report: describes the last step; empty before it.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.taken, self.report = steps, 0, ""
-        self._sent: dict[str, list[int]] = {}
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken, self.report = limit, 0, ""
+        self._sent: dict[str, list[int]] = {}  # verb -> calls, bytes
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Count the steps of all optimizers; `Enough` is raised after the last one."""
-        hook = register_optimizer_step_post_hook(self._after)
-        stream.listeners.append(self._event)
-        try:
-            yield
-        finally:
-            stream.listeners.remove(self._event)
-            hook.remove()
-
-    def _event(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
+        """Count the bytes of an event of the engine."""
         if event.verb in ("gather", "reduce", "all_reduce"):
             count = self._sent.setdefault(event.verb, [0, 0])
             count[0] += 1
             count[1] += event.nbytes
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Count a step of any optimizer."""
         self.taken += 1
-        if self.taken == self.steps:
-            self.report = self._described(optimizer)
+        if self.taken == self.limit:
+            self.report = self._describe(optimizer)
             raise Enough
         self._sent.clear()
 
-    def _described(self, optimizer: torch.optim.Optimizer) -> str:
+    def _describe(self, optimizer: torch.optim.Optimizer) -> str:
         lines = []
         for root in all_roots():
             for model in root.top.modules:
                 lines += [describe(model, plans=True), "", str(memory_use(model, optimizer)), ""]
         if not lines:
             return "No model was sharded: neither fully_shard nor FullyShardedDataParallel was used before the step."
-        named = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
+        names = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
         lines += [
-            f"{named[verb]} in a step: {count}, of {size(nbytes)} together"
+            f"{names[verb]} in a step: {count}, of {size(nbytes)} together"
             for verb, (count, nbytes) in self._sent.items()
         ]
         return "\n".join(lines)
 
 
-def dry_run(program: Callable[[], object], world: int, steps: int) -> DryRun:
+def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
     """Run a program until it has taken `steps` optimizer steps, or ends.
 
     Args:
-        program: runs as rank 0 of a fake group, which it makes itself.
-        world: ranks of that group.
+        program: runs as rank 0 of a fake process group, which it initializes itself.
+        world: number of ranks in that group.
         steps: at least 1.
 
     Returns:
-        What was found.
+        A report on the last step; empty if the program ended before it.
 
     Raises:
-        Exception: whatever the program raises.
+        Exception: any error that the program raises.
     """
-    run = DryRun(steps)
-    with pretended(world), run.following():
+    taken = Steps(steps)
+    with pretended(world):
+        hook = register_optimizer_step_post_hook(taken.end_step)
+        stream.listeners.append(taken.record)
         try:
             program()
         except Enough:
             gc.collect()
-    return run
+        finally:
+            stream.listeners.remove(taken.record)
+            hook.remove()
+    return taken.report
