@@ -56,7 +56,7 @@ CAUSES = {
     "raised": (
         behind(2, raised="Traceback ...\nValueError: bad sample\n", **ENDED),
         "raised",
-        ("bad sample", "Repair"),
+        ("bad sample", "Fix the error"),
     ),
     "memory": (behind(2, raised="torch.OutOfMemoryError: no\n"), "raised", ("OutOfMemoryError", "checkpointing")),
     "killed": (behind(2, gone="killed by signal 9 (SIGKILL)", state="gone"), "gone", ("SIGKILL", "dmesg", "oom_kill")),
@@ -92,14 +92,14 @@ def test_who_is_to_blame_and_what_to_do(tmp_path: Path, case: str) -> None:
     assert "What to do next" in str(found) and "ranks 0-1, 3  wait for gather of blocks.2 (step 3)" in str(found)
     if kind in ("gone", "data"):
         assert "event 9: rank 2: nothing yet; ranks 0-1, 3: gather of blocks.2" in str(found)
-        assert "2026-11-21 22:56:48.000  rank 2 issued its last" in str(found)
+        assert "2026-11-21 22:56:48.000  rank 2 issued its last event" in str(found)
 
 
 def test_nobody_is_blamed_where_nobody_can_be(tmp_path: Path) -> None:
     found = doctor(write(tmp_path, status(0), status(1)))
     assert (found.kind, found.ranks) == ("transport", ()) and "NCCL_DEBUG" in str(found)
     found = doctor(write(tmp_path, status(0), status(1, record(9, "reduce", "head"))))
-    assert (found.kind, found.ranks) == ("apart", ()) and "nobody can be blamed" in str(found)
+    assert (found.kind, found.ranks) == ("apart", ()) and "no rank can be blamed" in str(found)
 
 
 def test_the_first_failure_is_blamed_not_what_follows_from_it(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_halves_of_a_network_that_was_cut_are_put_together(tmp_path: Path) -> No
     write(tmp_path, lost(0), lost(1), status(2), status(3), time=NOW + 25, name="stuck-1-rank2.json")
     found = doctor(tmp_path)
     assert (found.kind, found.ranks) == ("cut", ())
-    assert found.what == "the network is cut between ranks 0-1 (host0) and ranks 2-3 (host1)."
+    assert found.summary == "the network is cut between ranks 0-1 (host0) and ranks 2-3 (host1)."
     # One that died is the cause, whoever could not reach it.
     gone = behind(3, gone="killed by signal 11 (SIGSEGV)", state="gone")
     write(tmp_path, lost(0), lost(1), status(2), gone, time=NOW + 25, name="stuck-1-rank2.json")
@@ -166,7 +166,7 @@ def dumps(folder: Path, *ranks: list[dict[str, Any]], world: int = 2) -> Path:
 def test_the_flight_recorder_tells_who_did_not_come(tmp_path: Path) -> None:
     found = doctor(dumps(tmp_path, [entry(1), entry(2), entry(3, done=False)], [entry(1), entry(2)]))
     assert (found.kind, found.ranks) == ("recorder", (1,))
-    assert "rank 1 did not issue collective 3 of group 0 (default_pg)" in found.what
+    assert "rank 1 did not issue collective 3 of group 0 (default_pg)" in found.summary
     assert 'issued by rank 1 from:\n    File "train.py", line 12 in main' in str(found)
 
 
@@ -180,14 +180,14 @@ def test_the_flight_recorder_tells_what_differs_and_who_left_no_dump(tmp_path: P
 def test_the_flight_recorder_forgets_and_may_have_nothing_to_say(tmp_path: Path) -> None:
     assert doctor(dumps(tmp_path, [entry(5), entry(6)], [entry(6), entry(7)])).kind == "nothing"
     stuck = doctor(dumps(tmp_path, [entry(6, done=False), entry(7, done=False)], [entry(6, done=False)]))
-    assert stuck.ranks == () and "collective 6" in stuck.what and "did not end" in stuck.what
+    assert stuck.ranks == () and "collective 6" in stuck.summary and "did not end" in stuck.summary
     for rank in range(2):  # as JSON, which says 0 for None and has no frames
         path = tmp_path / f"nccl_trace_rank_{rank}"
         whole = pickle.loads(path.read_bytes())
         path.unlink()
         [each.pop("frames") for each in whole["entries"]]
         (tmp_path / f"trace_{rank}.json").write_text(json.dumps(whole))
-    assert doctor(tmp_path).what == stuck.what
+    assert doctor(tmp_path).summary == stuck.summary
 
 
 def test_report_and_flight_recorder_together(tmp_path: Path) -> None:
@@ -223,12 +223,12 @@ def bad_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "binary": (b"\xff\xfe\x00", "neither JSON nor a pickle"),
         "foreign": (b'{"traceEvents": []}', "neither a watcher's report nor"),
         "a list": (b"[1, 2]", "neither a watcher's report nor"),
-        "newer": (json.dumps({**good, "format": 2}).encode(), "newer than 1, the last that this version reads"),
+        "newer": (json.dumps({**good, "format": 2}).encode(), "its format is 2; this version reads formats up to 1"),
         "no field": (json.dumps({**good, "ranks": [{"rank": 0}]}).encode(), "has no 'host'"),
-        "wrong field": (json.dumps({**good, "ranks": [status(0, count="9")]}).encode(), "'count' of what"),
+        "wrong field": (json.dumps({**good, "ranks": [status(0, count="9")]}).encode(), "'count' of the status"),
         "wrong record": (json.dumps({**good, "ranks": [status(0, records=[1])]}).encode(), "should be a dictionary"),
-        "no rank": (json.dumps({**good, "ranks": []}).encode(), "tells of no rank"),
-        "deep": (b"[" * 200_000, "nested too deep"),
+        "no rank": (json.dumps({**good, "ranks": []}).encode(), "has no ranks"),
+        "deep": (b"[" * 200_000, "nested too deeply"),
         "attack": (attack, "asks for posix.mkdir"),
         "attack by protocol 4": (pickle.dumps(Attack(folder / "made"), protocol=4), "asks for posix.mkdir"),
         "getattr": (b"\x80\x02cbuiltins\ngetattr\n.", "asks for builtins.getattr"),

@@ -180,6 +180,6 @@ def test_every_rank_ends_with_the_name(runs, scenario):
         found = doctor(run.folder / "reports")
         blamed = ((last,), ()) if fault.others == (1, *KILLED) else ((last,),)
         assert found.kind == fault.kind and found.ranks in blamed, found
-        assert found.what in printed, "the doctor says something else than the error"
-        assert fault.others == RAISES or not [word for word in words if word not in found.what], found
+        assert found.summary in printed, "the doctor says something else than the error"
+        assert fault.others == RAISES or not [word for word in words if word not in found.summary], found
     assert not [word for word in its_own if word not in run.error_of(last)[1]], (run.error_of(last), printed)

@@ -1,4 +1,4 @@
-"""Why a run hung or died, from what its watchers and PyTorch's flight recorder left on disk."""
+"""Why a run hung or died, from the files that its watchers and PyTorch's flight recorder wrote."""
 
 from .diagnosis import Diagnosis, doctor
 

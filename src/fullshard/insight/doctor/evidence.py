@@ -1,7 +1,7 @@
-"""What was found on disk, as plain values: watchers' reports and the flight recorder's dumps, checked field by field.
+"""Reads watchers' reports and the flight recorder's dumps from disk as plain values, and checks every field.
 
-Files are hostile until shown otherwise: nothing in them is ever imported or called. What is not as expected raises
-`Foreign`, with one line that says what; it is left out, and told.
+Files may be hostile: nothing in them is ever imported or called. A file with unexpected content raises `UnusableFile`,
+with one line that says why; the diagnosis lists it as left out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ...store.pickles import read_pickle
 from ...watcher.judge import Status
 from . import messages
 
-_MOST = 512 << 20  # bytes of a file
-_NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files in a folder that may be evidence
+_MAX_BYTES = 512 << 20  # of a file
+_NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files that may be reports or dumps
 FORMAT = 1
-"""The newest format of a watcher's report that is known here."""
+"""The newest format of watchers' reports that this version reads."""
 
 _NUMBER = (int, float)
 _STATUS: dict[str, tuple[type, ...]] = {
@@ -38,18 +38,18 @@ _RECORD: dict[str, tuple[type, ...]] = {
 _ENTRY: dict[str, tuple[type, ...]] = {"collective_seq_id": (int,), "profiling_name": (str,), "state": (str,)}
 
 
-class Foreign(ValueError):
-    """A file that is not what it should be; its text is one line."""
+class UnusableFile(ValueError):
+    """A file that is not a valid report or dump; its text is one line."""
 
 
 @dataclass(frozen=True)
 class WatcherReport:
-    """What one rank's watcher wrote when it found the ranks stuck.
+    """The report that one rank's watcher wrote when the ranks were stuck.
 
     Attributes:
         source: the file's name.
         time: seconds since the epoch.
-        ranks: what was known of each, in their order.
+        ranks: the status of each rank, in rank order.
     """
 
     source: str
@@ -63,16 +63,16 @@ class Entry:
 
     Attributes:
         group: name of the process group.
-        number: of the group's collectives, from 1; those of one coalesced call share it.
-        what: operation, shapes where all ranks have to agree on them, and dtypes.
+        number: its number in the group, from 1; the collectives of one coalesced call share a number.
+        call: the operation, shapes if all ranks must agree on them, and dtypes.
         done: whether it had ended on this rank.
         time: when it was issued, seconds since the epoch.
-        stack: the program's own frames, innermost first.
+        stack: the program's frames, innermost first.
     """
 
     group: str
     number: int
-    what: str
+    call: str
     done: bool
     time: float
     stack: tuple[str, ...] = ()
@@ -83,8 +83,8 @@ class Dump:
     """One rank's dump of PyTorch's flight recorder.
 
     Attributes:
-        names: descriptions of groups that have one.
-        members: ranks of groups, where the dump tells them.
+        names: group -> description, for groups that have one.
+        members: group -> ranks, for groups whose ranks the dump contains.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was found; `left_out`: files that could not be read, a line each."""
+    """The contents of all usable files; `left_out`: one line for every other file, with its name."""
 
     reports: tuple[WatcherReport, ...] = ()
     dumps: tuple[Dump, ...] = ()
@@ -103,10 +103,10 @@ class Evidence:
 
 
 def read(path: Path) -> Evidence:
-    """Everything of use at `path`, a file or a folder.
+    """Read all reports and dumps at `path`, a file or a folder.
 
     Raises:
-        ConfigError: there is no such path, or nothing of use at it.
+        ConfigError: there is no such path, or it has no report or dump.
     """
     if not path.exists():
         raise messages.no_such_path(path)
@@ -114,108 +114,101 @@ def read(path: Path) -> Evidence:
         candidates = [path]
     else:
         candidates = sorted(
-            each for each in path.iterdir() if each.is_file() and each.name[0] != "." and _NAMES.search(each.name)
+            file for file in path.iterdir() if file.is_file() and file.name[0] != "." and _NAMES.search(file.name)
         )
     reports, dumps, left_out = [], [], []
-    for each in candidates:
+    for file in candidates:
         try:
-            found = _read_one(each)
-        except Foreign as error:
-            left_out.append(f"{each.name}: {error}")
+            content = _read_file(file)
+        except UnusableFile as error:
+            left_out.append(f"{file.name}: {error}")
         else:
-            if isinstance(found, Dump):
-                dumps.append(found)
+            if isinstance(content, Dump):
+                dumps.append(content)
             else:
-                reports.append(found)
+                reports.append(content)
     if not reports and not dumps:
         raise messages.unreadable(path, left_out[0]) if path.is_file() else messages.no_evidence(path, left_out)
     return Evidence(tuple(reports), tuple(dumps), tuple(left_out))
 
 
-def _read_one(path: Path) -> WatcherReport | Dump:
+def _read_file(path: Path) -> WatcherReport | Dump:
     number = re.search(r"(\d+)$", path.name if path.suffix[1:].isdecimal() else path.stem)
     try:
-        if path.stat().st_size > _MOST:
-            raise Foreign(f"it has more than {_MOST >> 20} MiB")
-        with path.open("rb") as file:
-            data = file.read()
-        value = _unpickled(data) if data[:1] == b"\x80" else _parsed(data)
+        if path.stat().st_size > _MAX_BYTES:
+            raise UnusableFile(f"it is larger than {_MAX_BYTES >> 20} MiB")
+        data = path.read_bytes()
     except OSError as error:
-        raise Foreign(f"the system says: {error.strerror}") from error
-    if not isinstance(value, dict):
-        raise Foreign("it is neither a watcher's report nor a flight recorder's dump")
-    if "format" in value and "ranks" in value:
+        raise UnusableFile(str(error.strerror)) from error
+    value = _unpickled(data) if data[:1] == b"\x80" else _parsed(data)
+    if isinstance(value, dict) and "format" in value and "ranks" in value:
         return report_of(path.name, value)
-    if "entries" in value:
+    if isinstance(value, dict) and "entries" in value:
         return dump_of(int(number[1]) if number else None, value)
-    raise Foreign("it is neither a watcher's report nor a flight recorder's dump")
+    raise UnusableFile("it is neither a watcher's report nor a flight recorder's dump")
 
 
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:
-        raise Foreign("it is neither JSON nor a pickle") from error
+        raise UnusableFile("it is neither JSON nor a pickle") from error
     except json.JSONDecodeError as error:
         if error.pos >= len(data.decode(errors="replace").rstrip()) or error.msg.startswith("Unterminated"):
-            raise Foreign(
-                f"it ends in the middle (JSON, line {error.lineno}): it was not written to its end"
-            ) from error
-        raise Foreign(f"it is not JSON (line {error.lineno}: {error.msg})") from error
+            raise UnusableFile(f"it ends in the middle (JSON, line {error.lineno}): it was truncated") from error
+        raise UnusableFile(f"it is not JSON (line {error.lineno}: {error.msg})") from error
     except RecursionError as error:
-        raise Foreign("its JSON is nested too deep") from error
+        raise UnusableFile("its JSON is nested too deeply") from error
 
 
 def _unpickled(data: bytes) -> Any:
     try:
         return read_pickle(data, _named, _outside)
-    except Foreign:
+    except UnusableFile:
         raise
-    except Exception as error:  # whatever a broken pickle makes of the machine that reads it
-        raise Foreign(f"it is a broken or truncated pickle ({type(error).__name__})") from error
+    except Exception as error:  # a broken pickle can raise any error in the unpickler
+        raise UnusableFile(f"it is a broken or truncated pickle ({type(error).__name__})") from error
 
 
 def _named(module: str, name: str) -> Any:
-    """Refuse: a pickle that names anything could run it."""
-    raise Foreign(
-        f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
+    """Refuse: a pickle that names a function could call it."""
+    raise UnusableFile(
+        f"it is a pickle that asks for {module}.{name}, which no flight recorder's dump does; it was not loaded"
     )
 
 
 def _outside(pid: Any) -> Any:
-    """Refuse likewise."""
-    raise Foreign("it is a pickle that refers to something outside itself; not loaded")
+    """Refuse persistent IDs."""
+    raise UnusableFile("it is a pickle that refers to something outside itself; it was not loaded")
 
 
 def report_of(source: str, value: Any) -> WatcherReport:
     """A watcher's report from parsed JSON."""
-    known = value["format"]
-    if not isinstance(known, int) or known < 1:
-        raise Foreign(f"its format is {known!r}, which no version has written")
-    if known > FORMAT:
-        raise Foreign(f"its format is {known}, newer than {FORMAT}, the last that this version reads: update fullshard")
+    version = value["format"]
+    if not isinstance(version, int) or version < 1:
+        raise UnusableFile(f"its format is {version!r}, which no version has written")
+    if version > FORMAT:
+        raise UnusableFile(f"its format is {version}; this version reads formats up to {FORMAT}: update fullshard")
     _check(value, {"time": _NUMBER, "ranks": (list,)}, "a watcher's report")
     for status in value["ranks"]:
-        _check(status, _STATUS, "what it tells of a rank")
+        _check(status, _STATUS, "the status of a rank")
         if status["raised"] is not None and not [1 for line in status["raised"].splitlines() if line[:1].strip()]:
-            raise Foreign(f"what rank {status['rank']} raised has no headline")
+            raise UnusableFile(f"the error of rank {status['rank']} has no headline")
         for record in [status["waits_for"], status["last"], *status["records"]]:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
         if status["last"] is not None:
             _check(status["last"], {"time": _NUMBER}, f"the last record of rank {status['rank']}")
     if not value["ranks"]:
-        raise Foreign("it tells of no rank")
+        raise UnusableFile("it has no ranks")
     return WatcherReport(source, value["time"], tuple(sorted(value["ranks"], key=lambda status: status["rank"])))
 
 
 def dump_of(rank: int | None, value: Any) -> Dump:
-    """A flight recorder's dump from parsed JSON or an unpickled dictionary; `rank` is the file name's last number."""
+    """A flight recorder's dump from a dictionary; `rank` is the number at the end of the file's name."""
     rank = value.get("rank", rank)
     if not isinstance(rank, int):
-        raise Foreign(
-            "it is a flight recorder's dump, and its name does not end in the rank, as nccl_trace_rank_3 does"
-        )
+        raise UnusableFile("it is a flight recorder's dump whose name does not end in the rank, like nccl_trace_rank_3")
     _check(value, {"entries": (list,)}, "a flight recorder's dump")
     members: dict[str, tuple[int, ...]] = {}
     groups = value.get("pg_config")
@@ -223,15 +216,16 @@ def dump_of(rank: int | None, value: Any) -> Dump:
         _check(group, {"ranks": (str,)}, "a process group")
         numbers = group["ranks"].strip("[]").split(",")
         if not all([number.strip().isdecimal() for number in numbers]):
-            raise Foreign(f"the ranks of its group {name!r} are {group['ranks'][:40]!r}")
-        members[str(name) or "0"] = tuple(int(number) for number in numbers)  # the default group may have no name
+            raise UnusableFile(f"the ranks of its group {name!r} are invalid: {group['ranks'][:40]!r}")
+        members[str(name) or "0"] = tuple(int(number) for number in numbers)  # the default group may have an empty name
     entries, names = [], {}
     for entry in value["entries"]:
         _check(entry, _ENTRY, "an entry of the flight recorder")
         if entry.get("is_p2p"):
-            continue  # numbered by pairs of ranks, of which a dump tells one
-        named = entry.get("process_group")
-        pair = named if isinstance(named, (list, tuple)) and len(named) == 2 else (entry.get("pg_id", 0), "")
+            continue  # point-to-point calls are numbered per pair of ranks, and a dump covers only one of the two
+        pair = entry.get("process_group")
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            pair = (entry.get("pg_id", 0), "")
         names[str(pair[0])] = str(pair[1])
         entries.append(_entry(str(pair[0]), entry))
     return Dump(rank, tuple(entries), {name: text for name, text in names.items() if text}, members)
@@ -244,40 +238,40 @@ _SAME_SHAPES = (
     "_reduce_scatter_base",
     "reduce_scatter_tensor",
 )
-_NOT_THE_PROGRAMS = ("/torch/", "/fullshard/")
+_LIBRARIES = ("/torch/", "/fullshard/")
 
 
 def _entry(group: str, entry: dict[str, Any]) -> Entry:
-    what = entry["profiling_name"].rpartition(":")[2]
-    if what.startswith(_SAME_SHAPES):
-        what += f" {entry.get('input_sizes')}"
+    call = entry["profiling_name"].rpartition(":")[2]
+    if call.startswith(_SAME_SHAPES):
+        call += f" {entry.get('input_sizes')}"
     dtypes = entry.get("input_dtypes")
     if isinstance(dtypes, list) and dtypes:
-        what += f" {', '.join(sorted(set(map(str, dtypes))))}"
+        call += f" {', '.join(sorted(set(map(str, dtypes))))}"
     frames = entry.get("frames")
-    texts = [
+    stack = [
         f'File "{frame.get("filename")}", line {frame.get("line")} in {frame.get("name")}'
         for frame in (frames if isinstance(frames, list) else ())
         if isinstance(frame, dict)
     ]
-    own = [text for text in texts if not any([part in text for part in _NOT_THE_PROGRAMS])]
+    program_stack = [frame for frame in stack if not any([library in frame for library in _LIBRARIES])]
     created = entry.get("time_created_ns")
     return Entry(
         group=group,
         number=entry["collective_seq_id"],
-        what=what,
+        call=call,
         done=bool(entry.get("retired")) or entry["state"] == "completed",
         time=created / 1e9 if isinstance(created, _NUMBER) else 0.0,
-        stack=tuple(own or texts),
+        stack=tuple(program_stack or stack),
     )
 
 
-def _check(value: Any, kinds: dict[str, tuple[type, ...]], what: str) -> None:
-    """Raise unless `value` is a dictionary with these fields, of these types."""
+def _check(value: Any, fields: dict[str, tuple[type, ...]], title: str) -> None:
+    """Raise unless `value`, which errors call `title`, is a dictionary with fields of these types."""
     if not isinstance(value, dict):
-        raise Foreign(f"{what} should be a dictionary, and is {type(value).__name__}")
-    for name, allowed in kinds.items():
+        raise UnusableFile(f"{title} should be a dictionary, and is {type(value).__name__}")
+    for name, types in fields.items():
         if name not in value:
-            raise Foreign(f"{what} has no {name!r}")
-        if not isinstance(value[name], allowed):
-            raise Foreign(f"{name!r} of {what} is {type(value[name]).__name__}")
+            raise UnusableFile(f"{title} has no {name!r}")
+        if not isinstance(value[name], types):
+            raise UnusableFile(f"{name!r} of {title} is {type(value[name]).__name__}")

@@ -1,6 +1,6 @@
-"""What dumps of PyTorch's flight recorder say side by side: the first collective that does not match.
+"""Compares the ranks' dumps of PyTorch's flight recorder: the first collective that does not match.
 
-Pure. Collectives of a process group are numbered alike on all its ranks, so number n has to be the same call on each.
+Pure. All ranks of a process group number its collectives in the same way, so number n must be the same call on each.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from .evidence import Dump, Entry
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first collective of a group that is not the same on all ranks, or that none of them got past.
+    """The first collective of a group that differs between ranks, or that no rank got past.
 
     Attributes:
-        name: of the group, in words.
-        number: of the collective in it.
-        issued: what ranks issued, by rank.
-        missing: ranks that issued nothing by then; with what they issued last.
-        time: when it was first issued.
-        stacks: of the program, by rank, of the collective or of what was issued last.
+        name: the group's name and description.
+        number: the collective's number in the group.
+        issued: rank -> call, for the ranks that issued a collective of this number.
+        missing: rank -> last call, for the ranks that did not.
+        time: when a rank first issued it, seconds since the epoch.
+        stacks: rank -> the program's frames at the collective, or at the rank's last call before it.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Mismatch:
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks issued it alike; it is only stuck."""
+        """Whether all ranks issued the same call, which is stuck."""
         return not self.missing and len(set(self.issued.values())) == 1
 
     @property
     def to_blame(self) -> tuple[int, ...]:
-        """Who issued nothing; else who is in the minority; empty if that cannot be said."""
+        """The ranks that issued nothing, or else the minority; empty if there is none."""
         if self.missing:
             return tuple(sorted(self.missing))
         counts = {text: list(self.issued.values()).count(text) for text in self.issued.values()}
@@ -49,53 +49,50 @@ class Mismatch:
 
 
 def mismatches(dumps: Sequence[Dump]) -> list[Mismatch]:
-    """The first of each group that has one: those with a rank to blame before others, earliest first."""
-    found = [mismatch for group in _groups(dumps) if (mismatch := _first(dumps, group)) is not None]
-    return sorted(found, key=lambda mismatch: (mismatch.agrees, mismatch.time))
+    """The first mismatch of each group that has one: those with ranks to blame come first, then by time."""
+    groups = sorted({entry.group for dump in dumps for entry in dump.entries})
+    firsts = [mismatch for group in groups if (mismatch := _first(dumps, group)) is not None]
+    return sorted(firsts, key=lambda mismatch: (mismatch.agrees, mismatch.time))
 
 
 def without_dump(dumps: Sequence[Dump]) -> list[int]:
-    """Ranks of groups of which there is no dump."""
+    """The members of groups that wrote no dump."""
     members = {rank for dump in dumps for ranks in dump.members.values() for rank in ranks}
     return sorted(members - {dump.rank for dump in dumps})
 
 
-def _groups(dumps: Sequence[Dump]) -> list[str]:
-    return sorted({entry.group for dump in dumps for entry in dump.entries})
-
-
 def _first(dumps: Sequence[Dump], group: str) -> Mismatch | None:
     members = {rank for dump in dumps for rank in dump.members.get(group, ())}
-    by_rank: dict[int, dict[int, list[Entry]]] = {}
+    by_rank: dict[int, dict[int, list[Entry]]] = {}  # rank -> number of a collective -> its entries
     for dump in dumps:
-        if dump.rank in members or (not members and any([entry.group == group for entry in dump.entries])):
-            calls = by_rank.setdefault(dump.rank, {})
-            for entry in dump.entries:
-                if entry.group == group:
-                    calls.setdefault(entry.number, []).append(entry)
-    begun = [min(calls) for calls in by_rank.values() if calls]  # a ring: what came before is forgotten
-    for number in sorted({number for calls in by_rank.values() for number in calls if number >= max(begun)}):
-        here = {rank: calls[number] for rank, calls in by_rank.items() if number in calls}
-        done = [entry.done for entries in here.values() for entry in entries]
-        texts = {rank: " + ".join([entry.what for entry in entries]) for rank, entries in here.items()}
-        differs = len(set(texts.values())) > 1
-        # All issued it and none got past it: what comes later says nothing of it.
-        if differs or not any(done) or (len(here) < len(by_rank) and not all(done)):
-            return _mismatch(dumps, group, number, by_rank, texts)
+        entries = [entry for entry in dump.entries if entry.group == group]
+        if dump.rank in members or (not members and entries):
+            numbered = by_rank.setdefault(dump.rank, {})
+            for entry in entries:
+                numbered.setdefault(entry.number, []).append(entry)
+    oldest = [min(numbered) for numbered in by_rank.values() if numbered]  # a ring buffer: older entries are lost
+    for number in sorted({number for numbered in by_rank.values() for number in numbered if number >= max(oldest)}):
+        issued = {rank: numbered[number] for rank, numbered in by_rank.items() if number in numbered}
+        done = [entry.done for entries in issued.values() for entry in entries]
+        calls = {rank: " + ".join([entry.call for entry in entries]) for rank, entries in issued.items()}
+        differs = len(set(calls.values())) > 1
+        # If no rank got past a collective, later ones say nothing about it.
+        if differs or not any(done) or (len(issued) < len(by_rank) and not all(done)):
+            return _mismatch(dumps, group, number, by_rank, calls)
     return None
 
 
 def _mismatch(
-    dumps: Sequence[Dump], group: str, number: int, by_rank: dict[int, dict[int, list[Entry]]], texts: dict[int, str]
+    dumps: Sequence[Dump], group: str, number: int, by_rank: dict[int, dict[int, list[Entry]]], calls: dict[int, str]
 ) -> Mismatch:
     missing, stacks = {}, {}
-    for rank, calls in by_rank.items():
-        before = [n for n in calls if n <= number]
-        at = calls[max(before)][-1] if before else None
-        if at is not None:
-            stacks[rank] = at.stack
-        if rank not in texts:
-            missing[rank] = f"{at.what} ({at.number})" if at is not None else "nothing"
+    for rank, numbered in by_rank.items():
+        last = max((n for n in numbered if n <= number), default=None)
+        entry = None if last is None else numbered[last][-1]
+        if entry is not None:
+            stacks[rank] = entry.stack
+        if rank not in calls:
+            missing[rank] = f"{entry.call} ({entry.number})" if entry is not None else "nothing"
     name = next((dump.names[group] for dump in dumps if group in dump.names), "")
-    times = [calls[number][0].time for calls in by_rank.values() if number in calls]
-    return Mismatch(f"{group} ({name})" if name else group, number, texts, missing, min(times), stacks)
+    time = min(numbered[number][0].time for numbered in by_rank.values() if number in numbered)
+    return Mismatch(f"{group} ({name})" if name else group, number, calls, missing, time, stacks)
