@@ -142,10 +142,10 @@ def unowned(way: str) -> list[str]:
     inner(model)[2].extra = nn.Parameter(torch.zeros(2))
     other, outside = sharded(way), nn.Sequential(model, nn.Linear(2, 2))
     cases: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
-        (model, left, ("left alone", "1.2.bias")),
+        (model, left, ("it is ignored", "1.2.bias")),
         (model, next(other.parameters()), ("another model",)),
-        (model, nn.Parameter(torch.zeros(2)), ("no parameter of the model",)),
-        (model, nn.Tanh(), ("no module of the model",)),
+        (model, nn.Parameter(torch.zeros(2)), ("not a parameter of the model",)),
+        (model, nn.Tanh(), ("not a module of the model",)),
         (model, inner(model)[2].extra, ("added later", "2.extra")),
         (layers(), left, ("no units",)),
         (model, "0.0", ("get_submodule",)),

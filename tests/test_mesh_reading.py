@@ -87,9 +87,7 @@ def test_describe_names_the_units_that_differ(fake_world) -> None:
     alone = FSDP(blocks(), sharding_strategy=ShardingStrategy.NO_SHARD)
     assert first_lines(alone) == ["4 ranks: not sharded, 4 replicas; gradients: mean over 4"]
     alone.register_comm_hook(None, lambda state, grad: None)
-    assert first_lines(alone) == [
-        "4 ranks: not sharded, 4 replicas; gradients: as a communication hook makes them, over 4"
-    ]
+    assert first_lines(alone) == ["4 ranks: not sharded, 4 replicas; gradients: by a communication hook, over 4"]
 
 
 MISREAD = [

@@ -115,7 +115,10 @@ CALLS = [
     (two_layers, lambda m: owner_of(m, m[0]), "ConfigError: Sequential has no units: neither front-end was applied"),
     (lambda: owner_of(sharded(), "0.weight"), "ConfigError: owner_of takes a module or a parameter"),
     (two_layers, lambda m: fully_shard(m[0]), lambda m: owner_of(m, m[1]), "ConfigError: No unit runs the module"),
-    (lambda: owner_of(sharded(), nn.Linear(4, 4)), "ConfigError: This Linear is no module of the model that owner_of"),
+    (
+        lambda: owner_of(sharded(), nn.Linear(4, 4)),
+        "ConfigError: This Linear is not a module of the model passed to owner_of",
+    ),
     (
         lambda: (sharded(), sharded()),
         lambda both: owner_of(both[0], both[1][0].weight),

@@ -1,4 +1,4 @@
-"""What a model costs and holds: consumes layouts and events, touches no running unit."""
+"""What a model costs: reads layouts, events and units from outside, and changes no running unit."""
 
 from .memory import MemoryUse, live_bytes, memory_use
 

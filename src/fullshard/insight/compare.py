@@ -1,4 +1,4 @@
-"""What `fullshard compare` recorded of one program on PyTorch's FSDP and on Fullshard, side by side."""
+"""Compares the recordings that `fullshard compare` made of a program on PyTorch's FSDP and on Fullshard."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..names import size
 
 PHASES = ("step", "forward", "backward", "optimizer")
 Row = tuple[str, str, str, str]
-"""Of the table: what it is, on PyTorch's FSDP, on Fullshard, and their ratio (Fullshard over PyTorch)."""
+"""A row of the table: title, PyTorch's FSDP, Fullshard, and their ratio (Fullshard over PyTorch)."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One side: what its ranks recorded.
+    """The recordings of all ranks on one side.
 
     Attributes:
-        losses: by step and rank, the losses of its micro-batches.
-        phases: seconds by phase, rank and step; "step" ends when the device is done, the others when the host is.
-        memory: bytes, the most of any rank.
-        units: modules that were sharded one by one.
-        device: the type of the device.
-        folder: with the parameters after steps, `1.pt`.
+        losses: [step][rank][micro-batch]
+        phases: phase -> [rank][step], seconds; "step" ends when the device has finished, the others when the host has.
+        memory: peak bytes, of the rank with the highest peak.
+        units: number of units.
+        device: type of the device.
+        folder: the folder with the parameters after a step, `1.pt`.
     """
 
     losses: list[list[list[float]]]
@@ -42,7 +42,7 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path, ranks: int) -> Recording:
-        """What the ranks of one side wrote."""
+        """Read the files that the ranks of one side wrote."""
         records: list[Any] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
         return cls(
             losses=[list(step) for step in zip(*(record["losses"] for record in records), strict=False)],
@@ -54,33 +54,33 @@ class Recording:
         )
 
     def times(self, phase: str) -> list[float]:
-        """Seconds of the last three quarters of the steps, on the slowest rank in each."""
+        """Seconds on the slowest rank, for the last three quarters of the steps."""
         slowest = [max(step) for step in zip(*self.phases[phase], strict=False)]
         return slowest[len(slowest) // 4 :]
 
     def median(self, phase: str) -> float:
-        """Seconds."""
+        """The median of `times`."""
         return statistics.median(self.times(phase))
 
     def quartiles(self) -> str:
-        """Of the steps: the first and the third."""
+        """The first and third quartiles of the step times, in words."""
         times = [1e3 * seconds for seconds in self.times("step")]
         first, _, third = statistics.quantiles(times, method="inclusive") if len(times) > 1 else times * 3
         return f"{first:.1f} to {third:.1f} ms"
 
     def host(self, phase: str) -> float:
-        """Microseconds of the host for each unit."""
+        """Median microseconds of host time per unit."""
         return 1e6 * self.median(phase) / max(self.units, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The recording as values for JSON."""
         seconds = {phase: self.median(phase) for phase in PHASES}
         facts = {"seconds": seconds, "memory": self.memory, "units": self.units}
         return {"steps": len(self.losses), **facts, "losses": self.losses}
 
 
 class LossDifference(NamedTuple):
-    """The first losses that differ in any bit; steps are counted from 1, micro-batches are added up."""
+    """The first losses that differ in any bit. Steps count from 1; losses are sums over micro-batches."""
 
     step: int
     rank: int
@@ -89,9 +89,9 @@ class LossDifference(NamedTuple):
 
 
 class ParameterDifference(NamedTuple):
-    """The first parameter or buffer that differs in any bit after a step, and the largest difference of two elements.
+    """The first parameter or buffer that differs in any bit after a step.
 
-    `by` is infinite for one that is missing on one side, or has another shape or dtype there.
+    `by` is the largest difference of an element; infinite if the shape or dtype differs, or if one side lacks the name.
     """
 
     step: int
@@ -101,11 +101,11 @@ class ParameterDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides, and where they first differ.
+    """Both recordings, and their first differences.
 
     Attributes:
-        steps: compared.
-        loss, parameter: None if all are the same in every bit.
+        steps: number of steps that both sides took.
+        loss, parameter: the first difference; None if all are equal in every bit.
         compared_after: the steps after which parameters were compared: the first and the last.
     """
 
@@ -118,43 +118,40 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both sides did the same number of steps, with equal losses and parameters."""
+        """Whether both sides took the same number of steps, with equal losses and parameters."""
         return self.loss is None and self.parameter is None and len(self.torch.losses) == len(self.fullshard.losses)
 
     def rows(self) -> list[Row]:
-        """The table."""
+        """The rows of the table."""
         memory = "peak resident memory" if self.torch.device == "cpu" else "peak device memory"
         return [
-            self._row(
-                "step, median", lambda side: f"{1e3 * side.median('step'):.1f} ms", lambda side: side.median("step")
-            ),
+            self._row("step, median", "{:.1f} ms".format, lambda side: 1e3 * side.median("step")),
             ("step, quartiles", self.torch.quartiles(), self.fullshard.quartiles(), ""),
-            self._row(memory, lambda side: size(side.memory), lambda side: side.memory),
-            *(self._host_row(phase) for phase in PHASES[1:]),
+            self._row(memory, lambda nbytes: size(int(nbytes)), lambda side: side.memory),
+            *(
+                self._row(f"{phase}, host, per unit", "{:,.0f} us".format, partial(Recording.host, phase=phase))
+                for phase in PHASES[1:]
+            ),
         ]
 
-    def _host_row(self, phase: str) -> Row:
-        host = partial(Recording.host, phase=phase)
-        return self._row(f"{phase}, host, per unit", lambda side: f"{host(side):,.0f} us", host)
-
-    def _row(self, title: str, shown: Callable[[Recording], str], value: Callable[[Recording], float]) -> Row:
-        theirs, ours = value(self.torch), value(self.fullshard)
-        return title, shown(self.torch), shown(self.fullshard), f"{ours / theirs:.2f}" if theirs else ""
+    def _row(self, title: str, text: Callable[[float], str], value: Callable[[Recording], float]) -> Row:
+        pytorch, fullshard = value(self.torch), value(self.fullshard)
+        return title, text(pytorch), text(fullshard), f"{fullshard / pytorch:.2f}" if pytorch else ""
 
     def verdict(self) -> str:
-        """Whether losses and parameters are the same, in lines."""
+        """Whether losses and parameters are equal, in words."""
         lines = []
         if len(self.torch.losses) != len(self.fullshard.losses):
             counts = f"{len(self.torch.losses)} on PyTorch's FSDP, {len(self.fullshard.losses)} on Fullshard"
             lines.append(f"numbers of steps: DIFFERENT: {counts}")
         if self.loss is not None:
-            step, rank, theirs, ours = self.loss
-            values = f"{theirs!r} on PyTorch's FSDP, {ours!r} on Fullshard ({ours - theirs:+.3g})"
+            step, rank, pytorch, fullshard = self.loss
+            values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard ({fullshard - pytorch:+.3g})"
             lines.append(f"losses: DIFFERENT from step {step} on, first on rank {rank}: {values}")
         elif any(losses for step in self.torch.losses for losses in step):
             lines.append(f"losses of {self.steps} steps: the same in every bit")
         else:
-            lines.append("losses: none seen, as no backward began with a scalar")
+            lines.append("losses: none recorded, because backward was never called on a scalar")
         if self.parameter is not None:
             after, name, by = self.parameter
             lines.append(f"parameters: DIFFERENT after step {after}, first {name}: by up to {by:.3g}")
@@ -164,7 +161,7 @@ class Comparison:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs: seconds, bytes, losses, and the first differences."""
+        """Seconds, bytes, losses and the first differences as values for JSON."""
         outcome = {"same": self.same, "steps": self.steps, "device": self.torch.device}
         loss = None if self.loss is None else self.loss._asdict()
         parameter = None if self.parameter is None else self.parameter._asdict()
@@ -172,29 +169,29 @@ class Comparison:
         return {**outcome, "loss_that_differs": loss, "parameter_that_differs": parameter, **sides}
 
 
-def compare(theirs: Recording, ours: Recording) -> Comparison:
-    """Compare two recordings of one program, which have a step each at least."""
-    steps = min(len(theirs.losses), len(ours.losses))
+def compare(pytorch: Recording, fullshard: Recording) -> Comparison:
+    """Compare two recordings of one program, each of at least one step."""
+    steps = min(len(pytorch.losses), len(fullshard.losses))
     after = tuple(
-        step for step in sorted({1, steps}) if all((s.folder / f"{step}.pt").exists() for s in (theirs, ours))
+        step for step in sorted({1, steps}) if all((s.folder / f"{step}.pt").exists() for s in (pytorch, fullshard))
     )
-    differences = (_parameter_that_differs(theirs, ours, step) for step in after)
+    differences = (_parameter_that_differs(pytorch, fullshard, step) for step in after)
     parameter = next((difference for difference in differences if difference is not None), None)
-    return Comparison(theirs, ours, steps, _loss_that_differs(theirs, ours, steps), parameter, after)
+    return Comparison(pytorch, fullshard, steps, _loss_that_differs(pytorch, fullshard, steps), parameter, after)
 
 
-def _loss_that_differs(theirs: Recording, ours: Recording, steps: int) -> LossDifference | None:
+def _loss_that_differs(pytorch: Recording, fullshard: Recording, steps: int) -> LossDifference | None:
     for step in range(steps):
-        for rank, pair in enumerate(zip(theirs.losses[step], ours.losses[step], strict=True)):
+        for rank, pair in enumerate(zip(pytorch.losses[step], fullshard.losses[step], strict=True)):
             first, second = (struct.pack(f"{len(losses)}d", *losses) for losses in pair)
             if first != second:
                 return LossDifference(step + 1, rank, sum(pair[0]), sum(pair[1]))
     return None
 
 
-def _parameter_that_differs(theirs: Recording, ours: Recording, step: int) -> ParameterDifference | None:
-    """The first one in the model's order."""
-    states = [torch.load(side.folder / f"{step}.pt", weights_only=True, mmap=True) for side in (theirs, ours)]
+def _parameter_that_differs(pytorch: Recording, fullshard: Recording, step: int) -> ParameterDifference | None:
+    """The first difference, in the order of the model."""
+    states = [torch.load(side.folder / f"{step}.pt", weights_only=True, mmap=True) for side in (pytorch, fullshard)]
     for name in dict.fromkeys([*states[0], *states[1]]):
         first, second = (state.get(name) for state in states)
         if first is None or second is None or (first.shape, first.dtype) != (second.shape, second.dtype):

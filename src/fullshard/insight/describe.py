@@ -1,4 +1,4 @@
-"""What `fully_shard` or the wrapper made of a model, in words."""
+"""The units of a sharded model, in words."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from .facts import BucketFacts, bucket_facts, plan_in_words
 
 
 def describe(model: nn.Module, plans: bool = False) -> str:
-    """How the mesh was read, what becomes of gradients, and a table of the units of `model`.
+    """How the mesh is used, how gradients are reduced, and a table of the units of `model`.
 
-    The first lines say how many ranks there are, over how many the elements are split and how often the split copies
-    are repeated, and how a gradient is made of the ranks':
+    The first lines give the number of ranks, over how many the elements are split, how many replicas there are, and how
+    gradients are reduced:
 
         8 ranks: sharded 2 ways x 4 replicas; gradients: mean over 8
 
-    One such line for all units that are alike in this, with their names if there are several. Then the table: name,
-    layout, dtype ("float32 as bfloat16": stored in one, computed in the other), parameters, bytes when gathered and per
-    rank, padding; and their sums. Then what no unit holds: what was ignored on purpose, and what each rank would train
-    by itself (`fully_shard(model)` was forgotten).
+    If these differ between units, each line names its units. Then follows the table: name, layout, dtype ("float32 as
+    bfloat16": storage and compute dtype), parameters, bytes when gathered and per rank, padding; and totals. Then the
+    parameters in no unit: those that are ignored, and those that each rank would train on its own because
+    `fully_shard(model)` was forgotten.
 
     Args:
-        model: sharded, by either front-end.
-        plans: say also what each unit does in a step, from the engine's own plans, which are made when it is gathered
-            first: the bytes that it gathers, in how many collectives; those that are copied out of that to where they
-            are computed with; those that it holds until it is freed; and those that it reduces.
+        model: a model sharded by either front-end.
+        plans: also describe each unit's plan, which exists after the first gather: the bytes that it gathers and the
+            number of collectives, the bytes copied out of them, the bytes alive until the unit is freed, and the bytes
+            that it reduces.
 
     Returns:
-        Lines about meshes, a header, one line per bucket, one for all, and one for each kind of parameters that no
-        unit holds; with `plans` one for units that do alike; a sentence if the model has no units.
+        Lines about meshes, a header, one line per bucket, totals, and one line for each kind of parameters in no unit;
+        with `plans`, one line for all units with equal plans. One sentence if the model has no units.
     """
     buckets: list[tuple[str, BucketFacts]] = []
-    meshes: dict[str, list[str]] = {}
-    doings: dict[str, list[str]] = {}
+    meshes: dict[str, list[str]] = {}  # how the mesh is used -> names of units
+    plan_units: dict[str, list[str]] = {}  # a plan in words -> names of units
     seen: set[int] = set()
     for path, module in model.named_modules():
         runner = runner_of(module)
@@ -44,7 +44,7 @@ def describe(model: nn.Module, plans: bool = False) -> str:
         seen.add(id(runner))
         name = clean_path(path) or "(root)"
         if plans and runner.unit.buckets:
-            doings.setdefault(plan_in_words(runner.unit), []).append(name)
+            plan_units.setdefault(plan_in_words(runner.unit), []).append(name)
         for bucket in runner.unit.buckets:
             facts = bucket_facts(runner, bucket)
             names = meshes.setdefault(facts.mesh, [])
@@ -62,12 +62,12 @@ def describe(model: nn.Module, plans: bool = False) -> str:
         for r in [header, *rows]
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
-    steps = [f"{_some(names)}: {doing}" for doing, names in doings.items()]
-    return "\n".join([*lines, *table, *_outside(model), *steps])
+    plan_lines = [f"{_some(names)}: {plan}" for plan, names in plan_units.items()]
+    return "\n".join([*lines, *table, *_outside(model), *plan_lines])
 
 
 def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:
-    """The columns of numbers, of several buckets together."""
+    """The numeric columns, summed over several buckets."""
     elements = sum(facts.elements for facts in buckets)
     return (
         f"{sum(len(facts.parameters) for facts in buckets)}",
@@ -87,7 +87,7 @@ def _dtype(facts: BucketFacts) -> str:
 
 
 def _outside(model: nn.Module) -> list[str]:
-    """A line for parameters that were ignored, and one for trainable ones that no unit took."""
+    """A line for parameters that are ignored, and one for trainable parameters in no unit."""
     ignored = left_alone(runners_in(model))
     kinds: dict[str, list[tuple[str, int]]] = {}
     for path, parameter in model.named_parameters():
@@ -95,8 +95,8 @@ def _outside(model: nn.Module) -> list[str]:
             kind = "ignored" if id(parameter) in ignored else "in no unit, so each rank trains its own"
             kinds.setdefault(kind, []).append((clean_name(path), parameter.numel()))
     return [
-        f"{kind}: {_some([name for name, _ in found], 'more')} ({sum(numel for _, numel in found):,} elements)"
-        for kind, found in kinds.items()
+        f"{kind}: {_some([name for name, _ in parameters], 'more')} ({sum(n for _, n in parameters):,} elements)"
+        for kind, parameters in kinds.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a unit's buckets: for tables and for programs."""
+"""Facts about a unit's buckets and its plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..shard import Bucket, ReduceSettings, Unit
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """One bucket.
+    """Facts about one bucket.
 
     Attributes:
-        parameters: names, from the root once the model has run; before that from the module that was sharded.
-        layout: the name of its kind.
-        mesh: how the mesh was read, and what becomes of gradients, in words.
-        elements: of the parameters together.
-        padding: elements that the layout adds, over all ranks.
-        gathered_bytes: while it is gathered, in the compute dtype.
-        rank_bytes: of this rank's shard.
-        storage_dtype, compute_dtype: of the shard, and of what is gathered.
+        parameters: their names, relative to the root once the model has run, before that to the sharded module.
+        layout: the name of the layout's kind.
+        mesh: how the mesh is used, and how gradients are reduced, in words.
+        elements: number of elements of all parameters.
+        padding: number of elements that the layout adds, over all ranks.
+        gathered_bytes: bytes of the full bucket, in the compute dtype.
+        rank_bytes: bytes of this rank's shard.
+        storage_dtype, compute_dtype: the dtypes of the shard and of the full bucket.
         gather_dtype, scatter_dtype: the 8-bit dtypes in which parameters and gradients are sent, if any.
         trains: whether any of the parameters requires a gradient.
     """
@@ -65,7 +65,7 @@ def bucket_facts(runner: Runner, bucket: Bucket) -> BucketFacts:
 
 
 def _ranks(axes: MeshAxes) -> str:
-    """How a mesh was read."""
+    """How a mesh is used."""
     ways, copies = axes.shard.size, axes.replicate.size if axes.replicate is not None else 1
     split = f"sharded {ways} ways" if ways > 1 else "not sharded"
     if copies > 1:
@@ -74,9 +74,9 @@ def _ranks(axes: MeshAxes) -> str:
 
 
 def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxes) -> str:
-    """How a gradient is made of the ranks' own; `root` is the mesh over which tokens are counted."""
+    """How the ranks' gradients are reduced; `root` is the mesh over which tokens are counted."""
     if getattr(comm, "scales_itself", False):
-        return f"as a communication hook makes them, over {axes.world}"
+        return f"by a communication hook, over {axes.world}"
     if reduce.reduction == "tokens":
         return f"sum over {axes.world}, divided by the count of tokens of {root.world}"
     if reduce.reduction == "sum":
@@ -87,16 +87,16 @@ def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxe
 
 
 def plan_in_words(unit: Unit) -> str:
-    """What a unit calls when it is gathered and reduced."""
+    """The collectives of a unit's plan."""
     plan = unit.plan
     if plan is None:
-        return "no plan yet: one is made at the first gather (at each, if it is offloaded or resharded to fewer ranks)"
+        return "no plan yet: the first gather makes one (if offloaded or resharded to fewer ranks, each gather does)"
     gather = f"gathers {size(unit.gathered_bytes)} in {len(plan.gathers)} collective{'s' * (len(plan.gathers) != 1)}"
     if plan.copied_bytes:
         gather += f", copies {size(plan.copied_bytes)} out of it"
     gather += f", holds {size(plan.whole_bytes + plan.copied_bytes)}"
     if plan.varying:
-        gather += " and what tensor subclasses make"
+        gather += " and the tensors that subclasses create"
     reduced = [gradients for gradients in unit.gradients if gradients.bucket.trains]
     if not reduced:
         return f"{gather}; reduces nothing"

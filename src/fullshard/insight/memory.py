@@ -1,4 +1,4 @@
-"""What this rank holds now, and what one process would hold without sharding."""
+"""The memory that this rank uses now, and that one process would use without sharding."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..torch_private.local_tensor import inside, plain_tensors
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on this rank. Activations are not among them: they are the model's own.
+    """Bytes on this rank, without activations.
 
     Attributes:
         parameters: shards, and parameters that no unit shards.
         gradients: reduced gradients.
         optimizer: optimizer state.
-        gathered: gathered units, and their staging.
+        gathered: gathered units, and their staging buffers.
         reducing: reduction buffers.
-        peak_transient: the most that `gathered` and `reducing` came to together since the root was made.
+        peak_transient: the peak of `gathered` and `reducing` together since the root was created.
         single_process: parameters, gradients and optimizer state of one process without sharding.
-        host: of parameters, gradients and optimizer state, what lies in host memory (offloaded, parked, or on a CPU).
+        host: the part of parameters, gradients and optimizer state in host memory (offloaded, parked, or on a CPU).
     """
 
     parameters: int
@@ -42,11 +42,11 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """All that is held now."""
+        """All bytes on this rank now."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing
 
     def __str__(self) -> str:
-        """A table, in units that people read, beside what one process would hold."""
+        """A table, with the memory of one process without sharding."""
         rows = [
             ("parameters", self.parameters),
             ("gradients", self.gradients),
@@ -61,11 +61,11 @@ class MemoryUse:
 
 
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
-    """What this rank holds of `model` and its optimizer now; from sizes of storages, no allocator asked.
+    """The memory of `model` and its optimizer on this rank now, from the sizes of storages.
 
     Args:
-        model: a model, with units or without.
-        optimizer: counted if given.
+        model: a model with or without units.
+        optimizer: the optimizer to count; None: none.
     """
     units = units_of(model)
     plain = [p for p in model.parameters() if owner_of(p) is None]
@@ -73,38 +73,47 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     shard_bytes = sum(_nbytes(tensor) for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors)
     gradients = sum(g.held_bytes for unit in units for g in unit.gradients)
     gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
-    whole = sum(m.slot.numel * b.storage_dtype.itemsize for b, _, m in members_of(model)) + plain_bytes
-    trainable = sum(m.slot.numel * b.storage_dtype.itemsize for b, _, m in members_of(model) if m.sharded.requires_grad)
+    member_bytes = [(m, m.slot.numel * b.storage_dtype.itemsize) for b, _, m in members_of(model)]
+    whole = sum(nbytes for _, nbytes in member_bytes)
+    trainable = sum(nbytes for m, nbytes in member_bytes if m.sharded.requires_grad)
     trainable += sum(_nbytes(p) for p in plain if p.requires_grad)
-    held, unsharded = _optimizer_bytes(optimizer, (whole - plain_bytes) / max(shard_bytes, 1), {id(p) for p in plain})
+    states = optimizer.state.items() if optimizer is not None else ()
+    state_tensors = [(p, value) for p, state in states for value in leaves_in(state) if isinstance(value, torch.Tensor)]
+    plain_ids, ratio = {id(p) for p in plain}, whole / max(shard_bytes, 1)
+    unsharded_state = sum(
+        _nbytes(value) * (1 if value.dim() == 0 or id(p) in plain_ids else ratio) for p, value in state_tensors
+    )
     ledgers = {id(unit.ledger): unit.ledger for unit in units}.values()
     return MemoryUse(
         parameters=shard_bytes + plain_bytes,
         gradients=gradients,
-        optimizer=held,
+        optimizer=sum(_nbytes(value) for _, value in state_tensors),
         gathered=sum(ledger.gathered for ledger in ledgers),
         reducing=sum(ledger.reducing for ledger in ledgers),
         peak_transient=sum(ledger.peak for ledger in ledgers),
-        single_process=whole + trainable + unsharded,
-        host=_host_bytes(units, plain, optimizer),
+        single_process=whole + plain_bytes + trainable + round(unsharded_state),
+        host=_host_bytes(units, plain, [value for _, value in state_tensors]),
     )
 
 
 def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Say in one paragraph what holds this rank's memory now, and which changes would free how much.
+    """Describe in one paragraph what uses this rank's memory now, and how much each possible change would free.
 
-    The paragraph of an allocation that fails in a forward or a backward is a note of its error. Where one fails in the
-    optimizer's step, catch it and ask:
+    If an allocation fails in a forward or a backward, its error has this paragraph as a note. If one fails in the
+    optimizer's step, catch the error:
 
         except torch.OutOfMemoryError:
             print(fullshard.explain_memory(model, optimizer))
             raise
 
-    Activations are what the accelerator's allocator holds beyond the rest; on a CPU they are not known.
+    Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
     Args:
-        model: sharded; part of a model counts as the part.
-        optimizer: of the model; its state counts if given.
+        model: a sharded model, or a part of one, of which only that part is counted.
+        optimizer: the model's optimizer, whose state is counted; None: not counted.
+
+    Returns:
+        The paragraph.
 
     Raises:
         ConfigError: the model has no units.
@@ -121,29 +130,15 @@ def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     return explain(runners, use.optimizer if optimizer is not None else None)
 
 
-def _host_bytes(units: list[Unit], plain: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> int:
-    """Of what is held between steps, the bytes in host memory."""
-    held = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
-    held += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
-    held += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
-    states = optimizer.state.values() if optimizer is not None else ()
-    held += [value for state in states for value in leaves_in(state) if isinstance(value, torch.Tensor)]
-    parts = [one for tensor in held for one in plain_tensors(tensor) if one.device.type == "cpu"]
-    return sum(one.numel() * one.element_size() if one.untyped_storage().nbytes() else 0 for one in parts)
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, ratio: float, plain: set[int]) -> tuple[int, int]:
-    """Bytes of optimizer state here, and what it would be unsharded (`ratio` times, for state of sharded tensors)."""
-    held, whole = 0, 0.0
-    if optimizer is None:
-        return 0, 0
-    for parameter, state in optimizer.state.items():
-        for value in leaves_in(state):
-            if isinstance(value, torch.Tensor):
-                nbytes = _nbytes(value)
-                held += nbytes
-                whole += nbytes if value.dim() == 0 or id(parameter) in plain else nbytes * ratio
-    return held, round(whole)
+def _host_bytes(units: list[Unit], plain: list[nn.Parameter], state_tensors: list[torch.Tensor]) -> int:
+    """Bytes of parameters, gradients and optimizer state in host memory."""
+    tensors = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
+    tensors += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
+    tensors += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
+    on_host = [
+        part for tensor in [*tensors, *state_tensors] for part in plain_tensors(tensor) if part.device.type == "cpu"
+    ]
+    return sum(part.numel() * part.element_size() for part in on_host if part.untyped_storage().nbytes())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -152,9 +147,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def live_bytes(units: list[Unit]) -> int:
-    """Bytes of gathered units, staging and reduction buffers, counted from the storages themselves.
+    """Bytes of gathered units, staging and reduction buffers, counted from their storages.
 
-    The ledger's counters must agree with this at every event; tests hold them to it.
+    The ledger's counters must equal this at every event; tests check that.
     """
     total = 0
     for unit in units:
