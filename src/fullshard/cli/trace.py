@@ -27,8 +27,7 @@ ROWS = 12
 class Arguments:
     """Explain why a step is slow and which rank is late, from what `with fullshard.trace(PATH):` wrote on all ranks.
 
-    Splits each wait in two: the time until the last rank issued the collective (late), and the rest (transfer).
-    Example:
+    Splits each wait: the time until the last rank issued the collective (late), and the rest (transfer). Example:
 
         fullshard trace runs/trace --html trace.html
 
