@@ -87,12 +87,12 @@ _REASONS: dict[str, Callable[[Verdict], list[str]]] = {
     ],
     "unreachable": lambda verdict: [
         "its watcher, a thread of its process, did not answer within the limit",
-        "no other rank on its machine could report whether it is gone, stopped, or holds the interpreter lock",
+        "its machine has no other rank that could report whether it is gone, stopped, or holds the interpreter lock",
     ],
-    "absent": lambda verdict: ["its watcher never answered"],
+    "absent": lambda verdict: ["it has never reported a status"],
     "calls": _calls,
     "departed": lambda verdict: [
-        "in the first steps all ranks ran the units in the same order; here it ran a different unit",
+        "in the first steps all ranks ran the units in the same order; only there did a different unit run",
         f"{_who(verdict.others)} still follow that order",
     ],
     "elsewhere": lambda verdict: [*_waiters(verdict), *_standing(verdict.named[0])[0]],
