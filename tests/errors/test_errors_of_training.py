@@ -124,12 +124,15 @@ CALLS = [
         lambda both: owner_of(both[0], both[1][0].weight),
         "ConfigError: This parameter belongs to a unit of another model",
     ),
-    (lambda: owner_of(sharded(), torch.ones(4)), "ConfigError: This tensor is no parameter of the model that owner_of"),
+    (
+        lambda: owner_of(sharded(), torch.ones(4)),
+        "ConfigError: This tensor is not a parameter of the model passed to owner_of",
+    ),
     (
         two_layers,
         lambda m: fully_shard(m, ignored_params={m[0].weight}),
         lambda m: owner_of(m, m[0].weight),
-        "ConfigError: No unit owns this parameter: it was to be left alone",
+        "ConfigError: No unit owns this parameter: it is ignored",
     ),
     (
         sharded,
