@@ -143,7 +143,7 @@ FOLDERS = [
     (lambda f: fullshard.save(f, two_layers().state_dict()), "ConfigError: save(model=) has an invalid type"),
     (save(state={"model.step": 1}), "ConfigError: save(state=) has a name that cannot be used"),
     (two_optimizers, "ConfigError: Two optimizers update one parameter"),
-    (save(optimizers=torch.optim.AdamW(two_layers().parameters())), "CheckpointError: The optimizer holds a tensor"),
+    (save(optimizers=torch.optim.AdamW(two_layers().parameters())), "CheckpointError: The optimizer updates a tensor"),
     (lambda f: fullshard.save(f, nn.Linear(4, 4, device="meta")), "CheckpointError: A tensor of the model has no"),
     (lambda f: fullshard.save(f, with_buffer(quantised())), "CheckpointError: A tensor of torch's own ... model.extra"),
     (save(state={"scaled": quantised()}), "CheckpointError: A tensor of torch's own quantized ... state.scaled"),

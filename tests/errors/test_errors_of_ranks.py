@@ -146,7 +146,7 @@ def a_layer_that_runs_once_more(rank: int, folder: Path) -> None:
 # What they save.
 
 
-@PROGRAMS.raise_("DivergenceError: Ranks' optimizers hold")
+@PROGRAMS.raise_("DivergenceError: Ranks' optimizers have")
 def an_optimizer_of_fewer_parameters(rank: int, folder: Path) -> None:
     model = wrapped(use_orig_params=True)
     optimizer = torch.optim.Adam(list(model.parameters())[rank:])

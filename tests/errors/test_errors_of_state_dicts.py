@@ -65,7 +65,7 @@ def loaded(change: Any) -> None:
 CALLS = [
     (
         lambda: get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other")),
-        "ConfigError: dsd_fqn_modifiers has no meaning for models that Fullshard shards",
+        "ConfigError: dsd_fqn_modifiers is not supported for models that Fullshard shards",
     ),
     (
         lambda: set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True)),
@@ -100,16 +100,16 @@ CALLS = [
     (
         lambda: wrapped(use_orig_params=True),
         lambda m: get_model_state_dict(m.module[0]),
-        "CheckpointError: A module inside a FullyShardedDataParallel was given",
+        "CheckpointError: The module is a part of a FullyShardedDataParallel",
     ),
-    (state_of_rows, lambda both: FSDP.optim_state_dict(*both), "CheckpointError: State 'rows' of the optimizer is"),
+    (state_of_rows, lambda both: FSDP.optim_state_dict(*both), "CheckpointError: Optimizer state 'rows' does not have"),
     (
         lambda: flat(sharding_strategy=ShardingStrategy.NO_SHARD),
         lambda m: m.state_dict(),
         "CheckpointError: LOCAL_STATE_DICT can only be used when parameters are flattened",
     ),
     (lambda: loaded(lambda state: state.pop("bias")), "MissingStateError: The optimizer state to load lacks a"),
-    (lambda: loaded(lambda state: state["bias"].pop("exp_avg")), "MissingStateError: The optimizer state to load of a"),
+    (lambda: loaded(lambda state: state["bias"].pop("exp_avg")), "MissingStateError: The optimizer state to load lacks keys of a"),
     (
         lambda: loaded(lambda state: state["bias"].update(step=torch.tensor(2.0))),
         "CheckpointError: State 'step' differs between parameters of one ... 1.0, as weight",
@@ -121,12 +121,12 @@ CALLS = [
     (
         wrapped,
         lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []}),
-        "MissingStateError: What was given to load is not an optimizer state dict",
+        "MissingStateError: What was passed is not an optimizer state dict",
     ),
     (
         flat,
         lambda m: m.load_state_dict(flat(nn.Linear(4, 4)).state_dict()),
-        "CheckpointError: A LOCAL state dict fits only the same model",
+        "CheckpointError: LOCAL_STATE_DICT can only be loaded into the same model",
     ),
     (
         wrapped,

@@ -361,8 +361,8 @@ FAULTS = (
     Fault(
         "a group's own settings win over the saved ones",
         "checkpoint/optimizer.py",
-        "for key, value in {**group, **settings[g]}.items() if key",
-        "for key, value in {**settings[g], **group}.items() if key",
+        "{**group, **settings[g],",
+        "{**settings[g], **group,",
         test="tests/parity/test_wrapper_optimizer.py",
     ),
     Fault(

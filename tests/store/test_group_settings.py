@@ -106,7 +106,7 @@ def test_one_group_cannot_have_two_values(tmp_path: Path) -> None:
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     for through in (through_a_folder, through_a_state_dict):
         model, optimizer = trained(SPLIT)
-        with pytest.warns(UserWarning, match=r"Groups 0 and 1 .*'weight_decay'"):
+        with pytest.warns(UserWarning, match=r"Optimizer groups 0 and 1 .*'weight_decay'"):
             through(tmp_path / "one", *trained(ONE), (model, optimizer))
         assert settings(optimizer) == [(0.7, 0.01)] * 2
 

@@ -206,7 +206,7 @@ def test_settings_of_parameters_in_our_own_state_dict() -> None:
     )
     ours(saved, (model, optimizer))
     assert optimizer.param_groups[0]["lr"] == 0.2 and torch.equal(optimizer.param_groups[1]["lr"], torch.tensor(0.1))
-    with pytest.raises(CheckpointError, match=r"different settings 'lr'(.|\n)*lr=0.1, as 0.weight"):
+    with pytest.raises(CheckpointError, match=r"different values of 'lr'(.|\n)*lr=0.1, as 0.weight"):
         ours(saved, trained("rows", adamw(), 0))
     by_number = {"0": {"lr": torch.tensor(0.5)}, "1": {"lr": torch.tensor(0.75)}}  # as they were saved once
     fullshard.load_optimizer_state_dict(

@@ -208,7 +208,7 @@ def test_ties_that_were_none(tmp_path: Path, fake_world: Any) -> None:
     fullshard.save(tmp_path / "two", *tied(False))
     model, optimizer = tied(True)
     want = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match="tied in the model, and files hold several values"):
+    with pytest.raises(CheckpointError, match="tied in the model, but the files hold different values"):
         fullshard.load(tmp_path / "two", model, optimizer)
     assert not differences(whole(model, optimizer), want)
     separate = Tied(False)

@@ -1,7 +1,7 @@
-"""What may take the place of what: names, shapes and dtypes of values to load, for state dicts and for files.
+"""Whether values to load fit the model: their names, shapes and dtypes, in state dicts and in files.
 
-State dicts are copied in as PyTorch copies them, whatever the dtype; files are not: what would lose digits is refused
-unless it is asked for.
+Values of state dicts are copied as PyTorch copies them, whatever their dtype. Files are checked more strictly: a cast
+that would round values is refused unless the caller asks for it.
 """
 
 from __future__ import annotations
@@ -14,76 +14,73 @@ from ..dtypes import as_bits
 from ..errors import CheckpointError
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What may be cast into each other: 8-bit floats have scales of their own."""
+"""Dtypes that may be cast to each other. 8-bit floats are not among them: they have their own scales."""
 
 
-def check_shape(name: str, expected: Sequence[int], got: Sequence[int] | None) -> None:
-    """Refuse a value of another shape than that of the tensor `name`, which is `expected`.
+def check_shape(name: str, expected: Sequence[int], got: Sequence[int]) -> None:
+    """Check that a value to load has the shape of the tensor `name`.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the shapes differ.
     """
-    if got is None or tuple(got) != tuple(expected):
-        raise CheckpointError(
-            "Values to load do not fit the model: a tensor has a different shape; nothing was loaded.",
-            parameter=name,
-            expected=tuple(expected),
-            got=None if got is None else tuple(got),
-            remedy="load them into the model they were saved from, or fix the model's configuration",
-            topic="checkpoint-does-not-fit",
-        )
+    if tuple(got) != tuple(expected):
+        raise _mismatch("shape", name, tuple(expected), tuple(got))
 
 
 def check_cast(name: str, dtype: torch.dtype, saved: torch.dtype, cast: bool) -> None:
-    """Refuse a dtype that does not become the tensor's.
+    """Check that saved values may be cast to a tensor's dtype.
 
     Args:
         name, dtype: the tensor to fill.
-        saved: what the files have.
-        cast: whether floating-point values may be rounded, or become infinite.
+        saved: the dtype in the files.
+        cast: whether floating-point values may be rounded, or overflow to infinity.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the dtypes differ and are not both floating-point, or the cast would round values.
     """
     floats = dtype in _FLOATS and saved in _FLOATS
     if dtype != saved and not floats:
-        raise CheckpointError(
-            "Values to load do not fit the model: a tensor has a different dtype; nothing was loaded.",
-            parameter=name,
-            expected=dtype,
-            got=saved,
-            remedy="load them into the model they were saved from, or fix the model's configuration",
-            topic="checkpoint-does-not-fit",
-        )
+        raise _mismatch("dtype", name, dtype, saved)
     if floats and not cast and not _holds(dtype, saved):
         raise rounding_error(name, dtype, saved)
 
 
-def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> CheckpointError:
-    """What to raise for values whose digits the tensor to fill cannot hold."""
+def _mismatch(aspect: str, name: str, expected: object, got: object) -> CheckpointError:
     return CheckpointError(
-        f"Loading {saved} into {dtype} would round values; nothing was loaded.",
+        f"Values to load do not fit the model: a tensor has a different {aspect}; nothing was loaded.",
         parameter=name,
-        expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
-        got=saved,
-        remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
+        expected=expected,
+        got=got,
+        remedy="load them into the model they were saved from, or fix the model's configuration",
         topic="checkpoint-does-not-fit",
     )
 
 
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every value of `other` is one of `dtype`."""
-    ours, theirs = torch.finfo(dtype), torch.finfo(other)
-    return ours.eps <= theirs.eps and ours.max >= theirs.max
+def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> CheckpointError:
+    """The error for values that the dtype of the tensor to fill cannot represent exactly."""
+    return CheckpointError(
+        f"Loading {saved} into {dtype} would round values; nothing was loaded.",
+        parameter=name,
+        expected=f"{dtype}, as in the model, or a floating-point dtype that converts to it exactly",
+        got=saved,
+        remedy="pass cast=True to allow rounding, or load into a model of the saved dtype",
+        topic="checkpoint-does-not-fit",
+    )
+
+
+def _holds(dtype: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether `dtype` represents every value of `saved` exactly."""
+    target, source = torch.finfo(dtype), torch.finfo(saved)
+    return target.eps <= source.eps and target.max >= source.max
 
 
 def check_names(files: str, missing: Sequence[str], unexpected: Sequence[str], remedy: str) -> None:
-    """Refuse files whose names are not the model's.
+    """Check that the names in the files are those of the model.
 
     Args:
-        files: what they are.
-        missing: names that they lack.
-        unexpected: names that the model lacks, or its optimizers.
+        files: the subject of the message and its verb, such as "A checkpoint does".
+        missing: names that the files lack.
+        unexpected: names that neither the model nor its optimizers have.
 
     Raises:
         CheckpointError: there are any.
@@ -99,25 +96,25 @@ def check_names(files: str, missing: Sequence[str], unexpected: Sequence[str], r
         )
 
 
-def _listed(names: Sequence[str], what: str) -> str:
-    return f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+def _listed(names: Sequence[str], description: str) -> str:
+    return f"{len(names)} {description}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
 def check_tied(name: str, first: tuple[str, torch.Tensor], other: tuple[str, torch.Tensor]) -> None:
-    """Refuse several values of a parameter that is one in the model.
+    """Check that the files have the same values under two names of a tied parameter.
 
     Args:
-        name: of the parameter.
-        first, other: its names in the files, and what is kept there.
+        name: the parameter.
+        first, other: its names in the files, and the values there.
 
     Raises:
         CheckpointError: the values differ.
     """
     if first[1].dtype != other[1].dtype or not torch.equal(as_bits(first[1]), as_bits(other[1])):
         raise CheckpointError(
-            "A parameter is tied in the model, and files hold several values of it; nothing was loaded.",
+            "A parameter is tied in the model, but the files hold different values for it; nothing was loaded.",
             parameter=name,
             expected=f"the same values under {first[0]} and {other[0]}",
-            remedy="make the model without tying these (tie_word_embeddings=False, say)",
+            remedy="build the model without tying these (for example with tie_word_embeddings=False)",
             topic="tied-weights",
         )

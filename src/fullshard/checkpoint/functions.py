@@ -1,8 +1,8 @@
 """The functions users call: ours for optimizer state, and those of `torch.distributed.checkpoint.state_dict`.
 
-PyTorch's own know its own wrapper only: of ours they would return this rank's memory under the wrapped names. Those
-here have the same names, arguments and results, for every model that Fullshard shards; of others, PyTorch's are called:
-those that were there when this was imported, as programs may put ours in their place.
+PyTorch's functions only support its own wrapper: for ours they would return this rank's memory under wrapped names. The
+functions here have the same names, arguments and results, and support every model that Fullshard shards. For other
+models they call PyTorch's, imported here by reference because programs may replace them with ours.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import values
-from .held import Held, held_by, settle_state
 from .model import cut_whole_values, in_form, materialize
 from .names import Table, settle
-from .optimizer import blank_states, collect, cut_states, load_state, named_state, state_to_load
+from .optimizer import blank_states, cut_states, load_state, named_state, sharded_state, state_to_load
 from .settings import named_groups, put, settings_to_load
+from .targets import Target, settle_state, targets_of
 from .values import Form
 from .whole import Wanted, wholes
 
@@ -40,29 +40,30 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
     Args:
         model: the sharded model.
-        optimizer: of its parameters, of its `optimizer_view`s, or both. One that has not stepped yet gives state of
-            the right shapes filled with zeros, into which a checkpoint can be loaded; it is not changed.
+        optimizer: it updates parameters of the model, `optimizer_view`s, or both. For one that has not stepped yet the
+            result is zeros of the right shapes, into which a checkpoint can be loaded; the optimizer is not changed.
 
     Returns:
         `{"state": {parameter: {key: tensor}}, "groups": {parameter: {setting: tensor}}}`. State of a parameter's shape
         is sharded as the parameter; scalars are plain tensors; numeric settings of its group are float64 tensors.
 
     Raises:
-        CheckpointError: state of a view that is neither a scalar nor one value per element, or a foreign tensor.
+        CheckpointError: state of a view that is neither a scalar nor one value per element, or a tensor that does not
+            belong to the model.
     """
-    table = _of_fully_shard(model)
-    held = held_by(table, optimizer.param_groups)
-    state = collect(table, held, optimizer, Form("sharded"), "where missing", agree=False)
-    result = {row.name: state.get(row.name, {}) for one in held for row in one.rows}
-    for own in result.values():
-        own.update({key: torch.tensor(v, device="cpu") for key, v in own.items() if not isinstance(v, torch.Tensor)})
+    table = _table_of_fully_shard(model)
+    targets = targets_of(table, optimizer.param_groups)
+    saved = sharded_state(table, targets, optimizer)
+    states = {row.name: saved.get(row.name, {}) for target in targets for row in target.rows}
+    for state in states.values():
+        state |= {key: torch.tensor(v, device="cpu") for key, v in state.items() if not isinstance(v, torch.Tensor)}
     settings: dict[str, dict[str, torch.Tensor]] = {}
-    for group in named_groups(held, optimizer.param_groups):
+    for group in named_groups(targets, optimizer.param_groups):
         numbers = {
             key: torch.as_tensor(v, dtype=torch.float64, device="cpu") for key, v in group.items() if _numeric(v)
         }
         settings |= {name: {key: number.clone() for key, number in numbers.items()} for name in group["params"]}
-    return {"state": result, "groups": settings}
+    return {"state": states, "groups": settings}
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -71,43 +72,44 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     Everything is checked before anything changes.
 
     Args:
-        model, optimizer: as for `optimizer_state_dict`, on any number of ranks and with views or without.
-        state: of the same model; typically filled in place by `torch.distributed.checkpoint.load`.
+        model, optimizer: as for `optimizer_state_dict`; the number of ranks and the use of views may have changed.
+        state: state of the same model; typically filled in place by `torch.distributed.checkpoint.load`.
 
     Raises:
         CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
-            (such as step counts), which one tensor cannot hold.
+            (such as step counts), of which the view can have only one.
     """
-    table = _of_fully_shard(model)
-    held = held_by(table, optimizer.param_groups)
-    loaded = cut_states(table, held, state["state"], needs_all=True)
-    saved = [
-        {**{key: value.tolist() for key, value in own.items()}, "params": _parameters(name, held)}
-        for name, own in state.get("groups", {}).items()
+    table = _table_of_fully_shard(model)
+    targets = targets_of(table, optimizer.param_groups)
+    loaded = cut_states(table, targets, state["state"], needs_all=True)
+    groups = [
+        {**{key: value.tolist() for key, value in settings.items()}, "params": _parameters(name, targets)}
+        for name, settings in state.get("groups", {}).items()
     ]
-    settings = settings_to_load(held, optimizer.param_groups, saved)
+    settings_by_group = settings_to_load(targets, optimizer.param_groups, groups)
     settle_state(optimizer)
-    for one in held:
-        optimizer.state.pop(one.tensor, None)
-        if one.index in loaded:
-            optimizer.state[one.tensor] = loaded[one.index]
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        put(group, {key: value for key, value in own.items() if _numeric(group.get(key))})
+    for target in targets:
+        optimizer.state.pop(target.tensor, None)
+        if target.index in loaded:
+            optimizer.state[target.tensor] = loaded[target.index]
+    for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
+        put(group, {key: value for key, value in settings.items() if _numeric(group.get(key))})
 
 
-def _parameters(name: str, held: Sequence[Held]) -> list[str]:
-    """Those whose settings stand under a name: its own; under a group's number, as they stood once, the group's."""
-    return [row.name for one in held if str(one.group) == name for row in one.rows] if name.isdecimal() else [name]
+def _parameters(name: str, targets: Sequence[Target]) -> list[str]:
+    """The parameters whose settings are saved under `name`: their own; in old states a group's, under its number."""
+    if name.isdecimal():
+        return [row.name for target in targets if str(target.group) == name for row in target.rows]
+    return [name]
 
 
-def _of_fully_shard(model: nn.Module) -> Table:
+def _table_of_fully_shard(model: nn.Module) -> Table:
     take_over_replaced(model)
     table = Table(model, lambda name: name)
-    wrapped = next((row for row in table.parameters if row.member is not None and not row.says_whole), None)
-    if wrapped is not None:
+    if table.wrapped is not None:
         raise CheckpointError(
-            "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
-            parameter=wrapped.name,
+            "The model is wrapped by FullyShardedDataParallel, whose parameters do not show how they are sharded.",
+            parameter=table.wrapped.name,
             remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
             topic="optimizer-state",
         )
@@ -123,14 +125,13 @@ def _numeric(value: Any) -> bool:
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state by the unwrapped model's names; sharded values, or whole ones. Collective.
+    """The model's state by the unwrapped model's names, with sharded or whole values. Collective.
 
     Args:
-        model: sharded by either front-end, or not.
-        submodules: return only what belongs to these.
-        options: `full_state_dict` gives whole tensors; together with `cpu_offload`, on rank 0 only.
-            `ignore_frozen_params` leaves frozen parameters out; `keep_submodule_prefixes=False` names those of
-            `submodules` from there.
+        model: sharded by either front-end, or not sharded.
+        submodules: return only the state of these.
+        options: `full_state_dict` gives whole tensors, with `cpu_offload` on rank 0 only. `ignore_frozen_params` omits
+            frozen parameters. `keep_submodule_prefixes=False` gives names relative to `submodules`.
 
     Raises:
         CheckpointError: `model` is in the middle of a step.
@@ -138,35 +139,34 @@ def get_model_state_dict(
     options = options or StateDictOptions()
     table = _table(model, options)
     form = _form(options)
-    # PyTorch's raise on some combinations of filters, so they are applied here.
+    # PyTorch raises on some combinations of filters, so they are applied here.
     plain = replace(options, ignore_frozen_params=False, keep_submodule_prefixes=True)
     if not table.sharded:
         state = torch_get_model_state_dict(model, options=plain)
-    elif table.wrapped:
+    elif table.wrapped is not None:
         with in_form(form):
             state = dict(model.state_dict())
     else:
         plain = replace(plain, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-        state = _finished(table, torch_get_model_state_dict(model, options=plain), form)
+        state = _in_form(table, torch_get_model_state_dict(model, options=plain), form)
     if options.ignore_frozen_params:
         frozen = {name for row in table.parameters if not row.parameter.requires_grad for name in row.names}
         state = {name: value for name, value in state.items() if name not in frozen}
     return {new: state[name] for name, new in _chosen(model, state, submodules, options).items()}
 
 
-def _finished(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
-    """Values of `fully_shard`'s parameters in `form`; a batch is whole at a time besides the result. Collective."""
+def _in_form(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
+    """The state of a model of `fully_shard` in `form`, of which one batch at a time is whole. Collective."""
     wanted = form.wanted(dist.get_rank())
     result: dict[str, Any] = {}
-    managed = {name for row in table.parameters if row.member is not None for name in row.names}
     rows = [row for row in table.parameters if row.member is not None and form.kind == "whole"]
-    for row, (_, whole) in zip(rows, wholes(Wanted(row.name, row) for row in rows), strict=True):
+    for row, whole in zip(rows, wholes(Wanted(row.name, row) for row in rows), strict=True):
         assert row.bucket is not None and row.member is not None
         value = values.saved_form(row.bucket, row.member, whole, form, wanted)
         result |= {name: value for name in row.names if name in state}
         del whole
     for name, value in state.items():
-        if name not in result and isinstance(value, torch.Tensor) and not (name in managed and form.kind == "whole"):
+        if name not in result and isinstance(value, torch.Tensor):
             value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value
             result[name] = value.cpu() if form.to_cpu else value
     return {name: result.get(name, value) for name, value in state.items()} if wanted else {}
@@ -179,33 +179,35 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The optimizers' state by parameter name; sharded values, or whole ones. Collective.
+    """The optimizers' state by parameter name, with sharded or whole values. Collective.
 
-    Of an optimizer that has not stepped yet it is what a first step makes, filled with zeros, so that a checkpoint can
-    be loaded into the result.
+    For an optimizer that has not stepped yet, the result is the state that a first step would create, filled with
+    zeros, so that a checkpoint can be loaded into it.
 
     Args:
         model, submodules, options: as for `get_model_state_dict`. `flatten_optimizer_state_dict` gives one flat
             dictionary, `state.NAME.KEY` and `param_groups.NAME.KEY`.
-        optimizers: one, or several of different parameters of `model`.
+        optimizers: an optimizer, or several for different parameters of `model`.
 
     Raises:
         CheckpointError: state that is neither a scalar nor one value per element.
-        DivergenceError: ranks' optimizers hold different parameters.
+        DivergenceError: ranks' optimizers have different parameters.
     """
     options = options or StateDictOptions()
     settle(model)
-    table, given = _table(model, options), _listed(optimizers)
+    table, listed = _table(model, options), _listed(optimizers)
     if not table.sharded:
-        return torch_get_optimizer_state_dict(model, given, submodules=submodules, options=options)
-    form = _form(options)
-    wanted = form.wanted(values.first_rank(table.axes) if table.wrapped else dist.get_rank())
+        return torch_get_optimizer_state_dict(model, listed, submodules=submodules, options=options)
+    form, axes, rank = _form(options), table.axes, dist.get_rank()
+    if table.wrapped is not None:  # an instance's ranks may be a part of all
+        rank = axes.shard.rank if axes.shard.size > 1 or axes.replicate is None else axes.replicate.rank
+    wanted = form.wanted(rank)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
-    for optimizer in given:
-        one = named_state(table, optimizer, form, "unless stepped", wanted=wanted)
+    for optimizer in listed:
+        state = named_state(table, optimizer, form, zeros=True, wanted=wanted)
         if wanted:
-            merged["state"] |= one["state"]
-            merged["param_groups"] += one["param_groups"]
+            merged["state"] |= state["state"]
+            merged["param_groups"] += state["param_groups"]
     if not wanted:
         return {}
     if submodules:
@@ -224,33 +226,31 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`get_model_state_dict` and `get_optimizer_state_dict` together."""
-    given = _listed(optimizers)
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
-        get_optimizer_state_dict(model, given, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
     )
 
 
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
-    """Load what `get_model_state_dict` gave, on any number of ranks. Collective.
+    """Load a result of `get_model_state_dict`, on any number of ranks. Collective.
 
-    Parameters and buffers on the meta device for which there are values get memory first, in the model's dtype; all
-    parameters of a unit that require a gradient lie in one buffer, and so do the frozen ones: there must be values for
-    all of them or for none.
+    Parameters and buffers on the meta device that have values get memory first, in the model's dtype. All parameters of
+    a unit that require a gradient share one buffer, and so do the frozen ones: all of them must have values, or none.
 
     Args:
-        model: sharded by either front-end, or not; or a part of such a model.
+        model: sharded by either front-end, or not sharded; or a part of such a model.
         model_state_dict: sharded or whole values.
-        options: `strict` as of `load_state_dict`; `broadcast_from_rank0` (with `full_state_dict`): only rank 0's is
-            used, and sent to the others tensor by tensor.
+        options: `strict` as for `load_state_dict`. `broadcast_from_rank0` (with `full_state_dict`) uses only rank 0's
+            values, which are sent to the other ranks tensor by tensor.
 
     Returns:
-        Missing and unexpected keys, as `load_state_dict`.
+        Missing and unexpected keys, as from `load_state_dict`.
 
     Raises:
-        CheckpointError: shapes that do not fit; nothing was loaded then.
+        CheckpointError: shapes that do not fit; nothing was loaded.
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
@@ -272,44 +272,42 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Load what `get_optimizer_state_dict` gave, on any number of ranks, wrapping and layout. Collective.
+    """Load a result of `get_optimizer_state_dict`, with any number of ranks, wrapping and layout. Collective.
 
     Args:
         model, optimizers: as for `get_optimizer_state_dict`.
-        optim_state_dict: sharded or whole values; flat if `flatten_optimizer_state_dict` says so.
-        options: as for `set_model_state_dict`. `strict`: parameters that require a gradient must have state, as
-            PyTorch has it.
+        optim_state_dict: sharded or whole values; flat with `flatten_optimizer_state_dict`.
+        options: as for `set_model_state_dict`. With `strict`, parameters that require a gradient must have state, as in
+            PyTorch.
 
     Raises:
-        CheckpointError: shapes or scalars that do not fit, or state that is missing; nothing was loaded then.
+        CheckpointError: shapes or scalars that do not fit, or state that is missing; nothing was loaded.
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
     settle(model)
-    table, given = _table(model, options), _listed(optimizers)
+    table, listed = _table(model, options), _listed(optimizers)
     saved = optim_state_dict
     if options.flatten_optimizer_state_dict and "state" not in saved and saved:
         saved = _unflattened(saved)
-        options = replace(options, flatten_optimizer_state_dict=False)  # PyTorch's raises on whole flat ones
+        options = replace(options, flatten_optimizer_state_dict=False)  # PyTorch raises on flat dicts of whole values
     if not table.sharded:
-        torch_set_optimizer_state_dict(model, given, optim_state_dict=saved, options=options)
+        torch_set_optimizer_state_dict(model, listed, optim_state_dict=saved, options=options)
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)
     loaded = [
-        state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict and _lacks(saved, optimizer))
-        for optimizer in given
+        state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict and _needs_state(saved, optimizer))
+        for optimizer in listed
     ]
-    for optimizer, state in zip(given, loaded, strict=True):
+    for optimizer, state in zip(listed, loaded, strict=True):
         load_state(optimizer, state)
 
 
-def _lacks(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters without state in `saved` may lack it: not if nothing has state, and a step makes none."""
-    if saved.get("state"):
-        return True
+def _needs_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all parameters must have state in `saved`: unless nothing has state there, and a step creates none."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    return any(blank_states(optimizer, tensors).values())
+    return bool(saved.get("state")) or any(blank_states(optimizer, tensors))
 
 
 def set_state_dict(
@@ -320,26 +318,26 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """`set_model_state_dict` and `set_optimizer_state_dict` together; returns what the first does."""
-    given = _listed(optimizers)
+    """`set_model_state_dict` and `set_optimizer_state_dict` together; returns the result of the former."""
+    listed = _listed(optimizers)
     keys = set_model_state_dict(model, model_state_dict, options=options)
-    set_optimizer_state_dict(model, given, optim_state_dict, options=options)
+    set_optimizer_state_dict(model, listed, optim_state_dict, options=options)
     return keys
 
 
 def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, Any]:
-    """Rank 0's optimizer state dict on every rank, its tensors sent when they are used. Collective.
+    """Rank 0's optimizer state dict on every rank, whose tensors are sent when they are used. Collective.
 
     Raises:
-        CheckpointError: rank 0 has none; on every rank.
+        CheckpointError: rank 0 has no state dict; on every rank.
     """
     result: dict[str, Any] = values.from_rank0(saved or {}, table.axes)
     if not result:
         raise CheckpointError(
             "rank 0 has no optimizer state dict to send to the others",
             rank=0,
-            got="an empty one",
-            remedy="load the file on rank 0 before the call, or leave out broadcast_from_rank0",
+            got="an empty state dict",
+            remedy="load the file on rank 0 before the call, or omit broadcast_from_rank0",
         )
     return result
 
@@ -348,18 +346,18 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     take_over_replaced(model)
     table = Table(model)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
-    part = next((member for member in around if not values.says_whole(member)), None)
+    part = next((member for member in around if not values.has_full_tensor(member)), None)
     if part is not None:
         raise CheckpointError(
-            "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",
+            "The module is a part of a FullyShardedDataParallel, and only the whole knows how parameters are sharded.",
             parameter=part.name,
-            remedy="give the FullyShardedDataParallel, and pick what is wanted by submodules= or by its name",
+            remedy="pass the FullyShardedDataParallel instance, and select by submodules= or by name",
         )
-    if not table.wrapped:  # names as PyTorch's functions have them
+    if table.wrapped is None:  # use the names of PyTorch's functions
         table = Table(model, plain_name)
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
-            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
+            "dsd_fqn_modifiers is not supported for models that Fullshard shards: their names do not change"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
@@ -367,8 +365,8 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
 
 
 def _form(options: StateDictOptions) -> Form:
-    # DTensors also where PyTorch's would give ShardedTensors: of one that is empty on some rank (a dim smaller than the
-    # world) torch.distributed.checkpoint loses the key on that rank, and cannot load what it saved.
+    # DTensors even where PyTorch gives ShardedTensors: if one of those is empty on some rank (a dim smaller than the
+    # world), torch.distributed.checkpoint drops its key on that rank, and cannot load the checkpoint that it saved.
     whole, cpu = options.full_state_dict, options.cpu_offload
     return Form("whole" if whole else "sharded", dtensor=True, to_cpu=cpu, rank0_only=whole and cpu)
 
@@ -380,21 +378,21 @@ def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 def _chosen(
     model: nn.Module, names: Iterable[str], submodules: set[nn.Module] | None, options: StateDictOptions
 ) -> dict[str, str]:
-    """The names under `submodules`, by what they are called in the result."""
+    """The names under `submodules`, each with its name in the result."""
     if not submodules:
         return {name: name for name in names}
     wanted = {id(module) for module in submodules}
     prefixes = [f"{clean_path(path)}." for path, module in model.named_modules() if id(module) in wanted]
-    found = {}
+    chosen = {}
     for name in names:
         for prefix in prefixes:
             if name.startswith(prefix):
-                found[name] = name if options.keep_submodule_prefixes else name[len(prefix) :]
-    return found
+                chosen[name] = name if options.keep_submodule_prefixes else name[len(prefix) :]
+    return chosen
 
 
 def _flattened(state: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"state.{name}.{key}": value for name, own in state["state"].items() for key, value in own.items()}
+    flat = {f"state.{name}.{key}": value for name, entries in state["state"].items() for key, value in entries.items()}
     for group in state["param_groups"]:
         for name in group["params"]:
             flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
@@ -402,7 +400,7 @@ def _flattened(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(flat: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of `_flattened`; parameters of equal settings form a group."""
+    """The reverse of `_flattened`; parameters with equal settings form a group."""
     state: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for full, value in flat.items():
@@ -410,11 +408,11 @@ def _unflattened(flat: dict[str, Any]) -> dict[str, Any]:
         name, _, key = rest.rpartition(".")
         (state if kind == "state" else settings).setdefault(name, {})[key] = value
     groups: list[dict[str, Any]] = []
-    for name, own in settings.items():
+    for name, entries in settings.items():
         for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == own:
+            if {k: v for k, v in group.items() if k != "params"} == entries:
                 group["params"].append(name)
                 break
         else:
-            groups.append({**own, "params": [name]})
+            groups.append({**entries, "params": [name]})
     return {"state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""The table of what exists under which name in a model, by whichever front-end it is sharded."""
+"""The table of a model's parameters and buffers by name, whichever front-end shards it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from . import values
 
 @dataclass(eq=False)
 class Named:
-    """One parameter of a model.
+    """One parameter of a model: a row of its table.
 
     Attributes:
-        parameter: as optimizers see it, unless they see a view or a `FlatParameter` of several.
-        names: as the unwrapped model has them; the first is what its `named_parameters` says, several are ties.
-        bucket, member: what holds it; None if no unit does.
+        parameter: as optimizers see it, unless they update a view or a `FlatParameter` over several.
+        names: its names in the unwrapped model, more than one if it is tied; `named_parameters` has the first.
+        bucket, member: where its unit keeps it; both None if it is in no unit.
     """
 
     parameter: torch.Tensor
@@ -38,30 +38,28 @@ class Named:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        if self.bucket is None or self.member is None:
-            return tuple(self.parameter.shape)
-        return self.member.shape
+        """The shape of the whole parameter."""
+        return tuple(self.parameter.shape) if self.member is None else self.member.shape
 
     @property
-    def says_whole(self) -> bool:
-        """Whether a unit of `fully_shard` holds it: its value in a state dict is the parameter itself."""
-        return self.member is not None and values.says_whole(self.member)
+    def has_full_tensor(self) -> bool:
+        """Whether it is in a unit of `fully_shard`: its value in a state dict is the parameter itself."""
+        return self.member is not None and values.has_full_tensor(self.member)
 
 
 class Table:
-    """All parameters of `model`, in its own order, which is the same on every rank; and its persistent buffers.
+    """All parameters of a model, in its own order, which is the same on every rank, and its persistent buffers.
 
     Args:
         model: sharded by either front-end, in whole or in part; or a part of such a model.
-        clean: from a name in `model` to the one wanted.
+        clean: maps a name in `model` to the name in the table.
 
     Attributes:
-        parameters: in the order of the unwrapped model.
-        buffers: by clean name.
-        by_tensor: rows by the id of a tensor that shows the parameter.
-        raw: by id of a tensor registered in `model`: its name there, wrapping included.
-        units: with their runner; None for a unit of which `model` is a part.
+        parameters: the rows, in the order of the unwrapped model.
+        buffers: persistent buffers by clean name.
+        by_tensor: rows by the id of each tensor that stands for the parameter.
+        raw: names in `model`, wrapping included, by the id of the registered tensor.
+        units: each with its runner; the runner is None if `model` is only a part of the unit.
     """
 
     def __init__(self, model: nn.Module, clean: Callable[[str], str] = clean_name) -> None:
@@ -70,7 +68,7 @@ class Table:
         self.raw: dict[int, str] = {}
         self.by_tensor: dict[int, Named] = {}
         self.units = _units_in(model)
-        self._rows: dict[int, Named] = {}  # by the id of the member, or of the parameter that no unit holds
+        self._rows: dict[int, Named] = {}  # by the id of the member, or of a parameter that is in no unit
         placed: dict[int, dict[str, tuple[Bucket, Member]]] = {}  # by the id of a module's registry
         flats: set[int] = set()
         for unit, _ in self.units:
@@ -95,7 +93,7 @@ class Table:
                     self.buffers[clean(prefix + key)] = buffer
 
     def _row(self, tensor: Any, bucket: Bucket | None, member: Member | None) -> Named:
-        """The row of a parameter, made at its first place."""
+        """The row of a parameter, created when its first name is seen."""
         identity = id(tensor) if member is None else id(member)
         row = self._rows.get(identity)
         if row is None:
@@ -104,12 +102,12 @@ class Table:
         return row
 
     def of(self, member: Member) -> Named | None:
-        """The row of a unit's parameter; None if it is not in the model."""
+        """The row of a unit's parameter; None if the parameter is not in the model."""
         return self._rows.get(id(member))
 
     @property
     def axes(self) -> MeshAxes:
-        """Those of the first unit that holds anything; of all ranks if there is none."""
+        """The axes of the first bucket; of all ranks if there is none."""
         for bucket in self.buckets():
             return bucket.axes
         return resolve_mesh(None)
@@ -120,39 +118,40 @@ class Table:
             yield from unit.buckets
 
     @property
-    def wrapped(self) -> bool:
-        """Whether `FullyShardedDataParallel` holds any of it."""
-        return any(row.member is not None and not row.says_whole for row in self.parameters)
+    def wrapped(self) -> Named | None:
+        """The first parameter in a unit of `FullyShardedDataParallel`; None if there is none."""
+        return next((row for row in self.parameters if row.member is not None and not row.has_full_tensor), None)
 
     @property
     def sharded(self) -> bool:
-        """Whether any unit holds any of it."""
+        """Whether any parameter is in a unit."""
         return any(row.member is not None for row in self.parameters)
 
 
 def settle(model: nn.Module) -> None:
-    """Free the wrapper's units in `model`, and take over what users put in the place of any unit's shards.
+    """Free the wrapper's units in `model`, and take over storage with which users replaced shards of any unit.
 
-    Before a table is made.
+    To be called before a table is built.
     """
     take_over_replaced(model)
     for unit, runner in _units_in(model):
-        if runner is not None and not all(values.says_whole(member) for member in unit.members):
+        if runner is not None and not all(values.has_full_tensor(member) for member in unit.members):
             runner.reshard()
             unit.refresh()
 
 
 def _units_in(model: nn.Module) -> list[tuple[Unit, Runner | None]]:
-    """The units whose modules are in `model`, and those that hold a parameter of it."""
-    found: dict[int, tuple[Unit, Runner | None]] = {}
-    held: list[torch.Tensor] = list(model.parameters())
+    """The units whose modules are in `model`, and units of modules around it that have parameters in it."""
+    units: dict[int, tuple[Unit, Runner | None]] = {}
+    parameters: list[torch.Tensor] = list(model.parameters())
     for module in model.modules():
         runner = runner_of(module)
         if runner is not None:
-            found.setdefault(id(runner.unit), (runner.unit, runner))
-        held += [successor_of(one) for one in module.__dict__.values() if type(one) is HiddenParameter]  # of a flat one
-    for parameter in held:
+            units.setdefault(id(runner.unit), (runner.unit, runner))
+        hidden = (value for value in module.__dict__.values() if type(value) is HiddenParameter)
+        parameters += map(successor_of, hidden)  # of a `FlatParameter`
+    for parameter in parameters:
         unit = owner_of(parameter)
         if unit is not None:
-            found.setdefault(id(unit), (unit, None))
-    return list(found.values())
+            units.setdefault(id(unit), (unit, None))
+    return list(units.values())

@@ -1,11 +1,8 @@
-"""Values of parameters, and of optimizer state like them: what a rank holds, the whole, and what files keep.
+"""Values of parameters, and of optimizer state of their shape: local parts, whole values, and their saved forms.
 
-    part     this rank's part of a parameter in a buffer laid out as its bucket's shard
-    local    the same part on its own: 1-D for flat layouts, rows for rows
-    shown    a local part as users see it: `DTensor`, `FlatShard`, or plain 1-D for the wrapper
-    whole    all ranks' parts together
-
-The only file of this package that reads buckets: everything else asks the functions here.
+local    this rank's part of a parameter: 1-D in flat layouts, rows in the rows layout
+shown    a local part as users see it: `DTensor`, `FlatShard`, or plain 1-D for the wrapper
+whole    all ranks' parts together
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ from .fit import check_shape
 
 @dataclass(frozen=True)
 class Form:
-    """What the values of a state dict are.
+    """The form of the values in a state dict.
 
     Attributes:
-        kind: whole tensors; sharded ones, readable on any number of ranks; this rank's memory as it lies; or, from
-            instances of the wrapper, names with empty tensors, without communication.
+        kind: "whole" tensors; "sharded" tensors, readable on any number of ranks; "local": this rank's memory as it
+            is; "names": empty tensors, without communication, from instances of the wrapper only.
         dtensor: sharded values of the wrapper are `DTensor`s rather than `ShardedTensor`s.
         to_cpu: values are copied to host memory.
-        rank0_only: the first rank gets values, the others nothing.
+        rank0_only: only rank 0 gets values.
     """
 
     kind: Literal["whole", "sharded", "local", "names"] = "whole"
@@ -55,24 +52,21 @@ class Form:
         return not self.rank0_only or rank == 0
 
 
-# One parameter of a bucket.
+def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
+    """This rank's local part of a value in any form, to be read only.
 
-
-def part(bucket: Bucket, buffer: torch.Tensor, member: Member, begin: int = 0) -> torch.Tensor:
-    """This rank's part of `member` in `buffer`, whose first element is element `begin` of the shard. Shares memory."""
-    if not begin or type(buffer) is not torch.Tensor:
-        return bucket.part(buffer, member)
-    local = member.part
-    at = buffer.storage_offset() + (local.offset - begin if local.numel else 0)
-    return buffer.as_strided(local.shape, local.stride, at)
-
-
-def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
-    """This rank's local part of a whole value, in memory of its own where the shard is. No communication.
+    Collective unless the value is whole, or split as the parameter is.
 
     Raises:
-        CheckpointError: the value has another shape than the parameter.
+        CheckpointError: the value's shape is not the parameter's.
     """
+    sharded: Any = member.sharded
+    if isinstance(value, FlatShard) and isinstance(sharded, FlatShard) and value._run.same_as(sharded._run):
+        return value._local_tensor
+    if isinstance(value, DTensor) and isinstance(sharded, DTensor) and value.shape == sharded.shape:
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            return value._local_tensor
+    whole = whole_of(value, bucket.axes.device)
     check_shape(member.name, member.shape, whole.shape)
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
@@ -84,27 +78,17 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     return local
 
 
-def fit(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
-    """This rank's local part of a value in any form, to be read only. Collective unless whole, or split likewise."""
-    sharded: Any = member.sharded
-    if isinstance(value, FlatShard) and isinstance(sharded, FlatShard) and value._run.same_as(sharded._run):
-        return value._local_tensor
-    if isinstance(value, DTensor) and isinstance(sharded, DTensor) and value.shape == sharded.shape:
-        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
-            return value._local_tensor
-    return cut(bucket, whole_of(value, bucket.axes.device), member)
-
-
-def says_whole(member: Member) -> bool:
-    """Whether the shown form tells the whole's shape and can be made whole: of `fully_shard`, not of the wrapper."""
+def has_full_tensor(member: Member) -> bool:
+    """Whether the sharded parameter knows its whole shape and can be made whole: `fully_shard`'s, not the wrapper's."""
     return hasattr(member.sharded, "full_tensor")
 
 
-# A bucket.
-
-
 def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]]:
-    """Tensors that optimizers update in place of parameters: each over [begin, begin + length) of a bucket's shard."""
+    """Yield the views that optimizers update in place of parameters.
+
+    Yields:
+        view, begin, length, members: it covers [begin, begin + length) of a bucket's shard, and these parameters there.
+    """
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         for view in gradients.delivery.views:
             if view.tensor is not None:
@@ -112,7 +96,7 @@ def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]
 
 
 def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter from the whole of this rank's tensor-parallel part; `view` itself if it has none.
+    """A whole value from this rank's tensor-parallel part of it: `view` itself where there is no such parallelism.
 
     Collective over the tensor-parallel ranks.
     """
@@ -125,11 +109,11 @@ def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(value: Any, device: torch.device) -> torch.Tensor:
-    """A whole plain tensor from one in any form. Collective if the value is split.
+    """A whole plain tensor from a value in any form. Collective if the value is split.
 
     Args:
-        value: a tensor, `DTensor`, `FlatShard` or `ShardedTensor`, or anything like a tensor that `copy_` takes.
-        device: where ranks communicate.
+        value: a tensor, `DTensor`, `FlatShard` or `ShardedTensor`, or anything tensor-like that `copy_` accepts.
+        device: the device on which ranks communicate.
     """
     if is_sharded_tensor(value):
         return gather_sharded_tensor(value, device)
@@ -138,17 +122,14 @@ def whole_of(value: Any, device: torch.device) -> torch.Tensor:
     if hasattr(value, "full_tensor"):
         whole: torch.Tensor = value.full_tensor()
         return whole.detach()
-    if not isinstance(value, torch.Tensor):  # weights that are read when they are copied
+    if not isinstance(value, torch.Tensor):  # lazy weights, read when they are copied
         return torch.empty(tuple(value.shape), dtype=getattr(value, "dtype", None), device=device).copy_(value)
     return value.detach()
 
 
 def is_array(value: Any) -> bool:
     """Whether `value` is a tensor of at least one dim, in any form."""
-    if is_sharded_tensor(value):
-        return len(value.size()) > 0
-    tensor_like = isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
-    return tensor_like and len(getattr(value, "shape", ())) > 0
+    return hasattr(value, "__torch_function__") and bool(shape_of(value))
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
@@ -158,40 +139,36 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two plain values or tensors are equal, whatever containers they are in; NaN is equal to NaN."""
+    """Whether two values are equal: numbers, tensors, or containers of them, where NaN equals NaN; or anything else."""
     pair = (first, second)
-    if all(isinstance(one, (torch.Tensor, int, float, complex)) for one in pair):
-        mine, other = (torch.as_tensor(value, device="cpu").detach() for value in pair)
-        equal = (mine == other) | (mine.isnan() & other.isnan()) if mine.shape == other.shape else mine.new_zeros(1)
-        result = bool(equal.all())
-    elif all(isinstance(one, Mapping) for one in pair):
-        result = first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
-    elif all(isinstance(one, (list, tuple)) for one in pair):
-        result = len(first) == len(second) and all(map(same, first, second))
-    else:
-        result = not any(isinstance(one, torch.Tensor) for one in pair) and bool(first == second)
-    return result
+    if all(isinstance(value, (torch.Tensor, int, float, complex)) for value in pair):
+        a, b = (torch.as_tensor(value, device="cpu").detach() for value in pair)
+        return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if all(isinstance(value, Mapping) for value in pair):
+        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    if all(isinstance(value, (list, tuple)) for value in pair):
+        return len(first) == len(second) and all(map(same, first, second))
+    return not any(isinstance(value, torch.Tensor) for value in pair) and bool(first == second)
 
 
-def kept(value: torch.Tensor, form: Form) -> torch.Tensor:
+def copied(value: torch.Tensor, form: Form) -> torch.Tensor:
     """A copy of a whole value, on the device that `form` asks for."""
     moved = value.detach().cpu() if form.to_cpu else value.detach()
     return moved.clone() if moved.data_ptr() == value.data_ptr() else moved
 
 
-def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, wanted: bool = True) -> Any:
-    """What a state dict keeps of a whole value, in memory of its own: the whole, or the parts of it on dim 0.
+def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, wanted: bool) -> Any:
+    """A whole value as a state dict has it, in its own memory: whole, or split on dim 0 as by `torch.chunk`.
 
-    Collective over the tensor-parallel ranks, wanted or not; if not, the result is None.
-
-    Parts are as `torch.chunk`'s; nothing is split where the value is 0-d or the shard axis has one rank.
+    Collective over the tensor-parallel ranks, wanted or not; None if it is not wanted. A value that is 0-d, or whose
+    shard axis has only one rank, is not split.
 
     Raises:
-        CheckpointError: a parameter's two meshes are not parts of one, so that no DTensor can say how it is split.
+        CheckpointError: a parameter's two meshes do not belong to one mesh, so no DTensor can describe how it is split.
     """
     if form.kind == "whole":
         whole = joined(bucket, member, view)
-        return kept(whole, form) if wanted else None
+        return copied(whole, form) if wanted else None
     axes, parallel = bucket.axes, member.split
     if form.to_cpu and parallel is None:
         view = view.cpu()
@@ -207,16 +184,16 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
         return DTensor.from_local(local, axes.mesh, placements, run_check=False, shape=view.shape, stride=stride)
     if not parallel.outer_placements:
         raise CheckpointError(
-            "A tensor-parallel parameter has a sharded state only over one mesh of both kinds of parallelism.",
+            "The sharded state of a tensor-parallel parameter requires one mesh for both kinds of parallelism.",
             parameter=member.name,
-            remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
-            "parameter is on; or save FULL_STATE_DICT",
+            remedy='wrap with device_mesh=mesh["dp"], from the same mesh as the parameter\'s mesh["tp"]; or save '
+            "FULL_STATE_DICT",
         )
     return parallel.sharded(local)
 
 
 def slices_of(bucket: Bucket) -> Any:
-    """All ranks' shards as one `ShardedTensor`, sharing memory. No communication."""
+    """The shards of all ranks as one `ShardedTensor`; shares memory. No communication."""
     axis = bucket.axes.shard
     return slices_sharded_tensor(bucket.shard.detach(), axis.group, axis.ranks, axis.rank)
 
@@ -225,23 +202,24 @@ def slice_in(bucket: Bucket, value: Any, name: str) -> torch.Tensor:
     """This rank's shard from a result of `slices_of`.
 
     Raises:
-        CheckpointError: its length is not that of the bucket's shard.
+        CheckpointError: its length differs from that of the bucket's shard.
     """
     slices = value.local_shards() if is_sharded_tensor(value) else [value]
     shard: torch.Tensor = slices[0].tensor if slices and hasattr(slices[0], "tensor") else value
     if tuple(shard.shape) != tuple(bucket.shard.shape):
         raise CheckpointError(
-            "A LOCAL state dict fits only the same model, wrapped the same way, on as many ranks.",
+            "LOCAL_STATE_DICT can only be loaded into the same model, wrapped the same way, on the same number of "
+            "ranks.",
             parameter=name,
             expected=f"a slice of shape {tuple(bucket.shard.shape)}",
             got=f"shape {tuple(shard.shape)}",
-            remedy="save FULL or SHARDED state dicts to load on other ranks",
+            remedy="save FULL or SHARDED state dicts to load on a different number of ranks",
         )
     return shard.detach()
 
 
 def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor:
-    """A value, in memory of its own, in the form of a parameter that no unit shards. Collective if it is split."""
+    """A copy of a value in the form of a parameter that is in no unit. Collective if the value is split."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         return value.detach().clone()
     whole = whole_of(value, device)
@@ -250,49 +228,44 @@ def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor
     return whole.clone()
 
 
-# Values that only the first rank has.
+# Values that only rank 0 has.
 
 
-def first_rank(axes: MeshAxes) -> int:
-    """This process's rank as far as "rank 0 only" goes: on the shard axis, or among replicas if nothing is split."""
-    return axes.shard.rank if axes.shard.size > 1 or axes.replicate is None else axes.replicate.rank
-
-
+@dataclass(eq=False)
 class Sent:
-    """A tensor that rank 0 has and the others get when they use it: one at a time is whole.
+    """A tensor that only rank 0 has, sent to the other ranks when they use it, so that only one is whole at a time.
 
-    Every rank must use the same ones in the same order. `nn.Module.load_state_dict` takes it as it is.
+    Every rank must use the same tensors in the same order. `nn.Module.load_state_dict` accepts it as a tensor.
 
     Attributes:
         shape, dtype: of the tensor.
-        axes: the ranks; rank 0 sends to the first rank of every replica, and those to their shard axis.
-        value: the tensor, on rank 0; else None.
+        axes: the ranks; rank 0 sends to the first rank of every replica, and these send along their shard axis.
+        value: the tensor, on rank 0; None on other ranks.
     """
 
+    shape: torch.Size
+    dtype: torch.dtype
+    axes: Any = None
+    value: torch.Tensor | None = None
     is_meta = False
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.shape, self.dtype = value.shape, value.dtype
-        self.axes: Any = None
-        self.value: torch.Tensor | None = None
 
     def full_tensor(self) -> torch.Tensor:
         """The tensor, on the device where ranks communicate. Collective."""
-        axes = self.axes
-        whole = torch.empty(self.shape, dtype=self.dtype, device=axes.device)
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.axes.device)
         if self.value is not None:
             whole.copy_(self.value)
-        for axis in _ways(axes):
+        for axis in _sending_axes(self.axes):
             dist.broadcast(as_moved(whole), group_src=0, group=axis.group)
         return whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Only as an operand: the tensor is sent, and takes this one's place."""
+        """Call `func` with the tensor itself, once it was sent; only for positional arguments."""
         return func(*[arg.full_tensor() if isinstance(arg, Sent) else arg for arg in args], **(kwargs or {}))
 
 
-def _ways(axes: MeshAxes) -> Iterator[Any]:
+def _sending_axes(axes: MeshAxes) -> Iterator[Any]:
+    """The axes along which this rank takes part when rank 0 sends, in order."""
     if axes.replicate is not None and axes.replicate.size > 1 and axes.shard.rank == 0:
         yield axes.replicate
     if axes.shard.size > 1:
@@ -300,24 +273,25 @@ def _ways(axes: MeshAxes) -> Iterator[Any]:
 
 
 def from_rank0(tree: Any, axes: MeshAxes) -> Any:
-    """Rank 0's nested dicts on every rank, tensors in them as `Sent`. Collective, and so is every use of those."""
+    """Rank 0's nested dicts on every rank, with a `Sent` for each tensor. Collective, and so is every use of these."""
     is_first = axes.shard.rank == 0 and (axes.replicate is None or axes.replicate.rank == 0)
-    plan = _planned(tree) if is_first else None
-    for axis in _ways(axes):
-        plan = object_from(0, plan, axis.group, "whole values")
-    _complete(plan, tree if is_first else None, axes)
-    return plan
+    placeholders = _with_placeholders(tree) if is_first else None
+    for axis in _sending_axes(axes):
+        placeholders = object_from(0, placeholders, axis.group, "whole values")
+    _complete(placeholders, tree if is_first else None, axes)
+    return placeholders
 
 
-def _planned(tree: Any) -> Any:
+def _with_placeholders(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _planned(value) for key, value in tree.items()}
-    return Sent(tree) if isinstance(tree, torch.Tensor) and tree.dim() > 0 else tree
+        return {key: _with_placeholders(value) for key, value in tree.items()}
+    return Sent(tree.shape, tree.dtype) if isinstance(tree, torch.Tensor) and tree.dim() > 0 else tree
 
 
-def _complete(plan: Any, tree: Any, axes: MeshAxes) -> None:
-    if isinstance(plan, dict):
-        for key, value in plan.items():
+def _complete(placeholders: Any, tree: Any, axes: MeshAxes) -> None:
+    """Set the ranks of every `Sent`, and on rank 0 its value."""
+    if isinstance(placeholders, dict):
+        for key, value in placeholders.items():
             _complete(value, None if tree is None else tree[key], axes)
-    elif isinstance(plan, Sent):
-        plan.axes, plan.value = axes, tree
+    elif isinstance(placeholders, Sent):
+        placeholders.axes, placeholders.value = axes, tree

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.held import Held, Kind, held_by, kinds_of, settle_state
 from ..checkpoint.names import Named, Table
 from ..checkpoint.settings import named_groups
+from ..checkpoint.targets import Kind, Target, kinds_of, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..names import plain_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
@@ -68,7 +68,7 @@ class StateOf:
     """
 
     optimizer: torch.optim.Optimizer
-    held: Held
+    held: Target
     state: dict[str, Any]
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def _add_optimizer(
     updated_by: dict[str, int],
     first: bool,
 ) -> None:
-    tensors = held_by(contents.table, optimizer.param_groups)
+    tensors = targets_of(contents.table, optimizer.param_groups)
     for name in [row.name for held in tensors for row in held.rows]:
         if updated_by.setdefault(name, number) != number:
             raise ConfigError(
@@ -230,9 +230,9 @@ def _add_state(state: StateOf, row: Named, kinds: Mapping[str, Kind], turn: int,
     pieces, scalars = state.pieces.setdefault(row.name, []), state.scalars.setdefault(row.name, {})
     for key, kind in kinds.items():
         value, name = state.state[key], f"{OPTIMIZER}{row.name}.{key}"
-        if kind.what == "value":
+        if kind.per == "parameter":
             scalars[key] = Scalar(value, kind.owns)
-        elif kind.what == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
+        elif kind.per == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
             pieces += member_pieces(name, row.bucket, row.member, state.held.local(row, value), turn)
         else:
             pieces += value_pieces(name, value, turn, first)

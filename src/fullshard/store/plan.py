@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.held import settle_state
+from ..checkpoint.targets import settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Entries, Stateful, Values, entries_of, values_of

@@ -161,8 +161,7 @@ class Reader:
                     described_state(target.held, [self._described(row) for row in target.held.rows]) for target in new
                 ]
             if None in states:  # frozen: a tensor may have been frozen since the save
-                blank = blank_states(optimizer, [target.held.tensor for target in new], frozen=True)
-                states = [blank[id(target.held.tensor)] for target in new]
+                states = list(blank_states(optimizer, [target.held.tensor for target in new], frozen=True))
             for target, state in zip(new, states, strict=True):
                 target.state = state or {}
             add_states(contents, new, first)
@@ -209,10 +208,7 @@ class Reader:
         if not any(keys for _, keys in saved):
             self.states.append((target, None))  # the optimizer had not updated it when the checkpoint was saved
             return
-        check_complete(
-            [(row, None if keys is None else dict.fromkeys(keys)) for row, keys in saved],
-            [(row, dict.fromkeys(keys)) for row, keys in saved if keys],
-        )
+        check_complete(saved)
         scalars: dict[str, Any] = {}
         for row in rows:
             plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ...checkpoint.functions import state_from_rank0
-from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import load_state, named_state, state_to_load
+from ...checkpoint.targets import targets_of
 from ...checkpoint.values import Form
 from ...errors import AssertedError
 from . import messages
@@ -155,8 +155,8 @@ class OptimizerStateMethods:
         """
         kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type", AssertedError)
         _warn_of_input(optim_input)
-        held = held_by(Table(model), _groups(model, optim, optim_input))
-        names = [row.name for one in held for row in one.rows]
+        targets = targets_of(Table(model), _groups(model, optim, optim_input))
+        names = [row.name for target in targets for row in target.rows]
         to: dict[Any, Any] = dict(enumerate(names))
         if kind is OptimStateKeyType.PARAM_ID:
             to = {name: number for number, name in to.items()}
@@ -202,10 +202,10 @@ def _saved(model: nn.Module, optim: Any, form: Form, given: dict[str, Any] | Non
     first._lazy_init()
     settle(model)
     # A sharded state is what checkpoints are loaded into, so before the first step it is zeros rather than nothing.
-    blank: Any = "unless stepped" if form.kind == "sharded" and given is None else "never"
+    zeros = form.kind == "sharded" and given is None
     if form.kind == "local":
         form = Form("sharded", form.dtensor, form.to_cpu)
-    return named_state(Table(model), optim, form, blank, given, form.wanted(first.rank))
+    return named_state(Table(model), optim, form, zeros, given, form.wanted(first.rank))
 
 
 def _to_load(
