@@ -100,7 +100,7 @@ CALLS = [
     (
         lambda: wrapped(use_orig_params=True),
         lambda m: get_model_state_dict(m.module[0]),
-        "CheckpointError: The module is a part of a FullyShardedDataParallel",
+        "CheckpointError: The module is inside a FullyShardedDataParallel",
     ),
     (state_of_rows, lambda both: FSDP.optim_state_dict(*both), "CheckpointError: Optimizer state 'rows' does not have"),
     (
@@ -109,7 +109,10 @@ CALLS = [
         "CheckpointError: LOCAL_STATE_DICT can only be used when parameters are flattened",
     ),
     (lambda: loaded(lambda state: state.pop("bias")), "MissingStateError: The optimizer state to load lacks a"),
-    (lambda: loaded(lambda state: state["bias"].pop("exp_avg")), "MissingStateError: The optimizer state to load lacks keys of a"),
+    (
+        lambda: loaded(lambda state: state["bias"].pop("exp_avg")),
+        "MissingStateError: The optimizer state to load lacks keys of a",
+    ),
     (
         lambda: loaded(lambda state: state["bias"].update(step=torch.tensor(2.0))),
         "CheckpointError: State 'step' differs between parameters of one ... 1.0, as weight",

@@ -349,7 +349,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     part = next((member for member in around if not values.has_full_tensor(member)), None)
     if part is not None:
         raise CheckpointError(
-            "The module is a part of a FullyShardedDataParallel, and only the whole knows how parameters are sharded.",
+            "The module is inside a FullyShardedDataParallel instance, and only that knows how its parameters are sharded.",
             parameter=part.name,
             remedy="pass the FullyShardedDataParallel instance, and select by submodules= or by name",
         )

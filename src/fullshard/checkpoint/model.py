@@ -16,6 +16,7 @@ from ..names import WRAPPED, clean_name
 from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit
 from ..torch_private.assigning import is_assigning
+from ..torch_private.sharded_tensor import slices_sharded_tensor
 from . import values
 from .fit import check_shape
 from .names import Named, Table
@@ -82,7 +83,7 @@ def save_instance(
         if form.kind == "local":
             _fill_slice(bucket, result, keys, _slice_name(prefix, index))
             continue
-        rows = [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
+        rows = (Named(member.sharded, [member.name], bucket, member) for member in bucket.members)
         for member, whole in zip(bucket.members, wholes(Wanted(row.name, row) for row in rows), strict=True):
             value = values.saved_form(bucket, member, whole, form, form.wanted(rank))
             result.update(dict.fromkeys(keys.get(id(member), ()), value))
@@ -130,7 +131,8 @@ def _fill_slice(bucket: Bucket, result: Any, keys: dict[int, list[str]], name: s
     for member in bucket.members:
         for key in keys.get(id(member), ()):
             del result[key]
-    result[name] = values.slices_of(bucket)
+    axis = bucket.axes.shard
+    result[name] = slices_sharded_tensor(bucket.shard.detach(), axis.group, axis.ranks, axis.rank)
 
 
 def strip(result: Any, prefix: str) -> None:

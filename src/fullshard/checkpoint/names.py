@@ -63,7 +63,6 @@ class Table:
     """
 
     def __init__(self, model: nn.Module, clean: Callable[[str], str] = clean_name) -> None:
-        self.parameters: list[Named] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.raw: dict[int, str] = {}
         self.by_tensor: dict[int, Named] = {}
@@ -71,12 +70,11 @@ class Table:
         self._rows: dict[int, Named] = {}  # by the id of the member, or of a parameter that is in no unit
         placed: dict[int, dict[str, tuple[Bucket, Member]]] = {}  # by the id of a module's registry
         flats: set[int] = set()
-        for unit, _ in self.units:
-            for bucket in unit.buckets:
-                flats.add(id(bucket.flat_parameter))
-                for member in bucket.members:
-                    for place in member.places:
-                        placed.setdefault(id(place.registry), {})[place.name] = (bucket, member)
+        for bucket in self.buckets():
+            flats.add(id(bucket.flat_parameter))
+            for member in bucket.members:
+                for place in member.places:
+                    placed.setdefault(id(place.registry), {})[place.name] = (bucket, member)
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             registry, here = module._parameters, placed.get(id(module._parameters), {})
@@ -85,21 +83,16 @@ class Table:
                 if tensor is not None:
                     self.raw.setdefault(id(tensor), prefix + key)
                 if key in here or (tensor is not None and id(tensor) not in flats):
-                    row = self._row(tensor, *here.get(key, (None, None)))
+                    unit_bucket, unit_member = here.get(key, (None, None))
+                    parameter = tensor if unit_member is None else unit_member.sharded
+                    new = Named(parameter, [], unit_bucket, unit_member)
+                    row = self._rows.setdefault(id(unit_member or parameter), new)
                     row.names.append(clean(prefix + key))
                     self.by_tensor[id(tensor)] = self.by_tensor[id(row.parameter)] = row
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     self.buffers[clean(prefix + key)] = buffer
-
-    def _row(self, tensor: Any, bucket: Bucket | None, member: Member | None) -> Named:
-        """The row of a parameter, created when its first name is seen."""
-        identity = id(tensor) if member is None else id(member)
-        row = self._rows.get(identity)
-        if row is None:
-            row = self._rows[identity] = Named(tensor if member is None else member.sharded, [], bucket, member)
-            self.parameters.append(row)
-        return row
+        self.parameters = list(self._rows.values())
 
     def of(self, member: Member) -> Named | None:
         """The row of a unit's parameter; None if the parameter is not in the model."""

@@ -20,7 +20,7 @@ from ..torch_private.step_hooks import without_step_hooks
 from . import values
 from .fit import check_shape, rounding_error
 from .names import Named, Table
-from .settings import is_compatible, named_groups, settings_to_load
+from .settings import NOT_SETTINGS, is_compatible, named_groups, settings_to_load
 from .targets import Kinds, Target, kinds_of, merged_kinds, settle_state, targets_of
 from .values import Form
 from .whole import Wanted, wholes
@@ -78,7 +78,7 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
 def has_settings_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether saved groups have exactly this optimizer's settings, so that it would create the state that was saved."""
     own = set(optimizer.defaults)
-    return bool(groups) and all(set(group) - _SCHEDULED - {"params", "param_names"} == own for group in groups)
+    return bool(groups) and all(set(group) - _SCHEDULED - set(NOT_SETTINGS) == own for group in groups)
 
 
 def described_state(target: Target, described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -163,31 +163,28 @@ def named_state(
 
 def _states_of(
     table: Table, targets: Sequence[Target], optimizer: Any, saved: Mapping[Any, Any] | None
-) -> dict[int, Mapping[str, Any]]:
-    """The state of each target, by its number, from `saved` (by number or name) or from the optimizer."""
+) -> list[Mapping[str, Any]]:
+    """The state of each target, from `saved` (by number or name) or from the optimizer."""
     if saved is None:
         settle_state(optimizer)
-        return {target.index: optimizer.state.get(target.tensor) or {} for target in targets}
-    states: dict[int, Mapping[str, Any]] = {}
-    for target in targets:
-        keys = (target.index, target.rows[0].name, table.raw.get(id(target.tensor)))
-        states[target.index] = next((saved[key] for key in keys if saved.get(key)), {})
-    return states
+        return [optimizer.state.get(target.tensor) or {} for target in targets]
+    keys = [(target.index, target.rows[0].name, table.raw.get(id(target.tensor))) for target in targets]
+    return [next((saved[key] for key in alternatives if saved.get(key)), {}) for alternatives in keys]
 
 
-def _add_blank_states(states: dict[int, Mapping[str, Any]], targets: Sequence[Target], optimizer: Any) -> None:
+def _add_blank_states(states: list[Mapping[str, Any]], targets: Sequence[Target], optimizer: Any) -> None:
     lacking = [target for target in targets if not states[target.index]]
     if lacking:
-        blank = blank_states(optimizer, [target.tensor for target in lacking])
-        states.update({target.index: state for target, state in zip(lacking, blank, strict=True)})
+        for target, state in zip(lacking, blank_states(optimizer, [t.tensor for t in lacking]), strict=True):
+            states[target.index] = state
 
 
-def _kinds(targets: Sequence[Target], states: Mapping[int, Mapping[str, Any]]) -> Kinds:
+def _kinds(targets: Sequence[Target], states: Sequence[Mapping[str, Any]]) -> Kinds:
     return {name: kinds for target in targets for name, kinds in kinds_of(target, states[target.index]).items()}
 
 
 def _kinds_of_all_ranks(
-    table: Table, targets: Sequence[Target], states: Mapping[int, Mapping[str, Any]], optimizer: Any
+    table: Table, targets: Sequence[Target], states: Sequence[Mapping[str, Any]], optimizer: Any
 ) -> Kinds:
     kinds: Kinds = {}
     error: CheckpointError | None = None
@@ -205,7 +202,7 @@ def _copied(value: Any) -> Any:
 def _collect(
     table: Table,
     targets: Sequence[Target],
-    states: Mapping[int, Mapping[str, Any]],
+    states: Sequence[Mapping[str, Any]],
     kinds: Kinds,
     form: Form,
     wanted: bool = True,

@@ -21,13 +21,14 @@ from ..errors import CheckpointError, message
 from .targets import Target
 from .values import same
 
-_NAMES = ("params", "param_names")  # keys of a group that are not settings
+NOT_SETTINGS = ("params", "param_names")
+"""The keys of a group that are not settings."""
 
 
 def named_groups(targets: Sequence[Target], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An optimizer's groups in saved form: copies of their settings, and the names of their parameters."""
     return [
-        {key: copy.copy(value) for key, value in group.items() if key not in _NAMES}
+        {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
         | {"params": [row.name for target in targets if target.group == number for row in target.rows]}
         for number, group in enumerate(groups)
     ]
@@ -78,7 +79,7 @@ def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mappin
     parameter_of: dict[str, str] = {}
     for number, parameter in sources.items():
         for key, value in saved[number].items():
-            if key in _NAMES:
+            if key in NOT_SETTINGS:
                 continue
             if not same(settings.setdefault(key, value), value):
                 raise CheckpointError(
@@ -146,12 +147,9 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
     """Assign saved settings or scalars; tensors are filled in place, as others may refer to them."""
     for key, value in saved.items():
         current = target.get(key)
-        fits = value is not None and (
-            _is_number(current) or getattr(value, "shape", None) == getattr(current, "shape", 0)
-        )
-        if isinstance(current, torch.Tensor) and fits:
-            number = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        new = _converted(current, value)
+        if isinstance(current, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == current.shape:
             with torch.no_grad():
-                current.copy_(number.reshape(current.shape))
+                current.copy_(new)
         else:
-            target[key] = _converted(current, value)
+            target[key] = new

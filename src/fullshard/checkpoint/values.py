@@ -21,12 +21,7 @@ from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of, rows_on_rank
 from ..mesh import MeshAxes
 from ..shard import Bucket, Unit
-from ..torch_private.sharded_tensor import (
-    chunk_sharded_tensor,
-    gather_sharded_tensor,
-    is_sharded_tensor,
-    slices_sharded_tensor,
-)
+from ..torch_private.sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
 from .fit import check_shape
 
 
@@ -192,14 +187,8 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
     return parallel.sharded(local)
 
 
-def slices_of(bucket: Bucket) -> Any:
-    """The shards of all ranks as one `ShardedTensor`; shares memory. No communication."""
-    axis = bucket.axes.shard
-    return slices_sharded_tensor(bucket.shard.detach(), axis.group, axis.ranks, axis.rank)
-
-
 def slice_in(bucket: Bucket, value: Any, name: str) -> torch.Tensor:
-    """This rank's shard from a result of `slices_of`.
+    """This rank's shard from a value of a LOCAL state dict.
 
     Raises:
         CheckpointError: its length differs from that of the bucket's shard.
