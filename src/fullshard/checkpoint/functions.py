@@ -199,7 +199,7 @@ def get_optimizer_state_dict(
     if not table.sharded:
         return torch_get_optimizer_state_dict(model, listed, submodules=submodules, options=options)
     form, axes, rank = _form(options), table.axes, dist.get_rank()
-    if table.wrapped is not None:  # an instance's ranks may be a part of all
+    if table.wrapped is not None:  # the instance may be on some of all ranks only
         rank = axes.shard.rank if axes.shard.size > 1 or axes.replicate is None else axes.replicate.rank
     wanted = form.wanted(rank)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -349,7 +349,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     part = next((member for member in around if not values.has_full_tensor(member)), None)
     if part is not None:
         raise CheckpointError(
-            "The module is inside a FullyShardedDataParallel instance, and only that knows how its parameters are sharded.",
+            "The module is inside a FullyShardedDataParallel instance, which alone knows how parameters are sharded.",
             parameter=part.name,
             remedy="pass the FullyShardedDataParallel instance, and select by submodules= or by name",
         )
