@@ -270,7 +270,7 @@ def test_a_backward_of_what_was_summoned_of_original_parameters(trained):
 def test_the_state_of_a_module_inside_of_an_instance(make):
     model = make()
     for inside in (model.module, model.module[0]):
-        with raises("CheckpointError: A module inside a FullyShardedDataParallel was given"):
+        with raises("CheckpointError: The module is inside a FullyShardedDataParallel"):
             get_model_state_dict(inside)
 
 

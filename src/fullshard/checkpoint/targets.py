@@ -139,12 +139,12 @@ def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns:
 
 
 def merged_kinds(
-    table: Table, targets: Sequence[Target], groups: int, kinds: Kinds, error: FullshardError | None
+    table: Table, targets: Sequence[Target], group_count: int, kinds: Kinds, error: FullshardError | None
 ) -> Kinds:
     """The kinds of all ranks, from which a rank learns the state of parameters that it owns no part of. Collective.
 
     Args:
-        groups: the optimizer's number of groups.
+        group_count: the number of groups in the optimizer.
         kinds: this rank's kinds.
         error: this rank's error, to be raised on all ranks.
 
@@ -152,7 +152,9 @@ def merged_kinds(
         DivergenceError: ranks' optimizers have different parameters, or group them differently; on every rank.
         CheckpointError: the first rank's `error`, on every rank.
     """
-    structure = [sorted(row.name for t in targets if t.group == group for row in t.rows) for group in range(groups)]
+    structure = [
+        sorted(row.name for t in targets if t.group == group for row in t.rows) for group in range(group_count)
+    ]
     axes = {id(b.axes.shard.group): b.axes.shard for b in table.buckets() if b.axes.shard.size > 1}
     for axis in axes.values():  # all of them, even after an error, so that ranks of the next axis learn of it
         everyone = objects_of_all((structure, kinds, error), axis.group, "optimizers' state")
