@@ -140,15 +140,15 @@ def get_model_state_dict(
     table = _table(model, options)
     form = _form(options)
     # PyTorch raises on some combinations of filters, so they are applied here.
-    plain = replace(options, ignore_frozen_params=False, keep_submodule_prefixes=True)
+    torch_options = replace(options, ignore_frozen_params=False, keep_submodule_prefixes=True)
     if not table.sharded:
-        state = torch_get_model_state_dict(model, options=plain)
+        state = torch_get_model_state_dict(model, options=torch_options)
     elif table.wrapped is not None:
         with in_form(form):
             state = dict(model.state_dict())
     else:
-        plain = replace(plain, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-        state = _in_form(table, torch_get_model_state_dict(model, options=plain), form)
+        torch_options = replace(torch_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+        state = _in_form(table, torch_get_model_state_dict(model, options=torch_options), form)
     if options.ignore_frozen_params:
         frozen = {name for row in table.parameters if not row.parameter.requires_grad for name in row.names}
         state = {name: value for name, value in state.items() if name not in frozen}

@@ -52,7 +52,7 @@ class _Placeholder(torch.Tensor):
 
 
 def save_instance(
-    runner: Runner, plain: Callable[[], Any], prefix: str, form: Form, dtypes: dict[str, torch.dtype], rank: int
+    runner: Runner, state_dict: Callable[[], Any], prefix: str, form: Form, dtypes: dict[str, torch.dtype], rank: int
 ) -> Any:
     """The state dict of a wrapper instance and everything in it, under the unwrapped module's names. Collective.
 
@@ -60,7 +60,7 @@ def save_instance(
 
     Args:
         runner: the instance's runner.
-        plain: `nn.Module.state_dict` of the instance.
+        state_dict: `nn.Module.state_dict` of the instance.
         prefix: the prefix of names in the result.
         form: the form that the instance is set to; `in_form` overrides it.
         dtypes: the dtypes in which to save buffers that were cast, by name within the instance.
@@ -70,7 +70,7 @@ def save_instance(
     runner.reshard()
     runner.unit.refresh()
     with _placeholders(runner):
-        result = plain()
+        result = state_dict()
     result.pop(f"{prefix}{WRAPPED}.{ATTRIBUTE}", None)
     if form.kind == "names":
         strip(result, prefix)

@@ -83,10 +83,10 @@ class Table:
                 if tensor is not None:
                     self.raw.setdefault(id(tensor), prefix + key)
                 if key in here or (tensor is not None and id(tensor) not in flats):
-                    unit_bucket, unit_member = here.get(key, (None, None))
-                    parameter = tensor if unit_member is None else unit_member.sharded
-                    new = Named(parameter, [], unit_bucket, unit_member)
-                    row = self._rows.setdefault(id(unit_member or parameter), new)
+                    own_bucket, own_member = here.get(key, (None, None))
+                    parameter = tensor if own_member is None else own_member.sharded
+                    row = Named(parameter, [], own_bucket, own_member)
+                    row = self._rows.setdefault(id(own_member or parameter), row)
                     row.names.append(clean(prefix + key))
                     self.by_tensor[id(tensor)] = self.by_tensor[id(row.parameter)] = row
             for key, buffer in module._buffers.items():
@@ -106,7 +106,7 @@ class Table:
         return resolve_mesh(None)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Every bucket."""
+        """Yield the buckets of all units."""
         for unit, _ in self.units:
             yield from unit.buckets
 
