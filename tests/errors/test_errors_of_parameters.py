@@ -215,7 +215,7 @@ def test_a_sharded_state_dict_over_two_meshes():
     model = FullyShardedDataParallel(split(mesh()["tp"], Replicate()), use_orig_params=True)
     with (
         FullyShardedDataParallel.state_dict_type(model, fullshard.StateDictType.SHARDED_STATE_DICT),
-        raises("CheckpointError: A tensor-parallel parameter has a sharded state only over one"),
+        raises("CheckpointError: The sharded state of a tensor-parallel parameter requires one"),
     ):
         model.state_dict()
 
