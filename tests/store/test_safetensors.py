@@ -200,7 +200,7 @@ WRONG = (
     (lambda state: state.update({NORM: torch.zeros(3, 2)}), "(3, 2)"),
     (lambda state: state.update({NORM: state[NORM].int()}), "torch.int32"),
     (lambda state: state.update({NORM: state[NORM].to(torch.float8_e4m3fn)}), "float8"),
-    (lambda state: state.update({TIED: torch.zeros_like(state["tokens.weight"])}), "several values"),
+    (lambda state: state.update({TIED: torch.zeros_like(state["tokens.weight"])}), "different values"),
 )
 
 
