@@ -142,7 +142,7 @@ def test_values_of_a_part_are_asked_of_the_instance(way: str) -> list[str]:
         lambda: set_model_state_dict(part, {}, options=whole),
         lambda: get_optimizer_state_dict(part, optimizer, options=whole),
     ):
-        problems += named_error(error_of(call), "give the FullyShardedDataParallel")
+        problems += named_error(error_of(call), "pass the FullyShardedDataParallel")
     got = {name: value.shape for name, value in get_model_state_dict(model, options=whole).items()}
     assert got == {name: value.shape for name, value in layers().state_dict().items()}
     return problems
