@@ -197,6 +197,8 @@ def report_of(source: str, value: Any) -> WatcherReport:
         for record in [status["waits_for"], status["last"], *status["records"]]:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
+        if status.get("call") is not None:  # older reports have none
+            _check(status["call"], {"did": (str,), "at": (str,)}, f"the call of rank {status['rank']}")
         if status["last"] is not None:
             _check(status["last"], {"time": _NUMBER}, f"the last record of rank {status['rank']}")
     if not value["ranks"]:
