@@ -114,7 +114,7 @@ def test_an_adapter_that_is_no_parameter(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
 
     model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with raises("CheckpointError: An adapter has a tensor that is no parameter of the model as it is"):
+    with raises("CheckpointError: An adapter has a tensor that is not a parameter of the model"):
         fullshard.save_safetensors(model, tmp_path / "out", adapter=True)
 
 

@@ -90,7 +90,7 @@ ASKED = [
     ),
     (
         lambda f: CheckpointSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
-        "CheckpointError: A tensor is not what was announced",
+        "CheckpointError: A tensor does not match its entry",
     ),
     (lambda f: CheckpointSink(f / "a", ENTRIES, {}).finish(), "CheckpointError: Not all tensors were written"),
     (DeepSpeedSource, "CheckpointError: is no folder that DeepSpeed wrote"),
@@ -200,7 +200,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     with (
         TorchFileSource(tmp_path / "a") as source,
         (tmp_path / "a").open("r+b") as file,
-        raises("DamagedCheckpointError: A file of a checkpoint is truncated ... 64 bytes more"),
+        raises("DamagedCheckpointError: A file of a checkpoint is truncated ... 64 more bytes"),
     ):
         file.truncate(100)
         source.read("model.0.weight")

@@ -193,7 +193,7 @@ CALLS = [
     (sharded, tie, run, "LayoutError: A weight of unit '0' is also used outside the unit, where"),
 ]
 SAVED = [
-    (with_a_sum, "CheckpointError: A tensor is placed in a way that does not say which rank holds"),
+    (with_a_sum, "CheckpointError: The placements of a tensor do not determine which rank has"),
     (lambda: fully_shard(int8(Sealed)), "CheckpointError: A parameter of class Sealed does not implement"),
 ]
 

@@ -34,7 +34,7 @@ CALLS = [  # by each rank, with its number and a folder that both see
     ),
     (
         lambda rank, folder: fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False))),
-        "DivergenceError: Ranks hold one tensor in different shapes or dtypes",
+        "DivergenceError: Ranks have different shapes or dtypes for the same tensor",
     ),
     (
         lambda rank, folder: fullshard.save(folder / f"machine-{rank}", sharded()),
@@ -161,7 +161,7 @@ def alone(rank: int) -> nn.Module:
     return fully_shard(nn.Linear(4, 4), mesh=meshes[rank])
 
 
-@PROGRAMS.raise_("DivergenceError: Ranks hold different tensors under one name; nothing was written")
+@PROGRAMS.raise_("DivergenceError: Ranks have different tensors under the same name; nothing was written")
 def models_of_their_own(rank: int, folder: Path) -> None:
     torch.manual_seed(rank)
     fullshard.save(folder, alone(rank))
@@ -183,7 +183,7 @@ def loading_other_steps(rank: int, folder: Path) -> None:
     fullshard.load(folder, model, step=1 + rank)
 
 
-@PROGRAMS.raise_("CheckpointError: The ranks that save do not hold every element of a tensor once")
+@PROGRAMS.raise_("CheckpointError: The saving ranks do not have every element of a tensor exactly once")
 def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
     alone = dist.new_group([0])
     model = sharded()
@@ -191,7 +191,7 @@ def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
         fullshard.save(folder, model, process_group=alone)
 
 
-@PROGRAMS.raise_("CheckpointError: A save in the background failed ... rank 1: ")
+@PROGRAMS.raise_("CheckpointError: A background save failed ... rank 1: ")
 def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     def sees(where: fullshard.Folder, name: str) -> bool:
         if rank == 1:
@@ -203,7 +203,7 @@ def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     saving.wait()
 
 
-@PROGRAMS.raise_("UserWarning: The random generators were left as they are")
+@PROGRAMS.raise_("UserWarning: The random generators were left unchanged")
 def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
     model = sharded()
     torch.manual_seed(rank)
@@ -212,7 +212,7 @@ def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
     fullshard.load(folder, two_layers(), process_group=alone)
 
 
-@PROGRAMS.raise_("PhaseError: The loop over full_parameters was left before its end")
+@PROGRAMS.raise_("PhaseError: The loop over full_parameters stopped before its end")
 def a_loop_that_is_left(rank: int, folder: Path) -> None:
     for _ in fullshard.full_parameters(sharded(), bucket_bytes=64):
         if rank == 0:

@@ -83,7 +83,7 @@ FOLDERS = [
     ),
     (lambda f: save(f, dtype=torch.int8), "ConfigError: dtype must be a floating-point dtype, or None"),
     (lambda f: save(f, adapter=True, merge_lora=True), "ConfigError: adapter and merge_lora exclude each other"),
-    (lambda f: load(f, adapter=True, base=True), "ConfigError: adapter and base exclude each other: files hold one or"),
+    (lambda f: load(f, adapter=True, base=True), "ConfigError: adapter and base exclude each other: the files contain"),
     (
         lambda _: list(fullshard.full_parameters(two_layers(), merge_lora=True)),
         "ConfigError: merge_lora: the model has no LoRA adapter",
@@ -111,14 +111,14 @@ FOLDERS = [
     (save, lambda f: load(f, tied()), "CheckpointError: A parameter is tied in the model"),
     (save, lambda f: load(f, nn.Linear(4, 4)), "CheckpointError: Safetensors files do not fit the model: names differ"),
     # Adapters.
-    (lambda _: adapted(), lambda f: save(f, adapter=True), "ConfigError: The model has no adapter of ... Sequential"),
-    (lambda f: save_adapter(f, two_adapters()), "ConfigError: adapter=True needs one active adapter"),
+    (lambda _: adapted(), lambda f: save(f, adapter=True), "ConfigError: The model has no PEFT adapter ... Sequential"),
+    (lambda f: save_adapter(f, two_adapters()), "ConfigError: adapter=True needs exactly one active"),
     (lambda f: save_adapter(f, adapted(), "french"), "ConfigError: The model has no adapter of this name"),
     (
         lambda _: list(fullshard.full_parameters(adapted(use_dora=True), merge_lora=True)),
         "ConfigError: merge_lora: an adapter cannot be merged tensor by tensor",
     ),
-    (lambda f: load(f, adapted(), adapter=True), "CheckpointError: A folder holds no adapter of"),
+    (lambda f: load(f, adapted(), adapter=True), "CheckpointError: A folder contains no PEFT adapter"),
     (
         lambda f: save_adapter(f, adapted(r=4)),
         lambda f: load(f, adapted(), adapter=True),

@@ -389,8 +389,8 @@ FAULTS = (
     Fault(
         "two tensors may lie in one place of a file",
         "store/manifest.py",
-        "if file == next_file and begin + one.nbytes > next_begin:",
-        "if file == next_file and begin > next_begin:",
+        "if part.file == following.file and part.begin + part.nbytes > following.begin:",
+        "if part.file == following.file and part.begin > following.begin:",
         test="tests/store/test_attacks.py -k tensors",
     ),
     Fault(

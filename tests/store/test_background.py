@@ -86,7 +86,7 @@ def a_disk_that_fails(folder: Path, failing: int) -> tuple[set[str], list[str], 
         fullshard.save(folder, model, step=4, asynchronous=True).wait()
     return (
         errors,
-        [str(one.message) for one in seen if "A save in the background failed" in str(one.message)],
+        [str(one.message) for one in seen if "A background save failed" in str(one.message)],
         Folder(folder).names(),
     )
 
@@ -98,8 +98,7 @@ def test_a_disk_of_one_rank_that_fails_for_good(run_ranks: Any, tmp_path: Path) 
         for rank, (errors, texts, names) in enumerate(run_ranks(a_disk_that_fails, folder, failing, timeout=40)):
             (error,) = errors
             assert all(
-                word in error
-                for word in ("Input/output error", f"rank:      {failing}", "A save in the background failed")
+                word in error for word in ("Input/output error", f"rank:      {failing}", "A background save failed")
             ), error
             assert len(texts) == (rank == 0) and all("Input/output error" in text for text in texts), texts
             assert names == ["step-000000003", "step-000000004"]
@@ -149,7 +148,7 @@ def test_what_the_first_ranks_process_learns_of_another(tmp_path: Path) -> None:
         ours.sendall(background.GIVE_UP)
         with raises("CheckpointError: Another rank's part"):
             writer_process.wait_for(tmp_path, 2, order, theirs)
-        with raises("CheckpointError: The folder being written was removed: not all ranks could start"):
+        with raises("CheckpointError: The folder of the save was removed: not all ranks could start"):
             writer_process.wait_for(tmp_path / "removed", 1, order, theirs)
 
 

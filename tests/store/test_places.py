@@ -70,7 +70,7 @@ def test_a_folder_that_was_copied_in_any_order(tmp_path: Path) -> None:
         assert loaded(copy) == 3  # `latest` was not copied
         inspect(copy)
     os.truncate(copy / name_of(3) / "rank-0.safetensors", 100)
-    with pytest.warns(UserWarning, match="was passed over"):
+    with pytest.warns(UserWarning, match="trying the checkpoint before it"):
         assert loaded(copy, fall_back=True) == 2
     save(copy, 4, keep_last=2)
     assert Folder(copy).names() == [name_of(3), name_of(4)]
@@ -134,13 +134,13 @@ def test_a_checkpoint_that_has_checkpoints_in_it(tmp_path: Path) -> None:
     nested = tmp_path / name_of(1)
     save(tmp_path, 1)
     save(nested, 2)
-    with pytest.warns(UserWarning, match="files of a checkpoint of its own"):
+    with pytest.warns(UserWarning, match="also contains checkpoint files itself"):
         assert loaded(nested) == 2
     assert loaded(nested, step=2) == 2
     assert loaded(tmp_path) == 1
     for to in (tmp_path, tmp_path / "alone"):
         shutil.copytree(nested / name_of(2), to, dirs_exist_ok=True)
-    with pytest.warns(UserWarning, match="files of a checkpoint of its own"):
+    with pytest.warns(UserWarning, match="also contains checkpoint files itself"):
         assert loaded(tmp_path) == 1
     assert loaded(tmp_path / "alone") == 2
 
@@ -154,7 +154,7 @@ def test_a_renamed_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text(name_of(2))
     with pytest.raises(DamagedCheckpointError, match="step 1"):
         loaded(tmp_path)
-    with pytest.warns(UserWarning, match="was passed over"):
+    with pytest.warns(UserWarning, match="trying the checkpoint before it"):
         assert loaded(tmp_path, fall_back=True) == 5
     assert loaded(tmp_path / name_of(2)) == 1  # named as it is
 

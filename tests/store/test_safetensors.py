@@ -176,7 +176,7 @@ def test_tensor_subclasses_are_refused(tmp_path):
     model.weight = nn.Parameter(GatheredInt8(torch.ones(4, 4)))
     fullshard.fully_shard(model)
     error = error_of(lambda: fullshard.save_safetensors(model, folder / "own"))
-    problems = named_error(error, "weight", "class of its own", kinds=CheckpointError)
+    problems = named_error(error, "weight", "tensor subclass", kinds=CheckpointError)
     assert not folder.exists()
     dist.barrier()
 

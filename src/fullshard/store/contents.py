@@ -33,14 +33,14 @@ _REMEDIES = {
 }
 
 
-def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers passed to `call` ("save" or "load"), as a list.
+def checked_optimizers(call: str, model: Any, optimizers: Any, state: Any) -> list[torch.optim.Optimizer]:
+    """Check arguments of `call` ("save" or "load"); returns the optimizers as a list.
 
     Raises:
         ConfigError: an argument has an invalid type; the message names it.
     """
-    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
-    listed = list(optimizers) if several else [optimizers]
+    is_list = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
+    listed = list(optimizers) if is_list else [optimizers]
     checked: list[tuple[str, Any, type]] = [("model", model, nn.Module)]
     checked += [("optimizers", optimizer, torch.optim.Optimizer) for optimizer in listed]
     checked += [("state", {} if state is None else state, Mapping)]
@@ -57,12 +57,12 @@ def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torc
 
 @dataclass(eq=False)
 class StateOf:
-    """State of one tensor of an optimizer.
+    """The state of an optimizer's tensor.
 
     Attributes:
         optimizer: the optimizer.
         held: the tensor and its parameters.
-        state: the optimizer's own dict; of a tensor without state, a new dict to load into.
+        state: the optimizer's own dict; for a tensor without state, a new dict to load into.
         pieces: this rank's pieces of the state, by parameter name.
         scalars: values for a whole parameter, by parameter name and key.
     """
@@ -83,7 +83,7 @@ class Contents:
         model: pieces of parameters and buffers.
         states: state of the optimizers' tensors.
         groups: parameter groups of all optimizers, in order: settings, and the names of their parameters.
-        ties: further names of tensors, each with the name that the tensor is saved under; names of the checkpoint.
+        ties: further names of tensors, each with the name under which the tensor is saved.
         extra: modules' extra state (`get_extra_state`), by name in the checkpoint.
     """
 
@@ -111,7 +111,7 @@ def contents_of(
     """Collect the contents of this rank. No communication.
 
     Args:
-        first: whether this is the first rank, which writes tensors that all ranks have.
+        first: whether this is the first rank, which writes unsharded tensors.
 
     Raises:
         CheckpointError: a tensor has no values yet, or state cannot be named.
@@ -121,7 +121,7 @@ def contents_of(
     table = table_of(model)
     contents = Contents(table)
     for turn, row in enumerate(table.parameters):
-        contents.model += row_pieces(row, MODEL + row.name, row.parameter, turn, first)
+        contents.model += row_pieces(row, MODEL + row.name, turn, first)
         contents.ties |= {MODEL + name: MODEL + row.name for name in row.names[1:]}
     seen: dict[int, str] = {}
     for turn, (name, buffer) in enumerate(table.buffers.items()):
@@ -140,22 +140,22 @@ def contents_of(
 
 
 def table_of(model: nn.Module) -> Table:
-    """The names of `model`, without what wrapping and compiling put in, once what the user replaced was noticed.
+    """The table of `model`, under the names of the unwrapped, uncompiled model.
 
-    What is gathered stays as it is.
+    Takes over storage that the user replaced. Gathered units stay gathered.
 
     Raises:
-        PhaseError: `model` is in the middle of a step, or shows whole parameters that may be written to.
-        CheckpointError: a tensor on the meta device.
+        PhaseError: `model` is in the middle of a step, or inside `summon_full_params`.
+        CheckpointError: a tensor is on the meta device, or not initialized.
     """
     table = Table(model, plain_name)
     for unit, runner in table.units:
         root = runner.root if runner is not None else None
         if unit.showing.summoned or (root is not None and (root.pass_top is not None or root.in_backward)):
             raise PhaseError(
-                "Whole values of a model were asked for in the middle of a step, or inside summon_full_params.",
+                "A model cannot be saved, loaded or exported in the middle of a step, or inside summon_full_params.",
                 parameter=unit.name or "(root)",
-                remedy="ask between steps: after optimizer.step(), or before the next forward",
+                remedy="call between steps: after optimizer.step(), or before the next forward",
                 topic="called-in-a-step",
             )
         unit.refresh()
@@ -163,23 +163,22 @@ def table_of(model: nn.Module) -> Table:
     for name, tensor in {**tensors, **table.buffers}.items():
         if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise CheckpointError(
-                "A tensor of the model has no values: it is on the meta device, or not initialised.",
+                "A tensor of the model has no values: it is on the meta device, or not initialized.",
                 parameter=name,
-                remedy="model.to_empty(device=...) and a load first; lazy modules need a forward",
+                remedy="call model.to_empty(device=...) and load values first; lazy modules need a forward",
                 topic="weights-on-meta",
             )
     return table
 
 
 def lacking_state(optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> set[tuple[int, int]]:
-    """The tensors without state on some rank, by optimizer and number in it. Collective.
+    """The tensors without state on any rank, by optimizer and number in it. Collective.
 
     All ranks create state for the same tensors, because an optimizer may communicate in its step.
     """
-    for optimizer in optimizers:
-        settle_state(optimizer)
     lacking: set[tuple[int, int]] = set()
     for o, optimizer in enumerate(optimizers):
+        settle_state(optimizer)
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         lacking |= {(o, number) for number, tensor in enumerate(tensors) if not optimizer.state.get(tensor)}
     digest = hashlib.sha256(repr(sorted(lacking)).encode()).digest()
@@ -188,10 +187,10 @@ def lacking_state(optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> 
     return set().union(*ranks.all(lacking))
 
 
-def row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
-    """This rank's pieces of a parameter; `value` is the parameter, where no unit has it."""
+def row_pieces(row: Named, name: str, turn: int, first: bool) -> list[Piece]:
+    """This rank's pieces of a parameter."""
     if row.bucket is None or row.member is None:
-        return list(value_pieces(name, value, turn, first))
+        return list(value_pieces(name, row.parameter, turn, first))
     return list(member_pieces(name, row.bucket, row.member, row.bucket.part(row.bucket.shard, row.member), turn))
 
 

@@ -1,6 +1,7 @@
-"""What is saved besides the model: schedulers, loaders, random generators, the user's own values.
+"""Values saved beside the model: schedulers, loaders, random generators, the user's own values.
 
-Where all ranks have the same it is kept once; else each rank's is kept, and loads on as many ranks again.
+A value that is the same on all ranks is saved once. A value that differs is saved for each rank, and can be loaded on
+the same number of ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .write import bytes_of
 RNG = "rng"
 """The name of the random generators' state."""
 MOST_JSON = 2**27
-"""Of all values together, in bytes: half of what the longest manifest has (`MOST_WHOLE`)."""
+"""The most bytes of all values together: half of the longest manifest (`MOST_WHOLE`)."""
 STATE = "state."
-"""What the names of tensors in users' values begin with."""
+"""The prefix of tensors in users' values."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state to be saved: a scheduler, a scaler, a data loader; as DCP's protocol of this name."""
+    """An object with state: a scheduler, a scaler, a data loader; like DCP's protocol of this name."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
 
 class Generators:
@@ -45,18 +46,18 @@ class Generators:
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
             "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
             "torch": torch.get_rng_state(),
         }
         if torch.accelerator.is_available():
             module = torch.get_device_module(torch.accelerator.current_accelerator())
-            found["accelerator"] = module.get_rng_state()
-        return found
+            state["accelerator"] = module.get_rng_state()
+        return state
 
     def check(self, state_dict: dict[str, Any]) -> None:
-        """Raise, whatever it is, if `load_state_dict` would."""
+        """Raise any exception if `load_state_dict` would."""
         self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"))
         if "accelerator" in state_dict and torch.accelerator.is_available():
             torch.Generator(torch.accelerator.current_accelerator()).set_state(state_dict["accelerator"])
@@ -77,17 +78,17 @@ class Generators:
 
 
 Digest = tuple[str, int]
-"""What tells whether ranks have the same value, and its length as JSON."""
+"""A hash, by which ranks compare a value, and its length as JSON."""
 
 
 @dataclass
 class Values:
-    """What this rank is to save of them, before it knows whether the others have the same.
+    """The values of this rank, before ranks have compared them.
 
     Attributes:
-        json: by name.
-        tensors: those in each value that are whole on this rank, by their names in the checkpoint.
-        sharded: pieces of the others, which are one tensor of all ranks.
+        json: values as JSON, by name.
+        tensors: for each value, the tensors in it that are whole on this rank, by their names in the checkpoint.
+        sharded: pieces of sharded tensors in the values.
         digests: by name.
     """
 
@@ -98,14 +99,14 @@ class Values:
 
 
 @dataclass
-class Entries:
-    """What one rank writes of them.
+class ValuesToWrite:
+    """The values that this rank writes.
 
     Attributes:
-        common: JSON of what all ranks have, by name.
-        own: JSON of what is this rank's, by name.
-        common_pieces, own_pieces: tensors in them, without those that are sharded.
-        differ: whether any rank has values of its own; the same on all.
+        common: values that are the same on all ranks, as JSON, by name.
+        own: values that differ, as JSON, by name.
+        common_pieces, own_pieces: the tensors in them, except sharded ones.
+        differ: whether any rank has values that differ; the same on all ranks.
     """
 
     common: dict[str, Any]
@@ -115,7 +116,7 @@ class Entries:
     differ: bool
 
 
-def values_of(state: Mapping[str, Callable[[], Any]], first: bool) -> Values:
+def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
     """The values of this rank. No communication.
 
     Args:
@@ -126,11 +127,11 @@ def values_of(state: Mapping[str, Callable[[], Any]], first: bool) -> Values:
         CheckpointError: a value that is not plain.
     """
     values = Values()
-    every: dict[str, torch.Tensor] = {}  # of all keys: no two get one name
-    for key, give in state.items():
-        before = len(every)
-        values.json[key] = to_json(give(), f"{STATE}{key}", every)
-        tensors = dict(list(every.items())[before:])
+    all_tensors: dict[str, torch.Tensor] = {}  # of all keys, so that names are unique
+    for key, getter in getters.items():
+        before = len(all_tensors)
+        values.json[key] = to_json(getter(), f"{STATE}{key}", all_tensors)
+        tensors = dict(list(all_tensors.items())[before:])
         values.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
         values.digests[key] = _digest(values.json[key], values.tensors[key])
         for turn, (name, tensor) in enumerate(tensors.items()):
@@ -139,17 +140,17 @@ def values_of(state: Mapping[str, Callable[[], Any]], first: bool) -> Values:
     return values
 
 
-def entries_of(values: Values, everyone: Sequence[Mapping[str, Digest]], rank: int) -> Entries:
-    """What this rank writes of its values.
+def values_to_write(values: Values, digests: Sequence[Mapping[str, Digest]], rank: int) -> ValuesToWrite:
+    """Choose what this rank writes of its values.
 
     Args:
-        everyone: each rank's digests.
+        digests: of every rank.
 
     Raises:
-        CheckpointError: values that are too long.
+        CheckpointError: the values are too large.
     """
-    _check_size(everyone)
-    same = {key for key in values.json if all(other.get(key) == values.digests[key] for other in everyone)}
+    _check_size(digests)
+    same = {key for key in values.json if all(of_rank.get(key) == values.digests[key] for of_rank in digests)}
     common: list[Piece] = []
     own: list[Piece] = []
     for key, tensors in values.tensors.items():
@@ -157,18 +158,18 @@ def entries_of(values: Values, everyone: Sequence[Mapping[str, Digest]], rank: i
             if key in same:
                 common.append(whole_piece(name, tensor, rank == 0))
             else:
-                own.append(whole_piece(of_rank(rank, name), tensor, True))
-    return Entries(
+                own.append(whole_piece(name_of_rank(rank, name), tensor, True))
+    return ValuesToWrite(
         {key: value for key, value in values.json.items() if key in same},
         {key: value for key, value in values.json.items() if key not in same},
         common,
         own,
-        any(each != everyone[0] for each in everyone),
+        any(of_rank != digests[0] for of_rank in digests),
     )
 
 
-def of_rank(rank: int, name: str) -> str:
-    """The name of a tensor that is one rank's."""
+def name_of_rank(rank: int, name: str) -> str:
+    """The name under which a rank's own tensor is saved."""
     return f"ranks.{rank}.{name}"
 
 
@@ -176,25 +177,25 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _check_size(everyone: Sequence[Mapping[str, Digest]]) -> None:
-    """Refuse values that make a manifest which is too long to be read; on all ranks alike.
+def _check_size(digests: Sequence[Mapping[str, Digest]]) -> None:
+    """Refuse values that would make the manifest too long to read; on all ranks alike.
 
     Raises:
-        CheckpointError: names the longest.
+        CheckpointError: names the longest value.
     """
     lengths: dict[str, int] = {}
-    for key in dict.fromkeys(key for one in everyone for key in one):
-        of_ranks = [one[key] for one in everyone if key in one]
-        same = len(set(of_ranks)) == 1 and len(of_ranks) == len(everyone)
-        lengths[key] = of_ranks[0][1] if same else sum(length for _, length in of_ranks)
+    for key in dict.fromkeys(key for of_rank in digests for key in of_rank):
+        of_key = [of_rank[key] for of_rank in digests if key in of_rank]
+        same = len(set(of_key)) == 1 and len(of_key) == len(digests)
+        lengths[key] = of_key[0][1] if same else sum(length for _, length in of_key)
     if sum(lengths.values()) > MOST_JSON:
         longest = max(lengths, key=lambda key: lengths[key])
         raise CheckpointError(
-            "Values to save are too long: what is no tensor, array or bytes is kept as text, and read as a whole.",
+            "Values to save are too long: all except tensors, arrays and bytes are stored as text in the manifest.",
             parameter=longest,
             expected=f"at most {MOST_JSON} characters in all",
             got=f"{sum(lengths.values())}, {lengths[longest]} of them here",
-            remedy="give long lists as tensors or NumPy arrays, and long texts as bytes: these are kept beside",
+            remedy="pass long lists as tensors or NumPy arrays, and long texts as bytes: these are stored separately",
         )
 
 

@@ -1,17 +1,17 @@
-"""Where checkpoints are kept: a folder that all ranks see, in which each is whole or not there.
+"""A folder of checkpoints, shared by all ranks. A checkpoint in it is complete or does not exist.
 
     ROOT/
-      step-000000100/                    a whole checkpoint: rank-0.safetensors, ..., manifest.json
-      step-000000100.2/                  another one of the same step, saved after it
-      step-000000200.saving-1f3a/        being written, or left by a save that was broken off; never read
-      latest                             the name of the newest whole one
-      lock                               locked by the process that writes
+      step-000000100/                    a complete checkpoint: rank-0.safetensors, ..., manifest.json
+      step-000000100.2/                  a second checkpoint of the same step, saved later
+      step-000000200.saving-1f3a/        being written, or left by an interrupted save; never read
+      latest                             the name of the newest complete checkpoint
+      lock                               locked by the process that is saving
 
-Every file is synced, then the folder renamed, then its parent synced, then `latest` replaced (rename(2)): a process
-may be killed, and the machine switched off, between any two of these.
+A save syncs every file, renames the folder, syncs its parent, then replaces `latest` (rename(2)). The process may be
+killed, or the machine lose power, between any two of these steps.
 
-Checkpoints are ordered by the time in their manifests, never by the times of files, which copies change. A save takes
-a time after all that are there, so this is the order of the saves whatever the clocks say.
+Checkpoints are ordered by the time in their manifests, never by file times, which copying changes. A save uses a time
+later than that of every existing checkpoint, so the order is that of the saves even if clocks are wrong.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
-from . import manifest
 from .in_place import placed, replace_file, sync, write_synced
-from .storage import LocalStorage, Storage
+from .manifest import time_in
+from .storage import MANIFEST, LocalStorage, Storage
 
 LATEST = "latest"
 LOCK = "lock"
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
-_LEFT_OVER = re.compile(r"step-\d{9,}(?:\.\d+)?\.(?:saving|deleting)-[0-9a-f]+")
-_POLL = 0.1  # seconds between two looks at a lock
-START = 1024  # bytes of a manifest that step, world and time are in; and more than all of `latest`
+_LEFTOVER = re.compile(r"step-\d{9,}(?:\.\d+)?\.(?:saving|deleting)-[0-9a-f]+")
+_POLL = 0.1  # seconds between two attempts to take the lock
+START = 1024  # bytes: the beginning of a manifest, with step, world and time; longer than `latest`
 
 
 class Folder:
@@ -51,7 +51,7 @@ class Folder:
     """
 
     on_disk = True
-    """Whether processes meet in it: files appear at once, and are renamed in one step."""
+    """Whether it is a file system, where other processes see files at once and renames are atomic."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Any = Path(path).absolute()
@@ -60,23 +60,23 @@ class Folder:
         return str(self.path)
 
     def at(self, name: str) -> Any:
-        """Where one checkpoint is; the folder itself for ""."""
+        """The path of a checkpoint; "" is the folder itself."""
         return self.path / name
 
     # Reading.
 
     @property
     def exists(self) -> bool:
-        """Whether there is a folder, with or without checkpoints."""
+        """Whether the folder exists, with or without checkpoints."""
         return bool(self.path.is_dir())
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether files of a checkpoint lie in the folder itself: it is one, or something was moved here."""
-        return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
+        """Whether the folder itself contains a checkpoint's manifest or metadata."""
+        return any((self.path / name).is_file() for name in (MANIFEST, ".metadata"))
 
     def has(self, name: str) -> bool:
-        """Whether a checkpoint of this name is here; "" is the folder itself."""
+        """Whether a checkpoint of this name exists; "" is the folder itself."""
         return name in self.names() if name else self.is_checkpoint
 
     def step_of(self, name: str) -> int | None:
@@ -89,23 +89,23 @@ class Folder:
         return [name for _, _, name in sorted(self._times())]
 
     def time_of_next(self, now: float) -> float:
-        """The time for the manifest of a new checkpoint: now, or just after the last one where the clock is behind."""
+        """The time of a new checkpoint: `now`, or just after the last checkpoint if the clock is behind it."""
         return max([now, *(math.nextafter(time, math.inf) for time, _, _ in self._times())])
 
     def _times(self) -> list[tuple[float, tuple[int, int], str]]:
-        """Of each checkpoint that has a manifest: the time it was saved, step and turn, and its name.
+        """For each checkpoint that has a manifest: when it was saved, its step and turn, and its name.
 
-        One whose manifest is damaged counts as saved right after those of the steps before it: its damage is reported
-        when it is the newest, and does not pass for an old checkpoint.
+        A damaged manifest counts as saved right after the checkpoints of earlier steps. If it is the newest checkpoint,
+        its damage is thus reported, and it is not mistaken for an old one.
         """
         dated: list[tuple[float, tuple[int, int], str]] = []
         undated: list[tuple[tuple[int, int], str]] = []
         for name in self._entries():
             key = step_and_turn(name)
-            start = None if key is None else self._start_of(f"{name}/{manifest.NAME}")
+            start = None if key is None else self._start_of(f"{name}/{MANIFEST}")
             if key is None or start is None:
                 continue
-            time = manifest.time_in(start)
+            time = time_in(start)
             if time is None:
                 undated.append((key, name))
             else:
@@ -115,12 +115,11 @@ class Folder:
         return dated
 
     def _entries(self) -> Iterable[str]:
-        """The names of what is in the folder; nothing if there is none."""
+        """The names of all files and folders in it; empty if it does not exist."""
         return os.listdir(self.path) if self.path.is_dir() else ()
 
     def _start_of(self, name: str) -> bytes | None:
-        """The first bytes of a file in the folder; None if there is no such file. Links are not followed: they lead
-        out of the folder."""
+        """The first bytes of a file in the folder; None if it does not exist. Never follows a link."""
         path = self.path / name
         try:
             if path.parent.is_symlink() and path.parent != self.path:
@@ -129,7 +128,7 @@ class Folder:
                 return None
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # it is there, and reading it for more than its start will say what is wrong
+        with contextlib.suppress(OSError):  # the file exists; reading all of it later reports the error
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 return os.read(fd, START)
@@ -138,24 +137,29 @@ class Folder:
         return b""
 
     def latest(self) -> str | None:
-        """The name in `latest`; None if there is none.
+        """The name in `latest`; None if the file does not exist.
 
         Raises:
-            CheckpointError: `latest` names no checkpoint that is here.
+            DamagedCheckpointError: it does not name a checkpoint in this folder.
         """
         if LATEST not in self._entries():
             return None
         text = (self._start_of(LATEST) or b"").decode(errors="replace").strip()
-        if step_and_turn(text) is None or self._start_of(f"{text}/{manifest.NAME}") is None:
-            raise self.names_nothing(text)
+        if step_and_turn(text) is None or self._start_of(f"{text}/{MANIFEST}") is None:
+            raise DamagedCheckpointError(
+                "The file 'latest' does not name a complete checkpoint.",
+                expected="the name of a folder beside it, such as step-000000100",
+                got=repr(text),
+                remedy=f"complete checkpoints here: {', '.join(self.names()) or 'none'}; name one, or pass "
+                "fall_back=True",
+            )
         return text
 
     def newest(self) -> str | None:
-        """The checkpoint that is meant where none is named: the last one saved here; "" if the folder itself is one,
-        as other programs save them; None if there is none.
+        """The default checkpoint: the last one saved here; "" if the folder itself is one; None if there is none.
 
         Raises:
-            CheckpointError: `latest` names no checkpoint that is here.
+            DamagedCheckpointError: see `latest`.
         """
         names = self.names()
         newest = self.latest() or (names[-1] if names else None)
@@ -165,24 +169,15 @@ class Folder:
             return ""
         warnings.warn(
             message(
-                "A folder of checkpoints has files of a checkpoint of its own, which are not read.",
-                got=f"{manifest.NAME} or .metadata in {self}",
-                expected=f"these only in the folders below: {newest} is read",
+                "A folder of checkpoints also contains checkpoint files itself; they are not read.",
+                got=f"{MANIFEST} or .metadata in {self}",
+                expected=f"such files only in its subfolders: {newest} is read",
                 remedy="move the files where they belong; and save a run's checkpoints to a folder that is not itself "
                 "a checkpoint",
             ),
             stacklevel=3,
         )
         return newest
-
-    def names_nothing(self, text: str) -> CheckpointError:
-        """What to raise for what `latest` says."""
-        return DamagedCheckpointError(
-            "The file 'latest' does not name a complete checkpoint.",
-            expected="the name of a folder beside it, such as step-000000100",
-            got=repr(text),
-            remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
-        )
 
     def storage(self, name: str) -> Storage:
         """The files of one checkpoint."""
@@ -191,56 +186,62 @@ class Folder:
     # Writing.
 
     def create(self, name: str, file: str) -> IO[bytes]:
-        """A new file in what `begin` made, to be written from front to back."""
+        """Create a file in the folder that `begin` created, to be written sequentially."""
         return (self.path / name / file).open("xb")
 
     def sees(self, name: str) -> bool:
-        """Whether this process sees what another one made by `begin`."""
+        """Whether this process sees the folder that another process created by `begin`."""
         return (self.path / name).is_dir()
 
     def begin(self, step: int) -> str:
-        """Make a folder to write into; returns its name."""
-        name = f"step-{step:09d}"
-        again = 1
-        while (self.path / name).exists():
-            again += 1
-            name = f"step-{step:09d}.{again}"
-        name = f"{name}.saving-{secrets.token_hex(4)}"
+        """Create a folder to write a checkpoint into; returns its name."""
+        name = f"{self._free_name(step)}.saving-{secrets.token_hex(4)}"
         (self.path / name).mkdir(parents=True)
         return name
 
+    def _free_name(self, step: int) -> str:
+        """The name of the next checkpoint of a step."""
+        entries, name, turn = set(self._entries()), f"step-{step:09d}", 1
+        while name in entries:
+            turn += 1
+            name = f"step-{step:09d}.{turn}"
+        return name
+
     def publish(self, name: str, files: dict[str, bytes]) -> str:
-        """Write the last files into what `begin` made, put it in its place, and let `latest` name it; its final name.
+        """Finish the checkpoint that `begin` began: write the last files, give it its name, update `latest`.
 
         Args:
             files: contents by name, written in this order.
+
+        Returns:
+            The checkpoint's name.
         """
         here = self.path / name
         for file, data in files.items():
             write_synced(here / file, data)
         final = name.rpartition(".saving-")[0]
-        with placed(here, self.path / final):  # until something names it, nothing shall be left of it
+        with placed(here, self.path / final):  # undone unless `latest` names it
             replace_file(self.path / LATEST, f"{final}\n".encode())
         sync(self.path)
         return final
 
     def discard(self, name: str) -> None:
-        """Remove what `begin` made, as far as the disk lets it; `clean` does the rest."""
+        """Remove the folder that `begin` created, as far as possible; `clean` removes the rest."""
         with contextlib.suppress(OSError):
             self.remove(name)
 
     def clean(self) -> None:
-        """Remove what broken-off saves left. Only while the lock is held."""
+        """Remove what interrupted saves left. Requires the lock."""
         for path in self.path.iterdir():
-            if _LEFT_OVER.fullmatch(path.name):
+            if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep_last: int | None, keep_every: int | None) -> list[str]:
         """Remove old checkpoints; returns their names.
 
         Args:
-            keep_last: keep as many of the newest; None: all.
-            keep_every: keep all whose step is a multiple of it, too.
+            keep_last: how many of the newest to keep; None: all.
+            keep_every: also keep every checkpoint whose step is a multiple of it.
         """
         if keep_last is None:
             return []
@@ -251,7 +252,7 @@ class Folder:
                 continue
             try:
                 self.remove(name)
-            except OSError as error:  # the new checkpoint is whole all the same
+            except OSError as error:  # the new checkpoint is complete nevertheless
                 warnings.warn(
                     message(f"An old checkpoint could not be removed: {self.at(name)}: {error}"),
                     stacklevel=2,
@@ -261,14 +262,14 @@ class Folder:
         return removed
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, which is not there from the first moment on: nobody writes into it any more."""
+        """Remove a checkpoint. The first step, a rename, takes it out of use at once and keeps writers out of it."""
         doomed = self.path / f"{name.partition('.saving-')[0]}.deleting-{secrets.token_hex(4)}"
         (self.path / name).rename(doomed)
-        sync(self.path)  # else files may be gone from it after a crash, and the name be there
+        sync(self.path)  # otherwise a crash might leave the old name with files missing
         shutil.rmtree(doomed, ignore_errors=True)
 
     def refuse_file(self) -> None:
-        """Raise where a file is in the way.
+        """Check that no file is in the folder's path.
 
         Raises:
             CheckpointError: the folder's path, or one above it, is a file.
@@ -277,22 +278,22 @@ class Folder:
             if path.exists() and not path.is_dir():
                 raise CheckpointError(
                     f"{path} is a file; fullshard.save and fullshard.load use a folder.",
-                    expected=f"a folder, or nothing yet, at {self.path}",
+                    expected=f"a folder or no entry at {self.path}",
                     got=f"the file {path}",
                     remedy="pass a folder, such as runs/a; fullshard convert reads files of torch.save and safetensors",
                 )
 
     @contextlib.contextmanager
     def locked(self, patience: float) -> Iterator[int]:
-        """Hold the lock that excludes other saves into this folder; gives its file descriptor.
+        """Hold the lock that excludes other saves into this folder; yields its file descriptor.
 
-        The lock is the operating system's (flock): it goes with the processes that hold it, however they end.
+        It is a lock of the operating system (flock), which releases it when the processes that hold it end.
 
         Args:
             patience: seconds to wait for another process.
 
         Raises:
-            CheckpointError: another process holds it for longer.
+            CheckpointError: another process still holds it then.
         """
         import fcntl
 
@@ -315,7 +316,7 @@ class Folder:
                             "Another process is saving into the same folder.",
                             expected=f"the lock within {patience:g} s",
                             got=f"{self.path / LOCK} held by {holder or 'an unknown process'}",
-                            remedy="give every run a folder of its own, or let the other save end",
+                            remedy="use a separate folder for each run, or wait for the other save",
                         ) from None
                     time.sleep(_POLL)
             os.ftruncate(fd, 0)
@@ -325,32 +326,31 @@ class Folder:
             os.close(fd)
 
     def _open_lock(self) -> int:
-        """File descriptor of the lock's file.
+        """Open the lock's file; returns its descriptor.
 
         Raises:
-            CheckpointError: something else is in its place, such as a link that another user of the folder prepared.
+            CheckpointError: it is not a regular file, but a link planted by another user, say.
         """
         path = self.path / LOCK
-        fd, error = -1, "not a regular file"
+        reason = "not a regular file"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 return fd
-        except OSError as failed:
-            if failed.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise
-            error = str(failed)
-        if fd >= 0:
             os.close(fd)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            reason = str(error)
         raise CheckpointError(
-            "The file that locks a folder of checkpoints cannot be opened: something else is in its place.",
-            expected=f"a file, or nothing yet, at {path}",
-            got=error,
-            remedy="remove it, and see who may write into the folder",
+            "The lock of a folder of checkpoints cannot be opened: it is not a regular file.",
+            expected=f"a file or no entry at {path}",
+            got=reason,
+            remedy="remove it, and check who can write to the folder",
         )
 
 
 def step_and_turn(name: str) -> tuple[int, int] | None:
-    """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
+    """The step in a checkpoint's name, and its number among those of that step; None if it is not such a name."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 1))

@@ -1,8 +1,8 @@
-"""Files hashed while they are written: one hash of every 16 MiB, so that a reader checks only what it reads.
+"""Hashes of files, computed during the write: one per 16 MiB, so that a reader hashes only the blocks it needs.
 
-XXH3 of 128 bits (Y. Collet, https://xxhash.com) where the package `xxhash` is installed, else SHA-256, which takes many
-times as long on a processor without instructions for it. A file's entry in the manifest says which. Both find what
-chance does to a file; neither is a signature: who may write the file may write the manifest, too.
+XXH3 of 128 bits (Y. Collet, https://xxhash.com) if the package `xxhash` is installed, else SHA-256, which is many times
+slower on processors without instructions for it. The manifest says which. Both detect accidental damage; neither is a
+signature: whoever can write the file can write the manifest, too.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ except ImportError:  # an extra: checkpoints are then written with SHA-256
     xxhash = None  # type: ignore[assignment]
 
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-_SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux (sync_file_range(2)): begin, and do not wait
+_SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux (sync_file_range(2)): start writing, do not wait
 
 BLOCK = 16 * 2**20
-"""Bytes of a file that one hash is of."""
+"""Bytes of a file per hash."""
 CHUNK = 2**19
-"""Bytes that are written or read, and hashed, in one go: they stay in the processor's cache in between."""
+"""Bytes to write or read, and then hash, at once: they stay in the processor's cache in between."""
 
 KINDS: Mapping[str, Callable[[], Any] | None] = {
     "sha256": hashlib.sha256,
     "xxh3_128": None if xxhash is None else xxhash.xxh3_128,
 }
-"""How files may be hashed, by the name that the manifest gives it; None: not without a package that is missing."""
+"""Constructors of hashes, by name in the manifest; None: its package is not installed."""
 
 
 def new_hash(kind: str, file: str) -> Any:
-    """An object with `update` and `hexdigest`.
+    """Create a hash: an object with `update` and `hexdigest`.
 
     Args:
-        file: what it is for, for the error.
+        file: the file to hash, for the error message.
 
     Raises:
-        CheckpointError: it cannot be made here.
+        CheckpointError: hashes of this kind need a package that is not installed.
     """
     new = KINDS.get(kind)
     if new is None:
         raise CheckpointError(
-            "A checkpoint's files cannot be checked here: the package that makes their hashes is not installed.",
+            "A checkpoint's files cannot be verified: the package for their hashes is not installed.",
             expected=f"hashes of kind {kind}, of {file}",
             got="no package xxhash",
-            remedy="pip install xxhash, or leave hashes out: load(check=False), fullshard inspect --no-hashes",
+            remedy="pip install xxhash, or skip verification: load(check=False), fullshard inspect --no-hashes",
         )
     return new()
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be.
+    """The expected size and hashes of a file.
 
     Attributes:
-        nbytes: its length.
+        nbytes: the size.
         hashes: of every `BLOCK` bytes, in hexadecimal.
-        kind: of `KINDS`.
+        kind: a key of `KINDS`.
     """
 
     nbytes: int
@@ -74,17 +74,17 @@ class FileFacts:
 
 
 class Hashed:
-    """A stream that passes on what is written to it, and hashes every `BLOCK` bytes.
+    """A stream that writes to another one, and hashes every `BLOCK` bytes.
 
     Args:
-        below: what is written to.
+        below: the stream to write to.
         progress: called with the number of bytes after each write.
     """
 
     def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
         self._below, self._progress = below, progress
         self._kind = "sha256" if KINDS["xxh3_128"] is None else "xxh3_128"
-        self._hash, self._room = new_hash(self._kind, "a file"), BLOCK
+        self._hash, self._room = new_hash(self._kind, "a file"), BLOCK  # _room: bytes until the next hash
         self._hashes: list[str] = []
         self._at = 0
 
@@ -95,18 +95,18 @@ class Hashed:
         view = memoryview(data).cast("B")
         rest = view
         while len(rest):
-            now = rest[: min(self._room, CHUNK)]
-            wrote = self._below.write(now)
-            if wrote == 0:
+            chunk = rest[: min(self._room, CHUNK)]
+            written = self._below.write(chunk)
+            if written == 0:
                 raise OSError(errno.EIO, "nothing was written")
-            now = now[: len(now) if wrote is None else wrote]
-            self._hash.update(now)
-            self._at += len(now)
-            self._room -= len(now)
+            chunk = chunk[: len(chunk) if written is None else written]
+            self._hash.update(chunk)
+            self._at += len(chunk)
+            self._room -= len(chunk)
             if not self._room:
                 self._next_block()
-                self._start_writing()
-            rest = rest[len(now) :]
+                self._start_sync()
+            rest = rest[len(chunk) :]
         if self._progress is not None:
             self._progress(len(view))
         return len(view)
@@ -116,26 +116,26 @@ class Hashed:
         self._hash, self._room = new_hash(self._kind, "a file"), BLOCK
 
     def facts(self) -> FileFacts:
-        """Of what was written. Call it once, at the end."""
+        """The size and hashes of the file. Call it once, after the last write."""
         if self._room != BLOCK:
             self._next_block()
         return FileFacts(self._at, tuple(self._hashes), self._kind)
 
-    def _start_writing(self) -> None:
-        """Let the last block go to the disk while others are made: `sync` has the less to wait for."""
-        number = self._descriptor()
-        if number is not None and _sync_file_range is not None:
-            _sync_file_range(number, ctypes.c_int64(self._at - BLOCK), ctypes.c_int64(BLOCK), _SYNC_WRITE)
+    def _start_sync(self) -> None:
+        """Start writing the last block to the disk, so that `sync` waits for less."""
+        fd = self._descriptor()
+        if fd is not None and _sync_file_range is not None:
+            _sync_file_range(fd, ctypes.c_int64(self._at - BLOCK), ctypes.c_int64(BLOCK), _SYNC_WRITE)
 
     def sync(self) -> None:
-        """Wait until it is on the disk, if there is one."""
+        """Wait until everything is on the disk, if there is one."""
         self._below.flush()
-        number = self._descriptor()
-        if number is not None:
-            os.fsync(number)
+        fd = self._descriptor()
+        if fd is not None:
+            os.fsync(fd)
 
     def _descriptor(self) -> int | None:
-        """Of the file; None of a remote one: closing it is what makes it last."""
+        """The file's descriptor; None for a remote file, which is stored when it is closed."""
         try:
             return int(self._below.fileno())
         except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Models and adapters in folders that Hugging Face's libraries load, and out of them straight into shards."""
+"""Models and adapters in Hugging Face's formats: saved for its libraries, and loaded straight into shards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
 from .contents import row_pieces, table_of
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
-from .full_parameters import check_dtype, stream, wanted_of
-from .lora import Given, adapted, is_peft_model
+from .full_parameters import check_dtype, exports_of, stream
+from .lora import Export, adapted, is_peft_model
 from .piece import Piece, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
@@ -44,48 +44,52 @@ def save_safetensors(
 ) -> None:
     """Write a sharded model's parameters and persistent buffers in the files that `transformers` loads. Collective.
 
-    The first rank writes, one tensor after the other, into a folder beside the one that is named, which takes its place
-    when all is on the disk: it is whole or not there. The other ranks only take part in the gathers. Memory on every
-    rank is that of `full_parameters`, and a tensor more in host memory on the first.
+    The first rank writes one tensor at a time into a temporary folder, and renames it to `folder` when all of it is on
+    the disk: `folder` is complete or does not exist. The other ranks only take part in the gathers. Every rank needs
+    the memory of `full_parameters`, and the first rank another tensor in host memory.
 
-    Names are those of the unwrapped model's `state_dict`; of tied parameters the first is written, which transformers
-    ties again by the model's configuration. A model of transformers gets its `config.json` (and
-    `generation_config.json`) with it, so that `from_pretrained(folder)` loads it. Its tokenizer is yours to save.
+    Names are those of the unwrapped model's `state_dict`. Tied parameters are written under their first name;
+    transformers ties them again according to the model's configuration. A transformers model is saved with its
+    `config.json` (and `generation_config.json`), so that `from_pretrained(folder)` loads it. Save the tokenizer
+    yourself.
 
     Args:
         model: sharded by either front-end, in whole or in part, or not at all.
-        folder: where to; not there yet, or empty.
+        folder: the folder to create; it must not exist, or be empty.
         dtype: cast floating-point tensors to this; None: as they are stored.
-        max_file_bytes: of elements in one file; a larger tensor gets a file of its own. An adapter is one file.
-        bucket_bytes: of whole values that are gathered together; see `full_parameters`.
+        max_file_bytes: the most bytes of elements per file; a larger tensor gets its own file. An adapter is one file.
+        bucket_bytes: bytes of whole values to gather together; see `full_parameters`.
         adapter: write only the adapter's weights, in PEFT's format, for `peft.PeftModel.from_pretrained(base, folder)`;
-            True: of the active adapter, or its name.
+            True: the active adapter; or the name of an adapter.
         merge_lora: add LoRA's weights to those they adapt, and write the base model; see `full_parameters`. Shards are
             not changed.
-        process_group: the ranks that hold the model; None: all.
+        process_group: the ranks that have the model; None: all.
 
     Raises:
         ConfigError: invalid or conflicting arguments; peft is not installed.
-        CheckpointError: the folder is there and not empty, cannot be written, or there is no room; a dtype that files
-            do not have. On every rank, whichever it happened on; nothing is left then.
+        CheckpointError: the folder is not empty or cannot be written, the disk is full, or safetensors lacks a dtype.
+            On every rank, whichever failed; nothing is left of the save.
         PhaseError: called in the middle of a step.
     """
     check_dtype(dtype)
     if adapter and merge_lora:
         raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)
-    own = _Own.of(model, adapter, ranks) if adapter else None
+    selected = _AdapterRows.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
     try:
         with ranks.step("planning the files"):
-            given = _plain(wanted_of(model, dtype, merge_lora, buffers=True)) if own is None else own.given(dtype)
-            entries = {MODEL + tensor.name: Entry(tensor.shape, tensor.given_dtype) for tensor in given}
-            if own is not None:
+            exports = (
+                exports_of(model, dtype, merge_lora, buffers=True) if selected is None else selected.exports(dtype)
+            )
+            _refuse_subclasses(exports)
+            entries = {MODEL + export.name: Entry(export.shape, export.final_dtype) for export in exports}
+            if selected is not None:
                 max_file_bytes = sum(entry.nbytes for entry in entries.values()) + 1
             if ranks.is_first:
-                sink = SafetensorsSink(folder, entries, max_file_bytes, stem="model" if own is None else STEM)
+                sink = SafetensorsSink(folder, entries, max_file_bytes, stem="model" if selected is None else STEM)
         with ranks.step("save_safetensors"):
-            tensors: Any = stream(given, bucket_bytes, ranks)
+            tensors: Any = stream(exports, bucket_bytes, ranks)
             for name, tensor in tensors:
                 try:
                     if sink is not None:
@@ -94,42 +98,37 @@ def save_safetensors(
                     tensors.throw(error)  # reports it to the other ranks
         with ranks.step("finishing save_safetensors"):  # no rank can fail after it
             if sink is not None:
-                if own is None:
+                if selected is None:
                     _save_configs(model, sink.folder, dtype, merge_lora)
                 else:
-                    own.adapter.save_config(sink.folder)
+                    selected.adapter.save_config(sink.folder)
                 sink.finish()
     finally:
         if sink is not None:
             sink.abort()
 
 
-def _plain(given: list[Given]) -> list[Given]:
-    """Return `given` unchanged.
-
-    Raises:
-        CheckpointError: a parameter is of a tensor subclass.
-    """
-    odd = next((tensor for tensor in given if tensor.wanted.is_odd), None)
+def _refuse_subclasses(exports: list[Export]) -> None:
+    """Raise CheckpointError if a parameter is of a tensor subclass."""
+    odd = next((export for export in exports if export.wanted.is_odd), None)
     if odd is not None:
         raise CheckpointError(
-            "A parameter is of a class of its own, which safetensors files do not hold.",
+            "A parameter is of a tensor subclass, which safetensors files cannot store.",
             parameter=odd.name,
             got=_class_of(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)),
-            remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first. Adapters of a quantised "
-            "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
+            remedy="fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised "
+            "base: save them (adapter=True), and merge them in a single process into a base of 16 bits or more",
         )
-    return given
 
 
 def _class_of(parameter: Any) -> str:
-    """The name of a parameter's class, of what a DTensor holds."""
+    """The name of a parameter's class; of a DTensor, that of its local tensor."""
     return type(inside(parameter)).__name__
 
 
 @dataclass
-class _Own:
-    """An adapter and what belongs to it.
+class _AdapterRows:
+    """An adapter and its parameters.
 
     Attributes:
         rows: by the name in PEFT's files.
@@ -140,22 +139,21 @@ class _Own:
     rows: dict[str, Named]
 
     @classmethod
-    def of(cls, model: nn.Module, wanted: bool | str, ranks: Ranks) -> _Own:
-        """Of `model`'s adapter. Collective: PEFT is asked on the first rank, so that all have the same answer."""
+    def of(cls, model: nn.Module, name: bool | str, ranks: Ranks) -> _AdapterRows:
+        """Those of `model`'s adapter. Collective: only the first rank asks PEFT, so that all have the same names."""
         names: dict[str, str] = {}
         with ranks.step("looking for the model's adapter"):
-            table, adapter = table_of(model), Adapter(model, wanted)
+            table, adapter = table_of(model), Adapter(model, name)
             names = adapter.names(table) if ranks.is_first else {}
         rows = {row.name: row for row in table.parameters}
-        return cls(adapter, table, {name: rows[row] for name, row in ranks.share(names).items()})
+        return cls(adapter, table, {file_name: rows[row] for file_name, row in ranks.share(names).items()})
 
-    def given(self, dtype: torch.dtype | None) -> list[Given]:
-        """What is written."""
-        return _plain([Given(Wanted(name, row, dtype)) for name, row in self.rows.items()])
+    def exports(self, dtype: torch.dtype | None) -> list[Export]:
+        return [Export(Wanted(name, row, dtype)) for name, row in self.rows.items()]
 
 
 def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
-    """Write what a model of transformers is built by, if the names in the folder are this model's."""
+    """Write the configuration of a transformers model, if the names in the folder are this model's."""
     prefix = adapted(model).prefix if merged else ""
     for path, module in model.named_modules():
         config = module.__dict__.get("config")
@@ -179,11 +177,11 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, mer
 
 
 class LoadedNames(NamedTuple):
-    """What `load_safetensors(strict=False)` left alone, as `nn.Module.load_state_dict` reports it.
+    """Names that `load_safetensors(strict=False)` did not load, as `nn.Module.load_state_dict` reports them.
 
     Attributes:
-        missing_keys: of the model, without a tensor in the files.
-        unexpected_keys: of tensors in the files that the model does not have.
+        missing_keys: names in the model, but not in the files.
+        unexpected_keys: names in the files, but not in the model.
     """
 
     missing_keys: list[str]
@@ -201,68 +199,71 @@ def load_safetensors(
     cast: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedNames:
-    """Read safetensors files into a sharded model, each rank only what it owns, straight into its shard. Collective.
+    """Read safetensors files into a sharded model, each rank only its own pieces, straight into its shard. Collective.
 
-    Everything is compared on all ranks before anything is changed: names, shapes, dtypes, and that all files are whole.
-    Besides the shards this takes the memory of this rank's part of one tensor.
+    Everything is checked on all ranks before anything is changed: names, shapes, dtypes, and that no file is truncated.
+    Beyond the shards, this needs memory for this rank's part of one tensor.
 
     Args:
-        model: sharded by either front-end, in whole or in part, or not at all; between steps. One that was made on the
-            meta device needs `to_empty` first, and whatever is not in the files to be initialised.
-        folder: a local folder (with `model.safetensors`, or `model.safetensors.index.json` and its files), one file, or
-            an index. Hugging Face's own cache (`snapshots/...`) is one. Every rank reads it.
-        strict: whether names must be the same on both sides; False: what one side lacks is left as it is. Tied
-            parameters are given once, under any of their names.
-        adapter: read an adapter in PEFT's format into the model's; True: the active one, or its name.
-        base: of a model that PEFT made, read the base model's files into it; its adapters stay as they are.
-        rename: given each name in the files, returns that in the model; None: they are the same.
-        cast: round floating-point values to a dtype of fewer digits that the model has, as `from_pretrained(dtype=)`
-            does; False: refuse. 8-bit floats are never cast.
-        process_group: the ranks that hold the model; None: all.
+        model: sharded by either front-end, in whole or in part, or not at all; between steps. A model on the meta
+            device needs `to_empty` first, and initial values for everything that is not in the files.
+        folder: a local folder (with `model.safetensors`, or `model.safetensors.index.json` and its files), a file, or
+            an index. A folder in Hugging Face's cache (`snapshots/...`) works, too. Every rank reads it.
+        strict: whether names must be the same on both sides; False: leave unchanged what the other side lacks. Files
+            contain a tied parameter once, under any of its names.
+        adapter: read an adapter in PEFT's format into the model's; True: the active adapter; or the adapter's name.
+        base: read a base model's files into a PEFT model; its adapters stay unchanged.
+        rename: called with each name in the files, returns the name in the model; None: they are the same.
+        cast: round floating-point values to a model's narrower dtype, as `from_pretrained(dtype=)` does; False: refuse.
+            8-bit floats are never cast.
+        process_group: the ranks that have the model; None: all.
 
     Returns:
-        What was left alone.
+        The names that were not loaded.
 
     Raises:
-        CheckpointError: names, shapes or dtypes that do not fit (floating-point numbers of 16 bits and more are cast to
-            each other), a name that leads out of the folder, or an adapter of other settings. On every rank; nothing
-            was changed.
-        DamagedCheckpointError: a file is missing, truncated, or not what its header or the index says; as before.
+        CheckpointError: names, shapes or dtypes do not fit (floating-point numbers of 16 bits and more are cast to
+            each other), a name leads out of the folder, or the adapter's settings differ. On every rank; nothing was
+            changed.
+        DamagedCheckpointError: a file is missing, truncated, or inconsistent with its header or the index. On every
+            rank; nothing was changed.
         ConfigError: no such adapter; peft is not installed; conflicting arguments.
         PhaseError: called in the middle of a step.
     """
     if adapter and base:
-        raise ConfigError("adapter and base exclude each other: files hold one or the other.")
+        raise ConfigError("adapter and base exclude each other: the files contain an adapter or a base model.")
     ranks = Ranks(process_group)
-    own = _Own.of(model, adapter, ranks) if adapter else None
+    selected = _AdapterRows.of(model, adapter, ranks) if adapter else None
 
     def compare() -> tuple[_Plan, LoadedNames]:
-        table = table_of(model) if own is None else own.table
+        table = table_of(model) if selected is None else selected.table
         for _, runner in table.units:
             if runner is not None:
-                runner.reshard()  # what is gathered is about to be out of date
-        if own is not None:
-            own.adapter.check_config(Path(folder))
-        source = SafetensorsSource(folder, "model" if own is None else STEM)
+                runner.reshard()  # gathered values are about to be out of date
+        if selected is not None:
+            selected.adapter.check_config(Path(folder))
+        source = SafetensorsSource(folder, "model" if selected is None else STEM)
         opened.callback(source.close)
         if rename is not None:
             source.rename(rename)
         plan = _Plan(source, table, ranks.is_first, cast)
-        for row, file_names in _names_of(model, table, own, base):
+        for row, file_names in _names_of(model, table, selected, base):
             plan.add(row, file_names)
         return plan, plan.close(strict)
 
     with ExitStack() as opened:
-        plan, left = ranks.together("comparing safetensors files with the model", compare)
+        plan, not_loaded = ranks.together("comparing safetensors files with the model", compare)
         with torch.no_grad():
             ranks.together("reading safetensors files (the model may be partially loaded)", plan.fill)
-    return left
+    return not_loaded
 
 
-def _names_of(model: nn.Module, table: Table, own: _Own | None, base: bool) -> list[tuple[Named | str, list[str]]]:
-    """Parameters, and names of buffers; and what files may call them."""
-    if own is not None:
-        return [(row, [name]) for name, row in own.rows.items()]
+def _names_of(
+    model: nn.Module, table: Table, selected: _AdapterRows | None, base: bool
+) -> list[tuple[Named | str, list[str]]]:
+    """Parameters and names of buffers, each with its possible names in files."""
+    if selected is not None:
+        return [(row, [name]) for name, row in selected.rows.items()]
     named: list[tuple[Named | str, list[str]]] = [(row, row.names) for row in table.parameters]
     named += [(name, [name]) for name in table.buffers]
     if not base:
@@ -274,10 +275,10 @@ def _names_of(model: nn.Module, table: Table, own: _Own | None, base: bool) -> l
 
 @dataclass
 class _Plan:
-    """What is read where; everything is checked while it is made.
+    """The reads of `load_safetensors`, all of them checked.
 
     Attributes:
-        reads: pieces of shards and buffers, and the names in the files of what fills them.
+        reads: pieces of shards and buffers, each with its name in the files.
     """
 
     source: SafetensorsSource
@@ -289,7 +290,7 @@ class _Plan:
     _missing: list[str] = field(default_factory=list)
 
     def add(self, row: Named | str, file_names: list[str]) -> None:
-        """Plan to read a parameter or buffer from the first of its names that files have."""
+        """Plan to read a parameter or buffer, from the first of its names that is in the files."""
         present = [MODEL + name for name in file_names if MODEL + name in self.source.entries]
         name = row if isinstance(row, str) else row.name
         if not present:
@@ -298,11 +299,11 @@ class _Plan:
         self._asked.update(present)
         if not isinstance(row, str) and Wanted(name, row).is_odd:
             raise CheckpointError(
-                "A parameter is of a class of its own, which safetensors files do not hold; nothing was loaded.",
+                "A parameter is of a tensor subclass, which safetensors files cannot store; nothing was loaded.",
                 parameter=name,
                 got=f"{_class_of(row.parameter)}, to be read from plain numbers",
-                remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
-                "fullshard.load reads what fullshard.save wrote of them",
+                remedy="load each block, convert its parameters to that class, and only then shard it "
+                "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
             )
         for piece in self._pieces(row):
             for file_name in present:
@@ -316,7 +317,7 @@ class _Plan:
     def _pieces(self, row: Named | str) -> list[Piece]:
         if isinstance(row, str):
             return list(value_pieces(row, self.table.buffers[row], 0, self.is_first))
-        return row_pieces(row, row.name, row.parameter, 0, self.is_first)
+        return row_pieces(row, row.name, 0, self.is_first)
 
     def _compare(self, piece: Piece, first: str, alias: str) -> None:
         """Check that a tied parameter has the same values under two of its names."""
@@ -324,10 +325,10 @@ class _Plan:
         check_tied(piece.name, (first.removeprefix(MODEL), values[0]), (alias.removeprefix(MODEL), values[1]))
 
     def close(self, strict: bool) -> LoadedNames:
-        """Compare the names.
+        """The names that are only in the model or only in the files.
 
         Raises:
-            CheckpointError: they differ, and `strict`.
+            CheckpointError: `strict`, and there are any.
         """
         unexpected = [name.removeprefix(MODEL) for name in self.source.entries if name not in self._asked]
         if strict:

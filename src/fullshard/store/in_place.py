@@ -1,4 +1,4 @@
-"""Files and folders that take the place of others at once: whoever looks sees what was there, or what is new, whole."""
+"""Atomic replacement of files and folders: a reader sees either the old contents or all of the new."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
-_HERE = -100  # AT_FDCWD
+_CURRENT_FOLDER = -100  # AT_FDCWD
 _INDEX = ".index.json"
 _WEIGHTS = re.compile(r"(model|adapter_model)(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -37,21 +37,21 @@ def sync(path: Path) -> None:
 
 
 def make_folders(path: Path) -> list[Path]:
-    """Make a folder, and those above that are missing; the ones that were made, innermost first."""
-    new: list[Path] = []
+    """Create a folder and its missing parents; returns those that were created, innermost first."""
+    created: list[Path] = []
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         for folder in reversed(missing):
             folder.mkdir()
-            new.insert(0, folder)
+            created.insert(0, folder)
     except BaseException:
-        remove_empty(new)
+        remove_empty(created)
         raise
-    return new
+    return created
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that are empty, in this order."""
+    """Remove those folders that are empty, in this order."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -59,10 +59,10 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def placed(fresh: Path, path: Path) -> Iterator[None]:
-    """Give a file or folder its name, where none is, while what is done here ends well; else it is put back.
+    """Rename a file or folder to a free path, and back if the body of the `with` raises.
 
     Raises:
-        OSError: it could not be done; everything is where it was.
+        OSError: the rename failed, and was undone.
     """
     sync(fresh)
     fresh.rename(path)
@@ -75,24 +75,24 @@ def placed(fresh: Path, path: Path) -> Iterator[None]:
 
 
 def put_in_place(fresh: Path, path: Path) -> None:
-    """Give a file or folder its name, where none is, for good; see `placed`."""
+    """Rename a file or folder to a free path, durably; see `placed`."""
     with placed(fresh, path):
         pass
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in the place of one that may be there; for good when its folder is synced."""
+    """Write a file, replacing an existing one atomically; durable once its folder is synced."""
     fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)  # of a save that was broken off, or put there by another user
+    fresh.unlink(missing_ok=True)  # left by an interrupted save, or planted by another user
     write_synced(fresh, data)
     fresh.replace(path)
 
 
 def replace_folder(fresh: Path, path: Path) -> None:
-    """Put a folder, whose files are on the disk, in the place of `path`, beside it; what was there is removed.
+    """Rename a folder, whose files are synced, to `path` in the same parent, and remove the folder there before.
 
-    Where the file system cannot exchange two names, a kill between two renames leaves what was there as `.NAME.old`:
-    `recover_folder` puts it back.
+    If the file system cannot exchange two names, a kill between two renames leaves the old folder as `.NAME.old`;
+    `recover_folder` restores it.
     """
     old = _old(path)
     recover_folder(path)
@@ -110,7 +110,7 @@ def replace_folder(fresh: Path, path: Path) -> None:
 
 
 def recover_folder(path: Path) -> None:
-    """Put back what `replace_folder` had moved away when it was killed."""
+    """Restore the folder that `replace_folder` had moved away when it was killed."""
     if not path.exists() and _old(path).exists():
         _old(path).rename(path)
 
@@ -119,14 +119,15 @@ def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, as Linux can on most file systems; whether it was done."""
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange two names atomically, as Linux can on most file systems; returns whether it succeeded."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    paths = _CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second)
+    return rename is not None and rename(*paths, _EXCHANGE) == 0
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or a file, if there is one."""
+    """Remove a folder or a file, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -134,27 +135,27 @@ def remove(path: Path) -> None:
 
 
 def put_weights(fresh: Path, folder: Path) -> None:
-    """Move a model's files out of a folder into another, in the place of weights that are there; other files stay.
+    """Move a model's files from a folder into another, replacing the weights there; other files stay.
 
-    Weights in several files come into use when their index does, which is one rename: files that would take the place
-    of others before that get names of their own.
+    Weights in several files come into use atomically, by the rename of their index: files whose names exist already get
+    new names.
     """
     names = {path.name for path in fresh.iterdir()}
     for index in fresh.glob(f"*{_INDEX}"):
-        said = json.loads(index.read_bytes())
-        taken = {name for name in said["weight_map"].values() if (folder / name).exists()}
+        content = json.loads(index.read_bytes())
+        existing = {name for name in content["weight_map"].values() if (folder / name).exists()}
         mark = secrets.token_hex(4)
-        new_name = {name: re.sub(r"(-\d{5}-of-)", rf".{mark}\1", name) for name in taken}
-        for name, new in new_name.items():
-            (fresh / name).rename(fresh / new)
-        names = {new_name.get(name, name) for name in names}
-        said["weight_map"] = {key: new_name.get(name, name) for key, name in said["weight_map"].items()}
-        replace_file(index, f"{json.dumps(said, indent=2)}\n".encode())
+        new_names = {name: re.sub(r"(-\d{5}-of-)", rf".{mark}\1", name) for name in existing}
+        for name, new_name in new_names.items():
+            (fresh / name).rename(fresh / new_name)
+        names = {new_names.get(name, name) for name in names}
+        content["weight_map"] = {key: new_names.get(name, name) for key, name in content["weight_map"].items()}
+        replace_file(index, f"{json.dumps(content, indent=2)}\n".encode())
     weights = sorted(name for name in names if _WEIGHTS.fullmatch(name))
-    decides = next((name for name in weights if name.endswith(_INDEX)), weights[0] if weights else "")
-    for name in sorted(names, key=lambda name: name == decides):
-        if name == decides:
-            sync(folder)  # the files that it names are there before it is
+    last = next((name for name in weights if name.endswith(_INDEX)), weights[0] if weights else "")
+    for name in sorted(names, key=lambda name: name == last):
+        if name == last:
+            sync(folder)  # the files that it names must exist first
         (fresh / name).replace(folder / name)
     sync(folder)
     for old in list(folder.iterdir()):

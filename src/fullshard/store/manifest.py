@@ -1,6 +1,6 @@
-"""`manifest.json`: what a checkpoint holds besides tensors, and what its files must be.
+"""`manifest.json`: everything in a checkpoint that is not a tensor, and the sizes and hashes of its files.
 
-    {"sha256": hash of the rest, as it is written,
+    {"sha256": hash of the bytes of the manifest below,
      "manifest": {
         "format": "fullshard", "version": 3, "writer": {"fullshard": "0.1.0", "torch": "2.13.0"},
         "step": 100, "world": 4, "time": 1790000000.0,
@@ -9,14 +9,14 @@
         "ties": {"model.head.weight": "model.embedding.weight"},
         "layouts": {"blocks.0": "rows", ...},
         "values": {"optimizer": {...}, "state": {...}, "extra": {...}},      see tree.py
-        "ranks": [{"rng": ...}, ...],                                          the same, of one rank each
-        "files": {"rank-0.safetensors": {"bytes": 4096, "xxh3_128": [one per 16 MiB of the file]}, ...}}}
+        "ranks": [{"rng": ...}, ...],                                          the same, for each rank
+        "files": {"rank-0.safetensors": {"bytes": 4096, "xxh3_128": [a hash per 16 MiB of the file]}, ...}}}
 
-A piece is a rectangle of a tensor: the number of its file, counted from 0 in the order of `files`; the byte of it at
-which its elements begin, row by row; its first index on every dim; and its extents. The one above is rows 2 to 4.
-Hashes are `"sha256"` where the writer had no `xxhash`.
+A piece is a rectangle of a tensor: the number of its file, counted from 0 in the order of `files`; the byte at which
+its elements begin, stored row by row; its first index on every dim; and its extent on every dim. The piece above is
+rows 2 to 4. Hashes are `"sha256"` if the writer had no `xxhash`.
 
-A checkpoint is whole if this file is there and right: it is written after all others.
+The manifest is written last: a checkpoint is complete if it has a valid manifest.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -39,19 +40,18 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
 from .source import Entry, checked_name, checked_shape
-from .storage import MANIFEST, Stored, check_parts, checked_part
-from .tree import dtype_name, dtype_named, once
+from .storage import Stored, check_parts, checked_part
+from .tree import dtype_name, dtype_named, unique_keys
 
-NAME = MANIFEST
 VERSION = 3
-_LATEST_TIME = 1e11  # seconds since 1970, the year 5138: beyond it a time is damage
+_LATEST_TIME = 1e11  # seconds since 1970, the year 5138: a later time is damage
 _START = re.compile(rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"step":\d+,"world":\d+,"time":([-+.e\d]{1,40}),')
 _OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's docstring. The first three fields stay first in the file; see `time_in`."""
+    """See the module's docstring. The first three fields must stay first in the file; see `time_in`."""
 
     step: int
     world: int
@@ -66,7 +66,7 @@ class Manifest:
     writer: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> bytes:
-        """The file."""
+        """The bytes of the file."""
         numbers = {file: number for number, file in enumerate(self.files)}
         inner = {key: value for key, value in vars(self).items() if key != "stored"} | {
             "format": "fullshard",
@@ -79,7 +79,7 @@ class Manifest:
         return f'{{"sha256":"{digest}",\n"manifest":{body}}}\n'.encode()
 
     def _facts(self, name: str, numbers: dict[str, int]) -> dict[str, Any]:
-        """What is said of a tensor."""
+        """The description of a tensor."""
         entry = self.tensors[name]
         pieces = [(numbers[part.file], part.begin, *part.offsets, *part.sizes) for part in self.stored[name]]
         return {"shape": entry.shape, "dtype": dtype_name(entry.dtype), "pieces": pieces}
@@ -87,7 +87,7 @@ class Manifest:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No search for garbage: there are millions of descriptions, and all stay. It took two thirds of the time."""
+    """Pause garbage collection: searching millions of live descriptions took two thirds of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -99,26 +99,27 @@ def without_collection() -> Iterator[None]:
 
 @without_collection()
 def parse(data: bytes, where: str) -> Manifest:
-    """The manifest in a file's bytes.
+    """Parse the bytes of a manifest.
 
     Args:
-        where: the file, for errors.
+        where: the file, for error messages.
 
     Raises:
-        CheckpointError: it is damaged, of a newer version, or says what no checkpoint can.
+        DamagedCheckpointError: the manifest is damaged or inconsistent.
+        CheckpointError: it is of a different version.
     """
     try:
         match = _OUTER.fullmatch(data)
         if match is None:
-            raise ValueError("it does not begin and end as one")
+            raise ValueError("it does not begin and end like a manifest")
         if hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
-            raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash is not what it says.", got=where)
-        inner = json.loads(match[2], object_pairs_hook=once)
+            raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash does not match.", got=where)
+        inner = json.loads(match[2], object_pairs_hook=unique_keys)
         if inner["format"] != "fullshard":
             raise ValueError(f"format {inner['format']!r}")
         if inner["version"] != VERSION:
             raise CheckpointError(
-                "A checkpoint is of a format that this version of Fullshard does not read.",
+                "This version of Fullshard cannot read the format of a checkpoint.",
                 expected=f"version {VERSION}",
                 got=f"version {inner['version']}, written by fullshard {inner['writer'].get('fullshard')}",
                 remedy="update fullshard, if the checkpoint is newer; load it with the version that wrote it, if it is "
@@ -127,15 +128,15 @@ def parse(data: bytes, where: str) -> Manifest:
         return _manifest(inner)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedCheckpointError(
-            "A checkpoint's manifest cannot be read: it is damaged, or no manifest.",
+            "A checkpoint's manifest cannot be read: it is damaged, or not a manifest.",
             got=f"{where}: {type(error).__name__}: {error}",
         ) from error
 
 
 def time_in(start: bytes) -> float | None:
-    """The time in a manifest, by its first bytes: folders are ordered without reading manifests, which may be large.
+    """The time in a manifest, from its first bytes alone, as a manifest may be large; None if they have no valid time.
 
-    None if these are not of a manifest as `Manifest.text` writes it: step, world and time come first.
+    `Manifest.text` writes step, world and time first.
     """
     match = _START.match(start)
     try:
@@ -148,27 +149,27 @@ def time_in(start: bytes) -> float | None:
 def _manifest(inner: dict[str, Any]) -> Manifest:
     files = {}
     for name, facts in inner["files"].items():
-        kind = next((known for known in KINDS if known in facts), "sha256")
+        kind = next((kind for kind in KINDS if kind in facts), "sha256")
         nbytes, hashes = _count(facts["bytes"]), tuple(map(str, facts[kind]))
         if len(hashes) != math.ceil(nbytes / BLOCK):
             raise ValueError(f"file {name!r} of {nbytes} bytes has {len(hashes)} hashes")
         files[inside(name)] = FileFacts(nbytes, hashes, kind)
     tensors: dict[str, Entry] = {}
     stored: dict[str, list[Stored]] = {}
-    listed, total = list(files.items()), sum(facts.nbytes for facts in files.values())
+    numbered, total = list(files.items()), sum(facts.nbytes for facts in files.values())
     for name, facts in inner["tensors"].items():
         entry = Entry(checked_shape(name, facts["shape"]), dtype_named(facts["dtype"]))
         tensors[checked_name(name)] = entry
-        stored[name] = [_part(name, entry, piece, listed) for piece in facts["pieces"]]
+        stored[name] = [_part(name, entry, piece, numbered) for piece in facts["pieces"]]
         check_parts(name, entry, stored[name], total)
-    _refuse_shared(stored)
-    ties = {checked_name(name): str(known) for name, known in inner["ties"].items()}
-    if unknown := [known for known in ties.values() if known not in tensors]:
-        raise ValueError(f"a tie to {unknown[0]!r}, which is not there")
+    _refuse_overlap(stored)
+    ties = {checked_name(name): str(first) for name, first in inner["ties"].items()}
+    if unknown := [first for first in ties.values() if first not in tensors]:
+        raise ValueError(f"a tie to {unknown[0]!r}, which does not exist")
     values, ranks = inner["values"], inner["ranks"]
     if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
         raise TypeError("values")
-    if not isinstance(ranks, list) or not all(isinstance(one, dict) for one in ranks):
+    if not isinstance(ranks, list) or not all(isinstance(rank_values, dict) for rank_values in ranks):
         raise TypeError("ranks")
     if len(ranks) not in (0, inner["world"]):
         raise ValueError(f"values of {len(ranks)} ranks, of {inner['world']}")
@@ -188,7 +189,7 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
 
 
 def _part(name: str, entry: Entry, piece: Any, files: Sequence[tuple[str, FileFacts]]) -> Stored:
-    """A piece, which must lie within its file."""
+    """A piece, if it is valid and within its file; else ValueError."""
     dims = len(entry.shape)
     if not isinstance(piece, list) or len(piece) != 2 + 2 * dims or any(type(number) is not int for number in piece):
         raise ValueError(f"{name!r} of shape {entry.shape} has a part {str(piece)[:100]}")
@@ -196,51 +197,44 @@ def _part(name: str, entry: Entry, piece: Any, files: Sequence[tuple[str, FileFa
     if not 0 <= number < len(files):
         raise ValueError(f"a part of {name!r} is in file {number}, of {len(files)}")
     file, facts = files[number]
-    part = checked_part(name, entry, tuple(piece[2 : 2 + dims]), sizes, file, begin, _nbytes(entry, sizes))
+    nbytes = math.prod(sizes) * entry.dtype.itemsize
+    part = checked_part(name, entry, tuple(piece[2 : 2 + dims]), sizes, file, begin, nbytes)
     if begin < 0 or begin + part.nbytes > facts.nbytes:
         raise ValueError(f"a part of {name!r} is at {begin} of {file!r}, with {part.nbytes} bytes: beyond its end")
     return part
 
 
-def _nbytes(entry: Entry, sizes: tuple[int, ...]) -> int:
-    return math.prod(sizes) * entry.dtype.itemsize
-
-
-def _refuse_shared(stored: Mapping[str, Sequence[Stored]]) -> None:
-    """Raise where two pieces share bytes: a short file could stand for any number of tensors."""
-    parts = sorted(((one.file, one.begin, one) for parts in stored.values() for one in parts if one.nbytes), key=_place)
-    for (file, begin, one), (next_file, next_begin, other) in pairwise(parts):
-        if file == next_file and begin + one.nbytes > next_begin:
-            raise ValueError(f"parts of {one.name!r} and {other.name!r} share bytes of {file!r}")
-
-
-def _place(part: tuple[str, int, Stored]) -> tuple[str, int]:
-    return part[:2]
+def _refuse_overlap(stored: Mapping[str, Sequence[Stored]]) -> None:
+    """Raise ValueError if two pieces share bytes: a short file could then expand to any number of tensors."""
+    nonempty = [part for parts in stored.values() for part in parts if part.nbytes]
+    for part, following in pairwise(sorted(nonempty, key=attrgetter("file", "begin"))):
+        if part.file == following.file and part.begin + part.nbytes > following.begin:
+            raise ValueError(f"parts of {part.name!r} and {following.name!r} share bytes of {part.file!r}")
 
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def inside(name: Any) -> str:
-    """A file's name, if it is one within the checkpoint's own folder.
+    """The name of a file in the checkpoint's folder, unchanged.
 
     Raises:
-        CheckpointError: it would lead out of it.
+        CheckpointError: the name leads out of the folder.
     """
     path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name and "\\" not in name else None
     if path is None or path.is_absolute() or len(path.parts) != 1 or path.parts[0] in ("..", "."):
         raise CheckpointError(
-            "A checkpoint names a file that is not in its own folder.",
+            "A checkpoint names a file outside its folder.",
             expected="a name without folders",
             got=repr(name)[:200],
-            remedy="do not load this checkpoint: it was damaged, or made to read other files",
+            remedy="do not load this checkpoint: it is damaged, or crafted to read other files",
         )
     return path.parts[0]
 
 
 def versions() -> dict[str, str]:
-    """What writes a checkpoint."""
+    """The versions of the packages that write a checkpoint."""
     return {"fullshard": FULLSHARD, "torch": str(torch.__version__)}

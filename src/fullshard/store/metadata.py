@@ -1,6 +1,6 @@
-"""DCP's `.metadata`, read without executing it: which file holds which part of which tensor.
+"""Reads DCP's `.metadata` without executing it: which file contains which part of which tensor.
 
-The file is a pickle. It may name only the classes that DCP's metadata is made of; anything else is refused by name.
+The file is a pickle. It may name only the classes of DCP's metadata; anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NAME = ".metadata"
 
 @dataclass(frozen=True)
 class Index:
-    """What is stored where.
+    """Where everything in a checkpoint is stored.
 
     Attributes:
         entries: tensors, by name.
         stored: their rectangles, by name.
-        values: records of what is no tensor, by name.
-        paths: the keys that lead to each name in the nested state dict that was saved.
+        values: records of values that are not tensors, by name.
+        paths: for each name, its keys in the nested state dict that was saved.
     """
 
     entries: dict[str, Entry]
@@ -42,11 +42,10 @@ class Index:
     paths: dict[str, tuple[Any, ...]]
 
 
-def _known(module: str, name: str) -> Any:
-    if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")):
-        return _no_path
-    if module == "pathlib._local" and name in ("PosixPath", "WindowsPath", "Path"):
-        return _no_path
+def _find_class(module: str, name: str) -> Any:
+    """The class or function of this name, if metadata may name it."""
+    if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "Path"):
+        return _path_text
     try:
         return NAMED_IN_METADATA[module, name]
     except KeyError:
@@ -54,13 +53,13 @@ def _known(module: str, name: str) -> Any:
             "A checkpoint's metadata names something that is not metadata; nothing was executed.",
             expected="the classes of torch.distributed.checkpoint.metadata",
             got=f"{module}.{name}",
-            remedy="do not load this checkpoint with anything: it was made to run code",
+            remedy="do not load this checkpoint by any means: it was crafted to run code",
             topic="not-plain-values",
         ) from None
 
 
-def _apart(original: Any) -> Any:
-    """A class or function that does as `known`, and whose attributes are nobody else's."""
+def _isolated(original: Any) -> Any:
+    """An equivalent class or function with its own attributes, so that a pickle cannot change the original."""
     if isinstance(original, type) and original.__flags__ & _MUTABLE and not issubclass(original, Enum):
         return type(original.__name__, (original,), {})
     if isinstance(original, FunctionType) or (isinstance(original, type) and issubclass(original, Enum)):
@@ -68,34 +67,34 @@ def _apart(original: Any) -> Any:
     return original
 
 
-_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes whose attributes can be set
+_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes whose attributes can be set
 
 
-def _no_path(*parts: Any) -> str:
-    """In place of a path, which is where the checkpoint was written, and of no use."""
+def _path_text(*parts: Any) -> str:
+    """Stands in for a path, which says where the checkpoint was written and is not needed."""
     return "/".join(map(str, parts))
 
 
 @without_collection()
 def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
-    """The index in the bytes of `.metadata`.
+    """Parse the bytes of `.metadata`.
 
     Args:
-        sizes: of the files, in bytes; None if they are not known: then they are not compared.
-        where: the file, for errors.
+        sizes: of the files, in bytes; None if unknown: then they are not compared.
+        where: the file, for error messages.
 
     Raises:
-        CheckpointError: it is damaged, says something impossible, or names what it must not.
+        CheckpointError: it is damaged or inconsistent, or names something other than metadata.
     """
     try:
-        find = functools.cache(lambda module, name: _apart(_known(module, name)))  # a class of this pickle's own
+        find = functools.cache(lambda module, name: _isolated(_find_class(module, name)))  # the same class every time
         metadata = read_pickle(data, find)
         if not isinstance(metadata, Metadata):
             raise TypeError(f"a {type(metadata).__name__}")
         return _index(metadata, sizes)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged pickle makes of the unpickler
+    except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(
             "A checkpoint's metadata cannot be read: it is damaged.",
             got=f"{where}: {type(error).__name__}: {str(error)[:200]}",
@@ -106,7 +105,7 @@ def _index(metadata: Metadata, sizes: dict[str, int] | None) -> Index:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for key, info in (metadata.storage_data or {}).items():
         if not isinstance(info, StorageInfo) or getattr(info, "transform_descriptors", None):
-            raise ValueError("storage of a kind that is not known, such as compressed")
+            raise ValueError("an unknown kind of storage, such as compressed")
         begin, nbytes = int(info.offset), int(info.length)
         file = inside(info.relative_path)
         if begin < 0 or nbytes < 0:

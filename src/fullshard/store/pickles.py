@@ -1,8 +1,8 @@
-"""What a pickle is made of, looked at before it is read: a few bytes can make the unpickler take all memory there is.
+"""Scans a pickle's instructions before it is unpickled: a few bytes can make the unpickler allocate all memory.
 
-A restricted `find_class` decides what a pickle may call. It does not see `LONG_BINPUT`, which makes room for as many
-objects as a number in the file says, nor `BYTEARRAY8`. Here every instruction is found, without being obeyed; only
-those are let through that `pickle.dump` and `torch.save` write for metadata and tensors.
+A restricted `find_class` limits what a pickle can call. It does not see `LONG_BINPUT`, which makes room for as many
+objects as a number in the file says, nor `BYTEARRAY8`. The scan finds every instruction without executing it, and allows
+only those that `pickle.dump` and `torch.save` write for metadata and tensors.
 """
 
 from __future__ import annotations
@@ -21,65 +21,66 @@ _FIXED = re.compile(
     rb")*+",
     re.DOTALL,
 )
-_COUNTED = {  # instruction: bytes of the length of what follows
+_COUNTED = {  # instruction -> how many bytes encode the length of its data
     **dict.fromkeys((0x8C, 0x8A, ord("C")), 1),  # short text, int, short bytes
     **dict.fromkeys((ord("X"), ord("B")), 4),  # text, bytes
 }
 _PUT, _GLOBAL, _STOP, _LONG = ord("r"), ord("c"), ord("."), 0x8A
 HUGE = 2**61 - 1
-"""From here on Python hashes integers alike: many of them, as keys, make a dict take hours."""
+"""The modulus of Python's hash: integers from here on can have equal hashes, and many of those as keys take hours."""
 _MOST_HUGE = 10_000
 
 
-def refuse_alike(huge: int) -> None:
-    """Raise where so many integers of 61 bits and more come together that they must be meant to have one hash.
+def refuse_alike(count: int) -> None:
+    """Refuse so many integers of 61 bits and more that they must have been chosen for equal hashes.
 
     Raises:
-        ValueError: they are too many.
+        ValueError: `count` is too large.
     """
-    if huge > _MOST_HUGE:
+    if count > _MOST_HUGE:
         raise ValueError(f"more than {_MOST_HUGE} integers of 61 bits and more")
 
 
-class _Guarded(pickle.Unpickler):
-    """Gives what a pickle names, and what it refers to outside itself, as its reader says."""
+class _Unpickler(pickle.Unpickler):
+    """Resolves names and external references by the reader's functions."""
 
     def __init__(
         self, data: bytes, find_class: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._find, self._refer = find_class, persistent_load
+        self._find_class, self._persistent_load = find_class, persistent_load
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._find(module, name)
+        return self._find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        if self._refer is None:
+        if self._persistent_load is None:
             raise pickle.UnpicklingError("the pickle refers to something outside itself")
-        return self._refer(pid)
+        return self._persistent_load(pid)
 
 
 def read_pickle(
     data: bytes, find_class: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
-    """What a pickle holds; it was looked through, and is given nothing but what these functions return.
+    """Scan and load a pickle.
 
     Args:
-        find_class: what a pickle gets for a class or function that it names, by module and name.
-        persistent_load: what it gets for something outside itself; None: that is refused.
+        find_class: returns the class or function of a module and a name.
+        persistent_load: returns an object outside the pickle; None: such references are refused.
 
     Raises:
-        Exception: whatever a damaged pickle makes of the unpickler, or `find_class` raises.
+        Exception: a damaged pickle may raise anything.
     """
     look_through(data)
-    return _Guarded(data, find_class, persistent_load).load()
+    return _Unpickler(data, find_class, persistent_load).load()
 
 
 def look_through(data: bytes) -> None:
-    """Raise unless a pickle is of the usual instructions, and whole.
+    """Scan a pickle; see the module's docstring.
 
     Raises:
-        pickle.UnpicklingError: it is not.
+        pickle.UnpicklingError: it has an instruction that is not allowed, or no end.
+        ValueError: see `refuse_alike`.
     """
     at, size, huge = 0, len(data), 0
     while True:

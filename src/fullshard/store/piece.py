@@ -1,6 +1,6 @@
-"""What a rank holds of a tensor, as rectangles: what it writes to a checkpoint, and where it reads one into.
+"""A rank's part of a tensor, as rectangles: what it writes to a checkpoint, and the memory it reads one into.
 
-    parameter "blocks.0.weight", shape (5, 4); rank 1 of 2 holds elements [10, 20) (layout="flat")
+    parameter "blocks.0.weight", shape (5, 4); rank 1 of 2 has elements [10, 20) (layout="flat")
 
       . . . .
       . . . .
@@ -8,8 +8,8 @@
       x x x x     piece: offsets (3, 0), sizes (2, 4)
       x x x x
 
-Pieces share memory with the shard: making them copies and gathers nothing. A rank that holds no element of a tensor has
-an empty piece of it: every rank knows every tensor's name, shape and dtype.
+Pieces share memory with the shard: creating them copies and gathers nothing. A rank that has no element of a tensor has
+an empty piece of it, so that every rank knows every tensor's name, shape and dtype.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..torch_private.local_tensor import local_of
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One rectangle of one tensor.
+    """A rectangle of a tensor.
 
     Attributes:
         name: of the tensor, in the checkpoint.
         shape: of the whole tensor.
         offsets, sizes: the rectangle: first index and extent on every dim.
-        tensor: its values, of shape `sizes`; a view of memory that somebody else owns.
-        writes: whether this rank is the one that writes it, of those that hold the same values.
+        tensor: its values, of shape `sizes`; a view of memory owned by the model or optimizer.
+        writes: whether this rank writes it; exactly one of the ranks with the same values does.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Piece:
 
 @dataclass
 class Scalar:
-    """One value for a whole parameter, such as its step count.
+    """A value for a whole parameter, such as its step count.
 
     Attributes:
         value: a 0-d tensor or a Python value.
-        owns: whether this rank holds any of the parameter: what ranks say that hold none does not count.
+        owns: whether this rank has elements of the parameter; only values of such ranks count.
     """
 
     value: Any
@@ -71,28 +71,28 @@ class Scalar:
 
 
 Key = tuple[str, tuple[int, ...]]
-"""Of a piece: name and offsets."""
+"""A piece's name and offsets."""
 
 
 def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
-    """A tensor that every rank has whole.
+    """The piece of a tensor that is whole on this rank.
 
     Raises:
-        CheckpointError: a quantized tensor, whose scales would be lost.
+        CheckpointError: the tensor is quantized; its scales would be lost.
     """
     if tensor.is_quantized:
         raise CheckpointError(
-            "A tensor of torch's own quantized dtypes cannot be kept in a checkpoint.",
+            "A tensor of one of torch's quantized dtypes cannot be saved in a checkpoint.",
             parameter=name,
             got=tensor.dtype,
-            remedy="save tensor.int_repr(), and its scale and zero point, or a tensor that was dequantized",
+            remedy="save tensor.int_repr() with its scale and zero point, or a dequantized tensor",
         )
     shape = tuple(tensor.shape)
     return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
 
 
 def empty_piece(name: str, shape: tuple[int, ...], local: torch.Tensor, writes: bool = False) -> Piece:
-    """The piece of a rank that holds nothing of a tensor; of one without dims, whose pieces have an element, a copy."""
+    """The piece of a rank that has no element of a tensor; of a 0-d tensor, which has no empty piece, a new tensor."""
     sizes = (0,) * len(shape)
     return Piece(name, shape, sizes, sizes, local.new_empty(sizes), writes)
 
@@ -101,33 +101,37 @@ def member_pieces(name: str, bucket: Bucket, member: Member, local: torch.Tensor
     """The pieces of a parameter, or of optimizer state like it.
 
     Args:
-        local: this rank's part, as `bucket.part` gives it.
-        turn: which of the ranks that hold the same values writes: a number that every rank gives this parameter.
+        local: this rank's part, as `bucket.part` returns it.
+        turn: the parameter's number, the same on every rank; ranks with the same values take turns to write.
     """
     axes, split = bucket.axes, member.split
     writes = axes.replicate is None or axes.replicate.rank == turn % axes.replicate.size
-    at, whole = (0,) * len(member.slot.shape), member.shape
+    base, shape = (0,) * len(member.slot.shape), member.shape
     if split is not None:
-        at, writes = _inside(split.mesh, split.placements, split.data_dims, whole, writes, turn)
+        base, writes = _local_offsets(split.mesh, split.placements, split.data_dims, shape, writes, turn)
     slot, part = member.slot, member.part
     if type(local) is not torch.Tensor:
         yield from _subclass_pieces(name, local, bucket, member, writes and (part.numel > 0))
     elif not part.numel:  # an empty tensor is written by the first rank
-        empty = not torch.Size(whole).numel()
-        yield empty_piece(name, whole, local, empty and writes and axes.shard.rank == 0)
+        empty = not torch.Size(shape).numel()
+        yield empty_piece(name, shape, local, empty and writes and axes.shard.rank == 0)
     elif bucket.layout.holds_runs:
         for piece in run_pieces(name, slot.shape, slot.spec.order, part.start, part.start + part.numel, local):
-            offsets = tuple(a + b for a, b in zip(at, piece.offsets, strict=True))
-            yield replace(piece, shape=whole, offsets=offsets, writes=writes)
+            offsets = tuple(a + b for a, b in zip(base, piece.offsets, strict=True))
+            yield replace(piece, shape=shape, offsets=offsets, writes=writes)
     else:
-        offsets = tuple(a + (part.start if dim == slot.spec.dim else 0) for dim, a in enumerate(at))
-        yield Piece(name, whole, offsets, part.shape, local.detach(), writes)
+        offsets = tuple(at + (part.start if dim == slot.spec.dim else 0) for dim, at in enumerate(base))
+        yield Piece(name, shape, offsets, part.shape, local.detach(), writes)
 
 
 def run_pieces(
     name: str, shape: tuple[int, ...], order: Sequence[int], start: int, stop: int, local: torch.Tensor
 ) -> Iterator[Piece]:
-    """The rectangles of elements [start, stop), in memory order, of a tensor of `shape`; `local` is 1-D, of these."""
+    """The rectangles of elements [start, stop), in memory order, of a tensor of `shape`.
+
+    Args:
+        local: those elements, 1-D.
+    """
     permuted = tuple(shape[dim] for dim in order)
     inverse = [list(order).index(dim) for dim in range(len(order))]
     for block in rectangles(permuted, start, stop):
@@ -137,14 +141,14 @@ def run_pieces(
 
 
 def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piece]:
-    """The pieces of a tensor that no unit holds, or of optimizer state that is not like its parameter.
+    """The pieces of a tensor outside all units, or of optimizer state that is not shaped like its parameter.
 
     Args:
         turn: see `member_pieces`.
         first: whether this is the first rank, which writes plain tensors.
 
     Raises:
-        CheckpointError: a placement that says neither who holds what nor that all hold it.
+        CheckpointError: a placement is neither Shard nor Replicate.
     """
     if isinstance(value, FlatShard):
         run = value._run
@@ -157,9 +161,9 @@ def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piec
             yield empty_piece(name, run.shape, value._local_tensor, empty and writes and run.axis.rank == 0)
     elif isinstance(value, DTensor):
         local, shape = local_of(value).detach(), tuple(value.shape)
-        at, writes = _inside(value.device_mesh, value.placements, (), shape, True, turn)
+        offsets, writes = _local_offsets(value.device_mesh, value.placements, (), shape, True, turn)
         if local.numel() or not torch.Size(shape).numel():
-            yield Piece(name, shape, at, tuple(local.shape), local, writes)
+            yield Piece(name, shape, offsets, tuple(local.shape), local, writes)
         else:
             yield empty_piece(name, shape, local)
     elif type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -169,14 +173,14 @@ def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piec
         yield whole_piece(name, value, first)
 
 
-def _inside(
+def _local_offsets(
     mesh: DeviceMesh, placements: Sequence[Any], skipped: Sequence[int], shape: tuple[int, ...], writes: bool, turn: int
 ) -> tuple[tuple[int, ...], bool]:
-    """Where this rank's part of a DTensor begins, and whether it writes it, of the ranks that have the same part.
+    """The offsets of this rank's part of a DTensor, and whether this rank writes it.
 
-    Parts are those of `torch.chunk`, mesh dim by mesh dim (`torch.distributed.tensor`, "Placements").
+    A DTensor is split like `torch.chunk`, mesh dim by mesh dim (`torch.distributed.tensor`, "Placements").
     """
-    at, left = [0] * len(shape), list(shape)
+    offsets, sizes = [0] * len(shape), list(shape)
     for index, placement in enumerate(placements):
         if index in skipped:
             continue
@@ -184,24 +188,24 @@ def _inside(
         if placement.is_replicate():
             writes, turn = writes and rank == turn % size, turn // size
         elif type(placement) is Shard:
-            rows = -(-left[placement.dim] // size)
-            start = min(rank * rows, left[placement.dim])
-            at[placement.dim] += start
-            left[placement.dim] = min(rows, left[placement.dim] - start)
+            rows = -(-sizes[placement.dim] // size)
+            start = min(rank * rows, sizes[placement.dim])
+            offsets[placement.dim] += start
+            sizes[placement.dim] = min(rows, sizes[placement.dim] - start)
         else:
             raise CheckpointError(
-                "A tensor is placed in a way that does not say which rank holds what of it.",
+                "The placements of a tensor do not determine which rank has which part of it.",
                 expected="Shard or Replicate on every mesh dim",
                 got=f"placements {tuple(placements)}",
                 remedy="redistribute it before it is saved or loaded",
             )
-    return tuple(at), writes
+    return tuple(offsets), writes
 
 
 def _subclass_pieces(name: str, local: Any, bucket: Bucket, member: Member, writes: bool) -> Iterator[Piece]:
-    """Those of the tensors inside a tensor subclass, such as a quantised weight's values and scales.
+    """The pieces of the tensors inside a tensor subclass, such as a quantised weight's values and scales.
 
-    A tensor whose first dim is that of the rank's rows is split as they are; another is the same on every rank.
+    An inner tensor with as many rows as this rank's part is split like the rows; any other is the same on every rank.
 
     Raises:
         CheckpointError: the class does not implement `__tensor_flatten__`.
@@ -215,13 +219,12 @@ def _subclass_pieces(name: str, local: Any, bucket: Bucket, member: Member, writ
         )
     rows, part = member.slot.shape[0], member.part
     for key in local.__tensor_flatten__()[0]:
-        inner = getattr(local, key)
-        inside = f"{name}.{key}"
+        inner, inner_name = getattr(local, key), f"{name}.{key}"
         if type(inner) is not torch.Tensor and hasattr(inner, "__tensor_flatten__"):
-            yield from _subclass_pieces(inside, inner, bucket, member, writes)
+            yield from _subclass_pieces(inner_name, inner, bucket, member, writes)
         elif inner.dim() and inner.shape[0] == part.shape[0]:
             if part.numel:
                 shape, rest = (rows, *inner.shape[1:]), (0,) * (inner.dim() - 1)
-                yield Piece(inside, shape, (part.start, *rest), tuple(inner.shape), inner.detach(), writes)
+                yield Piece(inner_name, shape, (part.start, *rest), tuple(inner.shape), inner.detach(), writes)
         else:
-            yield whole_piece(inside, inner, writes and bucket.axes.shard.rank == 0)
+            yield whole_piece(inner_name, inner, writes and bucket.axes.shard.rank == 0)

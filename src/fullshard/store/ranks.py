@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what they tell each other, and how all of them end when one fails."""
+"""The ranks that save or load together: their communication, and how an error on one of them ends all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..comm import object_from, objects_of_all, objects_to_first, reduce_value
 from ..errors import CheckpointError, DamagedCheckpointError, FullshardError
 from ..watcher import RANK
 
-_WHAT = "a checkpoint"
+_WHAT = "a checkpoint"  # for the watcher's messages
 T = TypeVar("T")
 
 
 class Ranks:
     """All ranks of a process group, or this process alone. Every method is collective.
 
-    A rank that does not come, because it is elsewhere or gone, is found by the watcher, and named.
+    The watcher detects and names a rank that does not take part, because it is busy elsewhere or gone.
 
     Args:
         group: None: the default group, if there is one.
 
     Attributes:
-        rank, size: this process's number in the group, and how many there are.
+        rank, size: this process's number in the group, and the size of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -40,19 +40,19 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides for all."""
+        """Whether this is the first rank."""
         return self.rank == 0
 
     @contextmanager
     def step(self, what: str, files: bool = False) -> Iterator[None]:
-        """A part of the work, which every rank does. All of them raise if one did.
+        """A part of the work that every rank does, after which all raise if any did.
 
         Args:
-            files: whether it reads or writes files, for which the others wait however slow the disk is.
+            files: whether it reads or writes files: then the others wait, however slow the disk is.
 
         Raises:
-            FullshardError: what the first rank that failed raised; if it was another's error, a `CheckpointError`
-                that quotes it.
+            FullshardError: the error of the first rank that failed; of any other class, a `CheckpointError` that
+                quotes it.
         """
         error: Exception | None = None
         try:
@@ -63,17 +63,17 @@ class Ranks:
         self.meet(error, what)
 
     def together(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
-        """What `fn` returns, when every rank has run its own; see `step`."""
+        """Run `fn` on every rank, and return its result; see `step`."""
         with self.step(what, files):
             return fn()
 
     def first(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
-        """What `fn` returns on the first rank, which alone runs it, on every rank; see `step`."""
+        """Run `fn` on the first rank, and return its result on every rank; see `step`."""
         result: T = self.share(self.together(what, lambda: fn() if self.is_first else None, files))
         return result
 
     def meet(self, error: Exception | None = None, what: str = "going on") -> None:
-        """Wait for all ranks. If one comes with an error, raise on all.
+        """Wait for all ranks. If any passes an error, raise on all.
 
         Raises:
             FullshardError: see `step`.
@@ -93,19 +93,19 @@ class Ranks:
         raise first.error() from error
 
     def all(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank. For small ones."""
+        """Every rank's value, on every rank. For small values."""
         if self._group is None:
             return [value]
         return objects_of_all(value, self._group, _WHAT)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on the first rank; the others get an empty list."""
+        """Every rank's value, on the first rank; an empty list on the others."""
         if self._group is None:
             return [value]
         return objects_to_first(value, self._group, _WHAT)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's numbers added up, on every rank; int64."""
+        """The sum of every rank's int64 numbers, on every rank."""
         if self._group is None:
             return values
         return reduce_value(values, dist.ReduceOp.SUM, self._group, _WHAT)
@@ -119,11 +119,11 @@ class Ranks:
 
 @dataclass
 class _Failure:
-    """An error of one rank, as the others are told of it.
+    """An error of a rank, in a form to send to the others.
 
     Attributes:
         kind: its class.
-        facts: what it says, by the names of `FullshardError`'s arguments.
+        facts: the arguments of `FullshardError`.
     """
 
     kind: type[FullshardError]
@@ -147,13 +147,13 @@ class _Failure:
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free room on the disk, or choose another folder",
-    errno.EDQUOT: "free room within the user's quota, or choose another folder",
-    errno.EACCES: "choose a folder that this user may write to",
-    errno.EPERM: "choose a folder that this user may write to",
-    errno.EROFS: "choose a folder on a file system that can be written to",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "close files on this machine: the limit of the whole system is reached",
+    errno.ENOSPC: "free disk space, or choose a different folder",
+    errno.EDQUOT: "free space in the user's quota, or choose a different folder",
+    errno.EACCES: "choose a folder that this user can write to",
+    errno.EPERM: "choose a folder that this user can write to",
+    errno.EROFS: "choose a folder on a writable file system",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close files on this machine: the system-wide limit is reached",
 }
 
 
@@ -163,5 +163,5 @@ def _failed(what: str, rank: int, error: Exception) -> CheckpointError:
         f"{what} failed on rank {rank}.",
         rank=rank,
         got=f"{type(error).__name__}: {error}",
-        remedy=remedy or "correct what got: says, and call again on all ranks",
+        remedy=remedy or "fix the error above, and call again on all ranks",
     )

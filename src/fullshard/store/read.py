@@ -1,7 +1,7 @@
-"""Pieces out of a checkpoint's files: only the bytes that this rank needs, checked first, nothing executed.
+"""Reads pieces from a checkpoint's files: only the bytes that this rank needs, verified first, and nothing is executed.
 
-Elements are read straight into the memory that they are for. Where they lie the manifest says; in a folder that another
-program saved by DCP, `.metadata` (`metadata.py`) and the record of each (`record.py`).
+Elements are read straight into their destination. Their location comes from the manifest; in a folder that another
+program saved by DCP, from `.metadata` (`metadata.py`) and the records (`record.py`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ import torch
 
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
-from . import manifest as manifests
-from .entries import of_rank
+from .entries import name_of_rank
 from .hashed import BLOCK, CHUNK, new_hash
-from .manifest import Manifest
+from .manifest import Manifest, parse
 from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
 from .record import TensorRecord, value_in
 from .source import OPTIMIZER, Entry, state_path
-from .storage import Storage, Stored, extent, read_strided
+from .storage import MANIFEST, Storage, Stored, extent, read_strided
 from .write import bytes_of
 
 GROUPS = ("optimizer", "param_groups")
-"""The keys that lead to an optimizer's groups in the nested state dicts of DCP's programs."""
+"""The keys of an optimizer's groups in the nested state dicts that DCP saves."""
 MOST_WHOLE = 2**28
-"""Bytes of a manifest or metadata, which is read as a whole, unless the files that it describes are larger."""
+"""The most bytes of a manifest or metadata, which is read as a whole, unless the files it describes are larger."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What one rectangle in a file gives to one piece.
+    """A read of a rectangle in a file into a piece.
 
     Attributes:
         stored: the rectangle in the file.
         entry: the tensor.
         begin: first index within `stored`, on every dim.
-        target: what to fill; a view of the piece.
+        target: the memory to fill; a view of the piece.
     """
 
     stored: Stored
@@ -53,10 +52,10 @@ class Copy:
 
 
 def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Copy]:
-    """What fills a piece.
+    """The reads that fill a piece.
 
     Raises:
-        DamagedCheckpointError: the checkpoint lacks some of it.
+        DamagedCheckpointError: the checkpoint lacks elements of it, or has some twice.
     """
     copies, missing = [], piece.tensor.numel()
     for part in stored:
@@ -77,19 +76,19 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
     return copies
 
 
-def _intersection(one: Piece | Stored, other: Stored) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """First index and end, on every dim, of what two rectangles of one tensor have in common; None: nothing."""
-    low = tuple(map(max, one.offsets, other.offsets))
-    high = tuple(map(min, _ends(one), _ends(other)))
+def _intersection(rectangle: Piece | Stored, other: Stored) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """First index and end, on every dim, of the intersection of two rectangles of a tensor; None if it is empty."""
+    low = tuple(map(max, rectangle.offsets, other.offsets))
+    high = tuple(map(min, _ends(rectangle), _ends(other)))
     return (low, high) if all(map(operator.lt, low, high)) else None
 
 
 def _overlap(stored: Sequence[Stored]) -> bool:
-    """Whether any two of these rectangles of one tensor have elements in common."""
+    """Whether any two of these rectangles of a tensor have elements in common."""
     if len(stored) < 2:
         return False
     dims = range(len(stored[0].offsets))
-    dim = max(dims, key=lambda d: len({part.offsets[d] for part in stored}), default=0)  # that which separates most
+    dim = max(dims, key=lambda d: len({part.offsets[d] for part in stored}), default=0)  # with the most offsets
     current: list[Stored] = []
     for part in sorted(stored, key=lambda part: part.offsets[dim]):
         current = [other for other in current if other.offsets[dim] + other.sizes[dim] > part.offsets[dim]]
@@ -104,19 +103,19 @@ def _ends(rectangle: Piece | Stored) -> tuple[int, ...]:
 
 
 class Files:
-    """The files of one checkpoint folder, open for reading.
+    """The files of a checkpoint, open for reading.
 
     Args:
         storage: the folder.
-        hashes: whether the hashes of what is read are compared.
+        hashes: whether to verify the hashes of bytes that are read.
 
     Attributes:
         manifest: Fullshard's; None in a folder that another program wrote.
-        index: what is stored where.
-        digest: of what tells what is stored: the manifest, with hashes of all other files, or the metadata.
+        index: where everything is stored.
+        digest: a hash of the manifest, which has hashes of all other files, or of the metadata.
 
     Raises:
-        DamagedCheckpointError: a file is missing, truncated or not what was written.
+        DamagedCheckpointError: a file is missing, truncated or changed.
     """
 
     def __init__(self, storage: Storage, hashes: bool = True) -> None:
@@ -127,20 +126,20 @@ class Files:
         self.manifest: Manifest | None = None
         sizes = storage.sizes
         try:
-            name = manifests.NAME if manifests.NAME in sizes else METADATA
+            name = MANIFEST if MANIFEST in sizes else METADATA
             if name not in sizes:
                 raise DamagedCheckpointError(
-                    f"A folder is not a complete checkpoint: it has no {manifests.NAME} or {METADATA}, written last.",
-                    got=storage.called(""),
-                    remedy="name another one",
+                    f"A folder is not a complete checkpoint: it has no {MANIFEST} or {METADATA}, written last.",
+                    got=storage.location(""),
+                    remedy="choose a different checkpoint",
                 )
             text = self._small(name)
             self.digest = hashlib.sha256(text).hexdigest()
             self.index: Index
             if name == METADATA:
-                self.index = read_index(text, sizes, storage.called(METADATA))
+                self.index = read_index(text, sizes, storage.location(METADATA))
             else:
-                self.manifest = manifests.parse(text, storage.called(manifests.NAME))
+                self.manifest = parse(text, storage.location(MANIFEST))
                 self._check_sizes(self.manifest)
                 self.index = _index_of(self.manifest)
         except BaseException:
@@ -148,34 +147,34 @@ class Files:
             raise
 
     def _small(self, name: str) -> bytes:
-        """A file that is read as a whole."""
+        """Read a manifest or metadata."""
         nbytes, most = self.storage.sizes[name], max(MOST_WHOLE, most_listed(self.storage, name))
         if nbytes > most:
             raise DamagedCheckpointError(
-                "A file of a checkpoint that tells what is in the others is too large to be one.",
+                "A checkpoint's manifest or metadata is too large to be valid.",
                 expected=f"at most {most} bytes",
-                got=f"{self.storage.called(name)} of {nbytes} bytes",
+                got=f"{self.storage.location(name)} of {nbytes} bytes",
             )
         return self.storage.read(name, 0, nbytes)
 
     def _check_sizes(self, manifest: Manifest) -> None:
-        """All files must be what the manifest says."""
+        """Compare the sizes of all files with the manifest."""
         sizes = self.storage.sizes
         for name, facts in manifest.files.items():
             if name not in sizes:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is missing.", expected=self.storage.called(name), got="no such file"
+                    "A file of a checkpoint is missing.", expected=self.storage.location(name), got="no such file"
                 )
             if sizes[name] != facts.nbytes:
-                difference = "truncated" if sizes[name] < facts.nbytes else "longer than it was written"
+                difference = "truncated" if sizes[name] < facts.nbytes else "longer than when it was written"
                 raise DamagedCheckpointError(
                     f"A file of a checkpoint is {difference}.",
-                    expected=f"{self.storage.called(name)} of {facts.nbytes} bytes",
+                    expected=f"{self.storage.location(name)} of {facts.nbytes} bytes",
                     got=f"{sizes[name]} bytes",
                 )
 
     def verify(self, name: str, begin: int, nbytes: int) -> None:
-        """Compare the hashes of the blocks that these bytes are in; without a manifest nothing is known of them.
+        """Compare the hashes of the blocks that contain these bytes, if there is a manifest.
 
         Raises:
             DamagedCheckpointError: they differ.
@@ -187,7 +186,7 @@ class Files:
             if (name, block) in self._verified:
                 continue
             at = block * BLOCK
-            end, block_hash = min(at + BLOCK, facts.nbytes), new_hash(facts.kind, self.storage.called(name))
+            end, block_hash = min(at + BLOCK, facts.nbytes), new_hash(facts.kind, self.storage.location(name))
             for part in range(at, end, CHUNK):
                 data = self._scratch[: min(CHUNK, end - part)]
                 self.storage.read_into(name, part, data)
@@ -195,18 +194,18 @@ class Files:
                 self.storage.keep(name, part, data)
             if block_hash.hexdigest() != facts.hashes[block]:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is damaged: it is not what was written.",
+                    "A file of a checkpoint is damaged: its contents have changed.",
                     expected=f"{facts.kind} {facts.hashes[block][:16]}...",
-                    got=f"another, of bytes {at} to {end} of {self.storage.called(name)}",
-                    remedy="load another checkpoint (load(..., fall_back=True) takes the newest whole one)",
+                    got=f"a different hash of bytes {at} to {end} of {self.storage.location(name)}",
+                    remedy="load a different checkpoint (load(..., fall_back=True) loads the newest intact one)",
                 )
             self._verified.add((name, block))
 
     def check(self, copies: Iterable[Copy]) -> None:
-        """Look at everything that is going to be read.
+        """Verify everything that will be read.
 
         Raises:
-            DamagedCheckpointError: it has another hash than the manifest says; a record is not what the metadata says.
+            DamagedCheckpointError: a hash differs from the manifest, or a record from the metadata.
         """
         for copy in copies:
             self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
@@ -214,31 +213,28 @@ class Files:
                 self._record(copy)  # raises here, not when it is read
 
     def fill(self, copies: Iterable[Copy]) -> None:
-        """Read what `check` looked at into its targets.
+        """Read the copies, once checked, into their targets.
 
         Raises:
-            DamagedCheckpointError: a file cannot be read any more.
+            DamagedCheckpointError: a file can no longer be read.
         """
         for copy in copies:
-            self._fill(copy)
-
-    def _fill(self, copy: Copy) -> None:
-        target, sizes = copy.target, tuple(copy.target.shape)
-        if self.manifest is None:
-            target.copy_(self._record(copy).read(copy.begin, sizes))
-            return
-        dtype, read_into = copy.entry.dtype, partial(self.storage.read_into, copy.stored.file)
-        strides = dense_strides(copy.stored.sizes, tuple(range(len(sizes))))
-        first = sum(at * stride for at, stride in zip(copy.begin, strides, strict=True))
-        dense = extent(sizes, strides) == target.numel() and target.is_contiguous()
-        same = target.dtype == dtype and not target.is_conj() and not target.is_neg()
-        if dense and same and target.device.type == "cpu":
-            read_into(copy.stored.begin + first * dtype.itemsize, bytes_of(target))
-        else:
-            target.copy_(read_strided(read_into, copy.stored.begin, dtype, first, sizes, strides))
+            target, sizes = copy.target, tuple(copy.target.shape)
+            if self.manifest is None:
+                target.copy_(self._record(copy).read(copy.begin, sizes))
+                continue
+            dtype, read_into = copy.entry.dtype, partial(self.storage.read_into, copy.stored.file)
+            strides = dense_strides(copy.stored.sizes, tuple(range(len(sizes))))
+            first = sum(at * stride for at, stride in zip(copy.begin, strides, strict=True))
+            dense = extent(sizes, strides) == target.numel() and target.is_contiguous()
+            same = target.dtype == dtype and not target.is_conj() and not target.is_neg()
+            if dense and same and target.device.type == "cpu":
+                read_into(copy.stored.begin + first * dtype.itemsize, bytes_of(target))
+            else:
+                target.copy_(read_strided(read_into, copy.stored.begin, dtype, first, sizes, strides))
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Read a tensor, or the rectangle of it at `offsets` of `sizes`, into new memory; it is checked first.
+        """Verify and read a tensor, or its rectangle at `offsets` of `sizes`, into new memory.
 
         Raises:
             DamagedCheckpointError: the checkpoint has no tensor of this name, or it cannot be read.
@@ -255,22 +251,22 @@ class Files:
         return part
 
     def read_of_rank(self, rank: int, name: str) -> torch.Tensor:
-        """Read the tensor that a rank saved under a name, or that all ranks saved."""
-        of_its_own = of_rank(rank, name)
-        return self.read(of_its_own if of_its_own in self.index.entries else name)
+        """Read a rank's own tensor of a name, or that of all ranks."""
+        own_name = name_of_rank(rank, name)
+        return self.read(own_name if own_name in self.index.entries else name)
 
     def value(self, name: str) -> Any:
-        """A value that is not a tensor, as programs that use DCP save it."""
+        """Read a value that is not a tensor, from a DCP folder."""
         return value_in(self.storage, self.index.values[name])
 
     def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
-        """Settings of optimizers as DCP's programs keep them: by group, or flattened, by parameter.
+        """The settings of optimizers in a DCP folder: by group, or flattened, by parameter.
 
         Args:
-            tensor: gives a tensor by name.
+            tensor: returns a tensor by its name.
 
         Raises:
-            DamagedCheckpointError: they do not say which parameters they are of.
+            DamagedCheckpointError: a group does not list its parameters.
         """
         by_number: dict[int, dict[str, Any]] = {}
         by_parameter: dict[str, dict[str, Any]] = {}
@@ -287,7 +283,7 @@ class Files:
         return checked_groups(groups)
 
     def _record(self, copy: Copy) -> TensorRecord:
-        """What DCP wrote of a rectangle."""
+        """DCP's record of a rectangle."""
         key = copy.stored, copy.entry.dtype
         if key not in self._records:
             self._records[key] = TensorRecord(self.storage, copy.stored, copy.entry)
@@ -305,18 +301,18 @@ class Files:
 
 
 def most_listed(storage: Storage, listing: str) -> int:
-    """How long a manifest or metadata can be, in bytes, that lists what is in these files.
+    """The most bytes that a manifest or metadata describing these files can have.
 
-    What it says of a piece is shorter than the piece's record, or than what the header of its file says of it; a
-    manifest has names of parameters again among settings, layouts and ties. Holes in files count as nothing: they would
-    let a short file take all memory.
+    Its description of a piece is shorter than the piece's record, or than its entry in the header of its file; a
+    manifest repeats names of parameters in settings, layouts and ties. Holes in sparse files do not count: a short file
+    could otherwise claim all memory.
     """
     others = sum(nbytes for name, nbytes in storage.allocated.items() if name != listing)
     return min(4 * others, 4 * storage.allocated[listing])  # the disk may compress
 
 
 def _index_of(manifest: Manifest) -> Index:
-    """What is stored where, by the manifest: tied tensors under all their names."""
+    """The index of a manifest, with tied tensors under all their names."""
     entries, stored = dict(manifest.tensors), dict(manifest.stored)
     for name, first in manifest.ties.items():
         entries[name], stored[name] = entries[first], stored[first]
@@ -331,10 +327,10 @@ def _index_of(manifest: Manifest) -> Index:
 
 
 def checked_groups(groups: Any) -> list[dict[str, Any]]:
-    """An optimizer's groups as they were saved.
+    """An optimizer's saved groups, unchanged.
 
     Raises:
-        DamagedCheckpointError: they are none.
+        DamagedCheckpointError: they are not groups of parameters.
     """
     if not _are_groups(groups):
         raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80])

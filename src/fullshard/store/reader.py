@@ -14,14 +14,14 @@ from ..checkpoint.settings import put, settings_to_load
 from ..errors import CheckpointError, DamagedCheckpointError
 from .contents import Contents, StateOf, add_states
 from .piece import Piece
-from .read import GROUPS, Copy, Files, checked_groups, copies_for
+from .read import Copy, Files, checked_groups, copies_for
 from .source import MODEL, OPTIMIZER
 from .storage import Stored
 from .tree import from_json
 
 
 class Reader:
-    """Compares one checkpoint with one model and collects the reads and assignments of a load.
+    """Compares a checkpoint with a model, and collects the reads and assignments of a load.
 
     Args:
         files: the checkpoint.
@@ -29,9 +29,9 @@ class Reader:
 
     Attributes:
         copies: reads into tensors that the model or an optimizer uses.
-        states: per optimizer tensor its scalars by key, assigned after all ranks have read; None: its state is removed.
-        settings: parameter groups and their new settings, assigned at the same time.
-        objects: functions that take a state, and the state; called at the same time.
+        states: optimizer tensors and their scalars by key, to assign after all ranks have read; None: remove the state.
+        settings: parameter groups and their new settings, to assign at the same time.
+        objects: functions that take a state, and the state, to call at the same time.
     """
 
     def __init__(self, files: Files, cast: bool = False) -> None:
@@ -52,12 +52,11 @@ class Reader:
     def _plain_scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
         if self.files.manifest is not None:
-            decoded = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
-            if not _is_nested(decoded):
-                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(decoded)[:80])
-            of_manifest: dict[str, dict[str, Any]] = decoded
-            return of_manifest
-        scalars: dict[str, dict[str, Any]] = {}
+            scalars = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
+            if not isinstance(scalars, dict) or not all(isinstance(values, dict) for values in scalars.values()):
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(scalars)[:80])
+            return scalars
+        scalars = {}
         for name in self.files.index.values:
             path = self.files.index.paths.get(name, ())
             if path[:2] == ("optimizer", "state") and len(path) == 4:
@@ -70,9 +69,8 @@ class Reader:
         for name in self.files.index.entries:
             if name.startswith(OPTIMIZER):
                 path = self.files.index.paths.get(name, ())
-                if len(path) != 4:
-                    path = (*GROUPS, *name.removeprefix(OPTIMIZER).rpartition(".")[::2])
-                keys.setdefault(str(path[2]), set()).add(str(path[3]))
+                parameter, key = path[2:] if len(path) == 4 else name.removeprefix(OPTIMIZER).rpartition(".")[::2]
+                keys.setdefault(str(parameter), set()).add(str(key))
         return keys
 
     # Tensors.
@@ -160,7 +158,7 @@ class Reader:
                 states = [
                     described_state(target.held, [self._described(row) for row in target.held.rows]) for target in new
                 ]
-            if None in states:  # frozen: a tensor may have been frozen since the save
+            if None in states:  # frozen=True: a tensor may have been frozen since the save
                 states = list(blank_states(optimizer, [target.held.tensor for target in new], frozen=True))
             for target, state in zip(new, states, strict=True):
                 target.state = state or {}
@@ -285,29 +283,21 @@ class Reader:
         for take, state in self.objects:
             take(state)
 
-    def _prefixed(self) -> list[str]:
-        """The names of the checkpoint's tensors that belong to a model or an optimizer."""
-        return [name for name in self.files.index.entries if name.startswith((MODEL, OPTIMIZER))]
-
     def close(self, contents: Contents, strict: bool) -> list[str]:
-        """The names in the checkpoint that no plan asked for. Called after everything is planned.
+        """The names in the checkpoint that will not be loaded. Called after everything is planned.
 
         Raises:
             CheckpointError: `strict`, and a parameter, buffer or state exists only in the model or the checkpoint.
         """
         manifest = self.files.manifest
         asked = self._asked | set({} if manifest is None else manifest.ties)
-        names = self.files.index.entries if self._bare else self._prefixed()
-        left = [name for name in names if not any(part in asked for part in _prefixes(name))]
-        unknown = [name for name in left if contents.states or not name.startswith(OPTIMIZER)]
+        names = [name for name in self.files.index.entries if self._bare or name.startswith((MODEL, OPTIMIZER))]
+        untouched = [name for name in names if not any(part in asked for part in _prefixes(name))]
+        unexpected = [name for name in untouched if contents.states or not name.startswith(OPTIMIZER)]
         if strict:
             remedy = "load it into the model it was saved from"
-            check_names("A checkpoint does", list(self._missing), unknown, remedy)
-        return left
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
+            check_names("A checkpoint does", list(self._missing), unexpected, remedy)
+        return untouched
 
 
 def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:

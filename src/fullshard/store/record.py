@@ -1,4 +1,4 @@
-"""One record of a DCP file: what `torch.save` wrote of a tensor or a value, read as data by `formats/archive.py`."""
+"""A record of a DCP file: a tensor or a value that `torch.save` wrote, read without executing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .source import Entry
 from .storage import Storage, Stored
 
 _EDGE = 1024
-"""Bytes at a record's beginning and end that say everything but its elements: read once, wherever they lie."""
+"""Bytes at a record's beginning and end that contain everything except its elements: read once, ahead."""
 
 
 class _Window(io.RawIOBase):
@@ -55,15 +55,15 @@ class _Window(io.RawIOBase):
         return len(target)
 
     def forget(self) -> None:
-        """Drop the edges, once the archive's directory was read."""
+        """Drop the edges, once the archive's directory has been read."""
         self._edges = {}
 
 
 class TensorRecord:
-    """A record that holds a tensor.
+    """A record of a tensor.
 
     Raises:
-        DamagedCheckpointError: it is not what the metadata says.
+        DamagedCheckpointError: it does not match the metadata.
     """
 
     def __init__(self, storage: Storage, stored: Stored, entry: Entry) -> None:
@@ -80,24 +80,24 @@ class TensorRecord:
             raise _bad(stored, error) from error
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A rectangle of it, of any strides."""
+        """Read a rectangle of the tensor; the result may have any strides."""
         return self._record.read(self._tensor, offsets, sizes)
 
 
 def value_in(storage: Storage, stored: Stored) -> Any:
-    """What is in a record that is no tensor: plain values, with the tensors in them.
+    """Read a record of a value: plain values, and tensors in them.
 
     Raises:
-        DamagedCheckpointError: it is something else, or cannot be read.
+        DamagedCheckpointError: it contains anything else, or cannot be read.
     """
     record = _opened(storage, stored)
 
-    def tensor(name: str, found: Tensor) -> torch.Tensor:
-        record.check(name, found)
-        return record.read(found)
+    def read(name: str, tensor: Tensor) -> torch.Tensor:
+        record.check(name, tensor)
+        return record.read(tensor)
 
     try:
-        return State("the record", tensor).plain(record.root, "")
+        return State("the record", read).plain(record.root, "")
     except CheckpointError as error:
         raise _bad(stored, error) from error
 
@@ -105,7 +105,7 @@ def value_in(storage: Storage, stored: Stored) -> Any:
 def _opened(storage: Storage, stored: Stored) -> Records:
     try:
         window = _Window(storage, stored)
-        records = Records(storage.called(stored.file), window, stored.nbytes)
+        records = Records(storage.location(stored.file), window, stored.nbytes)
         window.forget()
         return records
     except CheckpointError as error:
@@ -114,7 +114,7 @@ def _opened(storage: Storage, stored: Stored) -> Records:
 
 def _bad(stored: Stored, got: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        "A record of a checkpoint is not what its metadata says.",
+        "A record of a checkpoint does not match its metadata.",
         parameter=stored.name,
         expected=f"shape {stored.sizes} at byte {stored.begin} of {stored.file}",
         got=str(got).partition("\n")[0][:300],

@@ -1,11 +1,11 @@
-"""Checkpoints behind an address that fsspec knows, such as `s3://bucket/run`.
+"""Checkpoints at an fsspec address, such as `s3://bucket/run`.
 
-    ROOT/step-000000100/    a checkpoint: whole if manifest.json is in it, which is written last
-                saving      while it is written: when that began
-    ROOT/latest             the name of the newest whole one
+    ROOT/step-000000100/    a checkpoint: complete once it contains manifest.json, which is written last
+                saving      exists during the save: the time it began
+    ROOT/latest             the name of the newest complete checkpoint
 
-Object stores rename nothing and lock nothing. A checkpoint is whole by its manifest alone; what a broken-off save left
-is removed by the first save a day later; and two runs that save into one address are not kept apart.
+Object stores have neither renames nor locks. The manifest alone makes a checkpoint complete; what an interrupted save
+left is removed by the first save a day later; and two runs must not save to the same address.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from ..errors import ConfigError
-from . import manifest
 from .folder import LATEST, START, Folder, step_and_turn
-from .storage import RemoteStorage, Storage, file_system, is_remote, without_scheme
+from .storage import MANIFEST, RemoteStorage, Storage, file_system, is_remote, without_scheme
 
 _SAVING = "saving"
-_OLD = 24 * 3600.0  # seconds after which a save is taken for broken off
+_OLD = 24 * 3600.0  # seconds after which a save counts as interrupted
 
 
 class RemoteFolder(Folder):
@@ -33,7 +32,7 @@ class RemoteFolder(Folder):
         url: ROOT.
 
     Raises:
-        ConfigError: fsspec, or what it needs for this kind of address, is not installed.
+        ConfigError: fsspec or its package for this kind of address is not installed.
     """
 
     on_disk = False
@@ -61,12 +60,12 @@ class RemoteFolder(Folder):
     @property
     def is_checkpoint(self) -> bool:
         fs, path = self._here()
-        return any(fs.isfile(f"{path}/{name}") for name in (manifest.NAME, ".metadata"))
+        return any(fs.isfile(f"{path}/{name}") for name in (MANIFEST, ".metadata"))
 
     def _entries(self) -> Iterable[str]:
         fs, path = self._here()
-        fs.invalidate_cache()  # other processes save here, too
-        return [one.rstrip("/").rpartition("/")[2] for one in fs.ls(path, detail=False)] if fs.isdir(path) else ()
+        fs.invalidate_cache()  # other processes may have saved
+        return [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False)] if fs.isdir(path) else ()
 
     def _start_of(self, name: str) -> bytes | None:
         fs, path = self._here(name)
@@ -74,7 +73,7 @@ class RemoteFolder(Folder):
             return None
         try:
             return bytes(fs.cat_file(path, start=0, end=START))
-        except OSError:  # of an empty object no bytes can be asked for
+        except OSError:  # a range of an empty object
             return b""
 
     def storage(self, name: str) -> Storage:
@@ -90,16 +89,11 @@ class RemoteFolder(Folder):
         return bool(fs.isfile(f"{path}/{_SAVING}"))
 
     def begin(self, step: int) -> str:
-        fs, _ = self._here()
-        name = again = f"step-{step:09d}"
-        turn = 1
-        while fs.exists(self._here(again)[1]):
-            turn += 1
-            again = f"{name}.{turn}"
-        path = self._here(again)[1]
+        name = self._free_name(step)
+        fs, path = self._here(name)
         fs.makedirs(path, exist_ok=True)
         fs.pipe_file(f"{path}/{_SAVING}", str(time.time()).encode())
-        return again
+        return name
 
     def publish(self, name: str, files: dict[str, bytes]) -> str:
         fs, path = self._here(name)
@@ -120,18 +114,18 @@ class RemoteFolder(Folder):
             path = self._here(f"{name}/{_SAVING}")[1]
             if step_and_turn(name) is None or not fs.isfile(path):
                 continue
-            if self._start_of(f"{name}/{manifest.NAME}") is not None:  # whole: the save ended before this line of it
+            if self._start_of(f"{name}/{MANIFEST}") is not None:  # complete: only the marker was not removed
                 fs.rm_file(path)
                 continue
             began = _time_in(self._start_of(f"{name}/{_SAVING}") or b"")
-            if began is None:  # it may be of a save that is just beginning
+            if began is None:  # perhaps of a save that is just beginning
                 fs.pipe_file(path, str(time.time()).encode())
             elif time.time() - began > _OLD:
                 fs.rm(self._here(name)[1], recursive=True)
 
     def remove(self, name: str) -> None:
         fs, path = self._here(name)
-        fs.rm_file(f"{path}/{manifest.NAME}")  # no longer whole, before anything else goes
+        fs.rm_file(f"{path}/{MANIFEST}")  # first, so that it is never complete with files missing
         fs.rm(path, recursive=True)
 
     @contextmanager
@@ -140,7 +134,7 @@ class RemoteFolder(Folder):
 
 
 def _time_in(marker: bytes) -> float | None:
-    """When a save began, by what it wrote; None if that does not say."""
+    """When a save began, according to its marker; None if the marker has no valid time."""
     try:
         began = float(marker)
     except ValueError:
@@ -152,13 +146,13 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
     """The folder at a path or an address.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `path` is neither.
     """
     if isinstance(path, Folder):
         return path
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(
-            "Checkpoints are kept in a folder.",
+            "The folder of checkpoints must be a path or an address.",
             expected="a path or an address",
             got=repr(path) if isinstance(path, str) else f"an object of class {type(path).__name__}",
             remedy='pass the folder first: save("runs/mine", model, ...)',

@@ -1,13 +1,13 @@
-"""Checkpoints tensor by tensor, whatever their format: what conversion, export and inspection read and write.
+"""Checkpoints of any format, tensor by tensor: the interface of conversion, export and inspection.
 
     Source   names, shapes and dtypes first; then any rectangle of any tensor
-    Sink     all names, shapes and dtypes first; then one whole tensor after the other, in that order
+    Sink     all names, shapes and dtypes first; then whole tensors, in the same order
 
     model.layers.0.weight                             a parameter or buffer
     optimizer.state.layers.0.weight.exp_avg           optimizer state of a parameter
-    values["optimizer"]["param_groups"], ...          whatever is not a tensor
+    values["optimizer"]["param_groups"], ...          everything that is not a tensor
 
-Everything here runs in one process, without process groups, and holds one tensor at a time.
+Everything here runs in one process, without process groups, and has one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from ..errors import CheckpointError
 
 MODEL = "model."
-"""What the names of parameters and buffers begin with."""
+"""The prefix of parameters and buffers."""
 OPTIMIZER = "optimizer.state."
-"""What the names of optimizer state begin with: then the parameter's name, a dot, and the key."""
+"""The prefix of optimizer state; the parameter's name, a dot, and the key follow."""
 
 
 def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
-    """The parameter and the key in the name of optimizer state, by the longest parameter's name that fits, or None."""
+    """Split the name of optimizer state into parameter and key, by the longest parameter name that matches; or None."""
     rest = name.removeprefix(OPTIMIZER)
     parameter = rest
     while parameter := parameter.rpartition(".")[0]:
@@ -38,16 +38,16 @@ def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
     return None
 
 
-_MOST_DIMS = 64  # of torch's tensors
+_MOST_DIMS = 64  # torch's limit
 MOST_NAME = 2000
-"""Characters of a tensor's name: names are taken apart at their dots, which takes long if there are a million."""
+"""The most characters in a tensor's name: names are split at their dots, which is slow for a million of them."""
 
 
 def checked_name(name: object) -> str:
     """A tensor's name.
 
     Raises:
-        ValueError: it is too long to be one.
+        ValueError: it is too long.
     """
     if len(text := str(name)) > MOST_NAME:
         raise ValueError(f"a name of {len(text)} characters")
@@ -58,10 +58,10 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     """The shape of a tensor.
 
     Args:
-        name: of the tensor, for errors.
+        name: of the tensor, for error messages.
 
     Raises:
-        ValueError: no tensor has it.
+        ValueError: it is not a valid shape.
     """
     extents = tuple(shape) if isinstance(shape, Sequence) else None
     are_counts = extents is not None and all(type(extent) is int and extent >= 0 for extent in extents)
@@ -72,7 +72,7 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a checkpoint says of one tensor before it is read.
+    """A checkpoint's description of a tensor.
 
     Attributes:
         shape: of the whole tensor.
@@ -98,9 +98,9 @@ class Source(ABC):
     """A checkpoint that can be read. Close it, or use it in a `with`.
 
     Attributes:
-        entries: by name, in the order in which reading is fastest.
-        values: what is not a tensor: nested dicts and lists of plain Python values.
-        ties: other names of an entry, by name: `{"model.head.weight": "model.embedding.weight"}`.
+        entries: by name, in the order that is fastest to read.
+        values: everything that is not a tensor: nested dicts and lists of plain Python values.
+        ties: further names, each with the name of its entry: `{"model.head.weight": "model.embedding.weight"}`.
     """
 
     entries: Mapping[str, Entry]
@@ -109,11 +109,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor in host memory, to be read only: it may share memory with the file.
+        """Read a tensor into host memory. Do not write to it: it may share memory with the file.
 
         Args:
             name: of an entry.
-            offsets, sizes: the rectangle to read, an index and an extent for every dim; None: the whole tensor.
+            offsets, sizes: the rectangle to read, first index and extent on every dim; None: the whole tensor.
 
         Raises:
             CheckpointError: the file is damaged there.
@@ -121,7 +121,7 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let files go. More than once does no harm."""
+        """Close the files. May be called again."""
 
     def __enter__(self) -> Source:
         return self
@@ -131,9 +131,9 @@ class Source(ABC):
 
 
 class Sink(ABC):
-    """A checkpoint that is being written. Nothing is at its path before `finish` returns.
+    """A checkpoint to write. Its path does not exist before `finish` returns.
 
-    Used in a `with`, which calls `abort` if `finish` was not reached.
+    Use it in a `with`, which calls `abort` at the end.
 
     Args:
         entries: all tensors, in the order in which they will be written.
@@ -143,20 +143,20 @@ class Sink(ABC):
         self._unwritten = dict(entries)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one whole tensor. Once for every entry, in their order.
+        """Write a whole tensor. Called once for every entry, in their order.
 
         Raises:
             CheckpointError: its shape or dtype differs from that of its entry, or it was written before.
         """
-        announced, entry = self._unwritten.pop(name, None), Entry(tuple(tensor.shape), tensor.dtype)
-        if announced != entry:
+        expected, entry = self._unwritten.pop(name, None), Entry(tuple(tensor.shape), tensor.dtype)
+        if expected != entry:
             raise CheckpointError(
-                "A tensor is not what was announced.", parameter=name, expected=announced or "no tensor", got=entry
+                "A tensor does not match its entry.", parameter=name, expected=expected or "no tensor", got=entry
             )
         self._put(name, tensor)
 
     def finish(self) -> None:
-        """Put the checkpoint in its place, in one step.
+        """Publish the checkpoint at its path, atomically.
 
         Raises:
             CheckpointError: not all tensors were written.
@@ -167,15 +167,15 @@ class Sink(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove what was written so far. After `finish`, nothing."""
+        """Remove everything written so far. Does nothing after `finish`."""
 
     @abstractmethod
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor."""
+        """Write a tensor."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Write what follows the tensors, wait until all is on the disk, and put it in its place."""
+        """Write everything that follows the tensors, and wait until it is on the disk."""
 
     def __enter__(self) -> Sink:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -9,7 +10,6 @@ import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,17 +21,17 @@ from .hashed import CHUNK
 from .source import Entry
 
 MANIFEST = "manifest.json"
-"""The file that makes a checkpoint whole; see manifest.py."""
+"""The file that makes a checkpoint complete; see manifest.py."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One rectangle of a tensor in a file, or a value.
+    """Where a file stores one rectangle of a tensor, or a value.
 
     Attributes:
-        name: of the tensor.
+        name: of the tensor or value.
         offsets, sizes: the rectangle; both empty for a value.
-        file, begin, nbytes: where its elements lie, row by row; in a folder of DCP's, its record.
+        file, begin, nbytes: the bytes of its elements, row by row; in a DCP folder, those of its record.
     """
 
     name: str
@@ -45,31 +45,31 @@ class Stored:
 def checked_part(
     name: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, begin: int, nbytes: int
 ) -> Stored:
-    """One rectangle, which must lie within the tensor and have as many bytes as its elements need.
+    """Describe one stored rectangle.
 
     Raises:
-        ValueError: it does not, or has not.
+        ValueError: it is not within the tensor, or has fewer bytes than its elements need.
     """
-    fits = len(offsets) == len(sizes) == len(entry.shape) and all(
+    is_inside = len(offsets) == len(sizes) == len(entry.shape) and all(
         at >= 0 and extent >= 0 and at + extent <= whole
         for at, extent, whole in zip(offsets, sizes, entry.shape, strict=True)
     )
-    if not fits:
+    if not is_inside:
         raise ValueError(f"{name!r} of shape {entry.shape} has a part at {offsets} of {sizes}")
     if math.prod(sizes) * entry.dtype.itemsize > nbytes:
-        raise ValueError(f"a part of {name!r} of {sizes} is kept in {nbytes} bytes")
+        raise ValueError(f"a part of {name!r} of {sizes} has {nbytes} bytes")
     return Stored(name, offsets, sizes, file, begin, nbytes)
 
 
 def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | None) -> None:
-    """Let a tensor's rectangles have as many elements as it, in no more bytes than there are: memory may be taken then.
+    """Check the total size of a tensor's rectangles, before anyone allocates memory for it.
 
     Args:
-        total: bytes of all files; None if they are not known.
+        total: bytes of all files; None if unknown.
 
     Raises:
-        DamagedCheckpointError: they have more elements, or fewer.
-        ValueError: they have more bytes.
+        DamagedCheckpointError: they have more or fewer elements than the tensor.
+        ValueError: they have more bytes than all files.
     """
     numel = sum(math.prod(part.sizes) for part in parts)
     if numel != math.prod(entry.shape):
@@ -81,15 +81,15 @@ def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | N
         )
     nbytes = sum(part.nbytes for part in parts)
     if total is not None and nbytes > total:
-        raise ValueError(f"{name!r} is kept in {nbytes} bytes, more than all files have")
+        raise ValueError(f"{name!r} has {nbytes} bytes, more than all files")
 
 
 class Storage(ABC):
-    """The files of a folder, for reading. Each is opened when it is first read.
+    """The files of a folder, for reading. A file is opened when it is first read.
 
     Attributes:
         sizes: in bytes, by name. Links are left out.
-        allocated: bytes that files take on the disk, by name: a file of holes has a size and takes nothing.
+        allocated: bytes allocated on the disk, by name; fewer than the size for a sparse file.
     """
 
     sizes: dict[str, int]
@@ -103,8 +103,8 @@ class Storage(ABC):
         """Open a file. Raises OSError."""
 
     @abstractmethod
-    def called(self, name: str) -> str:
-        """The path or address of a file, for errors."""
+    def location(self, name: str) -> str:
+        """The path or address of a file, for error messages."""
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         """Fill `target` from byte `begin` of a file.
@@ -112,10 +112,10 @@ class Storage(ABC):
         Raises:
             DamagedCheckpointError: the file is too short, or cannot be read.
         """
-        with _reported(self.called(name)):
+        with _located(self.location(name)):
             if name not in self._open:
                 self._open[name] = self._opened(name)
-        read_into(self._open[name], begin, target, self.called(name))
+        read_into(self._open[name], begin, target, self.location(name))
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         """The `nbytes` bytes of a file from `begin`; raises as `read_into`."""
@@ -123,8 +123,8 @@ class Storage(ABC):
         self.read_into(name, begin, memoryview(data))
         return bytes(data)
 
-    def keep(self, name: str, begin: int, data: memoryview) -> None:  # noqa: B027, most have nothing to keep
-        """Keep bytes of a file whose hash was verified, if reading them again would be slow.
+    def keep(self, name: str, begin: int, data: memoryview) -> None:  # noqa: B027, optional to implement
+        """Cache verified bytes of a file, if reading them again would be slow.
 
         Args:
             begin: a multiple of `CHUNK`; `data` has `CHUNK` bytes, or ends where the file does.
@@ -138,11 +138,11 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """A folder on a disk; the page cache keeps what was read. See `Storage`.
+    """A folder on a disk, cached by the operating system. See `Storage`.
 
     Raises:
-        DamagedCheckpointError: there is no such folder; or its manifest is a link: without one files would be taken as
-            they are.
+        DamagedCheckpointError: the folder does not exist; or its manifest is a link, which `sizes` would leave out, so
+            that nothing would be verified.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,33 +150,31 @@ class LocalStorage(Storage):
         self._path = path
         if not path.is_dir():
             raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), topic="checkpoint-missing")
-        if os.path.lexists(path / MANIFEST) and not (
-            (path / MANIFEST).is_file() and not (path / MANIFEST).is_symlink()
-        ):
+        stats = {p.name: p.stat() for p in path.iterdir() if p.is_file() and not p.is_symlink()}
+        if MANIFEST not in stats and os.path.lexists(path / MANIFEST):
             raise DamagedCheckpointError(
                 "A checkpoint's manifest is a link, or something else that is not a file.", got=str(path / MANIFEST)
             )
-        stats = {p.name: p.stat() for p in path.iterdir() if p.is_file() and not p.is_symlink()}
         self.sizes = {name: stat.st_size for name, stat in stats.items()}
         allocated = {name: stat.st_blocks * 512 for name, stat in stats.items()}
-        self.allocated = allocated if any(allocated.values()) else self.sizes  # some file systems do not say
+        self.allocated = allocated if any(allocated.values()) else self.sizes  # some file systems report no blocks
 
     def _opened(self, name: str) -> io.FileIO:
         return open_file(self._path / name)
 
-    def called(self, name: str) -> str:
+    def location(self, name: str) -> str:
         return str(self._path / name)
 
 
 class RemoteStorage(Storage):
-    """A folder behind an address that fsspec knows, such as `s3://bucket/run/step-000000100`. See `Storage`.
+    """A folder at an fsspec address, such as `s3://bucket/run/step-000000100`. See `Storage`.
 
-    Bytes whose hash was verified are kept in a temporary file while there is room: they cross the network once, and
-    the bytes used are the bytes verified.
+    Verified bytes are cached in a temporary file while there is room: they are downloaded once, and the bytes used are
+    the bytes verified.
 
     Raises:
-        DamagedCheckpointError: there is no such folder.
-        ConfigError: fsspec, or what it needs for this kind of address, is not installed.
+        DamagedCheckpointError: the folder does not exist.
+        ConfigError: fsspec or its package for this kind of address is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -184,7 +182,7 @@ class RemoteStorage(Storage):
         self._fs, self._path = file_system(url)
         self._url = url
         self._cache: IO[bytes] | None = None
-        self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_cache`, in bytes
+        self._cached_at: dict[tuple[str, int], int] = {}  # file and chunk number -> offset in `_cache`, in bytes
         if not self._fs.isdir(self._path):
             raise DamagedCheckpointError("There is no such checkpoint.", got=url, topic="checkpoint-missing")
         listed = self._fs.ls(self._path, detail=True)
@@ -194,30 +192,27 @@ class RemoteStorage(Storage):
     def _opened(self, name: str) -> Any:
         return self._fs.open(f"{self._path}/{name}", "rb")
 
-    def called(self, name: str) -> str:
+    def location(self, name: str) -> str:
         return f"{self._url}/{name}"
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         end = begin + len(target)
         chunks = range(begin // CHUNK, -(-end // CHUNK))
-        if self._cache is None or not all((name, chunk) in self._places for chunk in chunks):
+        if self._cache is None or not all((name, chunk) in self._cached_at for chunk in chunks):
             super().read_into(name, begin, target)
             return
         for chunk in chunks:
             first, last = max(begin, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            place = self._places[name, chunk] + first - chunk * CHUNK
-            read_into(self._cache, place, target[first - begin : last - begin], self.called(name))
+            offset = self._cached_at[name, chunk] + first - chunk * CHUNK
+            read_into(self._cache, offset, target[first - begin : last - begin], self.location(name))
 
     def keep(self, name: str, begin: int, data: memoryview) -> None:
-        place = len(self._places) * CHUNK
-        try:
+        offset = len(self._cached_at) * CHUNK
+        with contextlib.suppress(OSError):  # no room
             if self._cache is None:
                 self._cache = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed in `close`
-            whole = os.pwrite(self._cache.fileno(), data, place) == len(data)
-        except OSError:  # no room
-            whole = False
-        if whole:
-            self._places[name, begin // CHUNK] = place
+            if os.pwrite(self._cache.fileno(), data, offset) == len(data):
+                self._cached_at[name, begin // CHUNK] = offset
 
     def close(self) -> None:
         super().close()
@@ -226,23 +221,22 @@ class RemoteStorage(Storage):
             self._cache = None
 
 
-_ON_DISK = ("file://", "local://")
-"""How addresses begin that are paths on this machine."""
+_LOCAL_SCHEMES = ("file://", "local://")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address for fsspec rather than one on this machine."""
-    return "://" in os.fspath(path) and not os.fspath(path).startswith(_ON_DISK)
+    """Whether `path` is an fsspec address rather than a path on this machine."""
+    return "://" in os.fspath(path) and not os.fspath(path).startswith(_LOCAL_SCHEMES)
 
 
 def without_scheme(path: str | os.PathLike[str]) -> str:
-    """A path on this machine, which may be written as an address: `file:///data/run` is /data/run."""
+    """A path on this machine, without a scheme: `file:///data/run` is /data/run."""
     text = os.fspath(path)
-    return next((text.removeprefix(scheme) for scheme in _ON_DISK if text.startswith(scheme)), text)
+    return next((text.removeprefix(scheme) for scheme in _LOCAL_SCHEMES if text.startswith(scheme)), text)
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """What fsspec has for an address: the file system, and the path in it.
+    """The fsspec file system of an address, and the path in it.
 
     Raises:
         ConfigError: see `RemoteStorage`.
@@ -259,59 +253,56 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def open_file(path: Path, follow_links: bool = False) -> io.FileIO:
-    """A file, open for unbuffered reading. Never waits, as opening a pipe without a writer would.
+    """Open a file for unbuffered reading. Never blocks, as opening a pipe without a writer would.
 
     Raises:
-        DamagedCheckpointError: a pipe, a device or a folder is in its place.
-        OSError: it cannot be opened; a link, unless these are followed.
+        DamagedCheckpointError: `path` is a pipe, a device or a folder.
+        OSError: it cannot be opened, or is a link and `follow_links` is False.
     """
-    links = 0 if follow_links else os.O_NOFOLLOW
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return io.FileIO(fd)
     os.close(fd)
     raise DamagedCheckpointError(
-        "Something else is in the place of a checkpoint's file.",
+        "A checkpoint's file is not a regular file.",
         expected="a regular file",
         got=f"{path}, a folder, a pipe or a device",
-        remedy="copy the checkpoint again from where it was whole",
+        remedy="copy the checkpoint again from an intact copy",
     )
 
 
-def read_into(file: Any, begin: int, target: memoryview, called: str) -> None:
+def read_into(file: Any, begin: int, target: memoryview, location: str) -> None:
     """Fill `target` from byte `begin` of an open file.
 
     Args:
-        called: its path or address, for errors.
+        location: its path or address, for error messages.
 
     Raises:
         DamagedCheckpointError: the file is too short, or cannot be read.
     """
-    with _reported(called):
+    with _located(location):
         file.seek(begin)
         done = 0
         while done < len(target):
             nbytes = file.readinto(target[done:])
             if not nbytes:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
+                    "A file of a checkpoint is truncated.", expected=f"{len(target) - done} more bytes", got=location
                 )
             done += nbytes
 
 
-@contextmanager
-def _reported(called: str) -> Iterator[None]:
-    """Name the file in an error of the operating system."""
+@contextlib.contextmanager
+def _located(location: str) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the file."""
     try:
         yield
     except OSError as error:
-        raise DamagedCheckpointError("A file of a checkpoint cannot be read.", got=f"{called}: {error}") from error
+        raise DamagedCheckpointError("A file of a checkpoint cannot be read.", got=f"{location}: {error}") from error
 
-
-# Elements.
 
 BUFFER = 16 * 2**20
-"""Bytes that are read at once for a few elements of each row."""
+"""Bytes to read at once, at most, where only a few elements of each row are needed."""
 
 
 def read_strided(
@@ -322,12 +313,12 @@ def read_strided(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    """Read from the first element to the last; some rows at a time where far more lies there than is asked.
+    """Read a strided tensor: its whole span at once, or a few rows at a time if most of a large span is not needed.
 
     Args:
-        fill: fills memory from a byte of the file on.
-        base: where the elements begin in the file, in bytes.
-        start, shape, stride: which of them; in elements. The result may have any stride.
+        fill: fills memory from the file, beginning at a byte.
+        base: where element 0 is in the file, in bytes.
+        start, shape, stride: the elements to read, in elements. The result may have any stride.
     """
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -336,13 +327,13 @@ def read_strided(
         whole = torch.empty(shape, dtype=dtype, device="cpu")
         rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
         for row in range(0, shape[0], rows):
-            some = min(rows, shape[0] - row)
+            count = min(rows, shape[0] - row)
             first = start + row * stride[0]
-            if some == 1:
+            if count == 1:
                 part = read_strided(fill, base, dtype, first, shape[1:], stride[1:])
             else:
-                part = read_strided(fill, base, dtype, first, (some, *shape[1:]), stride)
-            whole[row : row + some] = part
+                part = read_strided(fill, base, dtype, first, (count, *shape[1:]), stride)
+            whole[row : row + count] = part
         return whole
     raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8, device="cpu")
     fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
@@ -350,5 +341,5 @@ def read_strided(
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last; its shape has no zero."""
+    """The span from a tensor's first element to its last, in elements; its shape has no zero."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,15 +1,15 @@
-"""Plain Python values as JSON, and back: schedulers' states, settings, positions. Nothing is ever executed.
+"""Plain Python values to JSON and back: schedulers' states, settings, positions. Nothing is ever executed.
 
-JSON knows dicts with text keys, lists, text, numbers, true, false and null. What else is needed is a dict of one key:
+JSON has dicts with text keys, lists, text, numbers, true, false and null. Other types become a dict with one key:
 
     {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$pairs": [[key, value], ...]}   a dict of any keys
     {"$counter": [[key, count], ...]}     {"$bytes": base64}      {"$float": "nan" | "inf" | "-inf"}
     {"$complex": [real, imaginary]}       {"$dtype": "float32"}   {"$size": [3, 4]}                 {"$device": "cpu"}
-    {"$tensor": name}                     kept among the checkpoint's tensors
-    {"$array": name}                      the same, of NumPy's
-    {"$data": name}                       the same, of bytes that are too many for JSON
+    {"$tensor": name}                     a tensor, stored among the checkpoint's tensors
+    {"$array": name}                      the same, for a NumPy array
+    {"$data": name}                       the same, for long bytes
 
-NumPy's scalars become Python's. Anything else is refused, by its path.
+NumPy's scalars become Python's. Anything else is an error that names its path.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from ..errors import CheckpointError
 from .pickles import HUGE, refuse_alike
 
 _MOST_DEEP = 64
-"""Containers within containers; what is deeper comes from an attack or an accident."""
-_OUTSIDE = 4  # of them are the manifest's own
-_MOST_BYTES = 2**16  # of a value that are kept in JSON, as text
+"""The deepest nesting of containers in a manifest; only an attack or an accident is deeper."""
+_OUTSIDE = 4  # levels of it that the manifest itself takes
+_MOST_BYTES = 2**16  # the longest bytes that are stored in JSON
 
 
 def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """`value` as JSON's types; tensors in it are added to `tensors`, by their paths.
+    """Convert `value` to JSON's types, and add the tensors in it to `tensors`, by path.
 
     Args:
-        path: what the value is called, in errors and in the names of tensors.
+        path: the name of the value, in error messages and in the names of tensors.
 
     Raises:
-        CheckpointError: a value of a class that is not plain, or nested deeper than `from_json` reads.
+        CheckpointError: a value is not of a plain class, or is nested deeper than `from_json` reads.
     """
     if depth > _MOST_DEEP - _OUTSIDE:
         raise CheckpointError(
-            "A value cannot be kept in a checkpoint: it is nested too deeply, or within itself.",
+            "A value cannot be saved in a checkpoint: it is nested too deeply, or contains itself.",
             parameter=f"{path[:100]}...",
-            expected=f"at most {_MOST_DEEP - _OUTSIDE} containers within each other",
+            expected=f"at most {_MOST_DEEP - _OUTSIDE} nested containers",
         )
-    simple = _simple(value)
-    if simple is not _OTHER:
-        return simple
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return _tensor_out(value, path, tensors)
     if isinstance(value, (bytes, bytearray)) and len(value) > _MOST_BYTES:
         return {"$data": _tensor_out(np.frombuffer(value, np.uint8), path, tensors)["$array"]}
+    for kind, tag, write, _ in _ATOMS:
+        if isinstance(value, kind):
+            return write(value) if tag is None else {tag: write(value)}
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _tensor_out(value, path, tensors)
     if isinstance(value, Mapping):
         return _dict_out(value, path, tensors, depth)
     for kind, tag in _SEQUENCES.items():
@@ -61,32 +61,12 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
             items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
             items_as_json = [to_json(item, f"{path}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
             return items_as_json if tag is None else {tag: items_as_json}
-    for kind, tag, write, _ in _ATOMS:
-        if isinstance(value, kind):
-            return {tag: write(value)}
     raise _refused(value, path, "numbers, text, tensors, and plain tuples, lists, sets and dicts of them")
-
-
-_OTHER = object()
-
-
-def _simple(value: Any) -> Any:
-    """What JSON has a type for; `_OTHER` if it has none."""
-    simple: Any = _OTHER
-    if value is None or isinstance(value, (bool, str)):
-        simple = value
-    elif isinstance(value, np.bool_):
-        simple = bool(value)
-    elif isinstance(value, (int, np.integer)):
-        simple = int(value)
-    elif isinstance(value, (float, np.floating)):
-        simple = float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    return simple
 
 
 def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     first_path = path
-    while path in tensors:  # {"a.b": ...} and {"a": {"b": ...}} have one path
+    while path in tensors:  # {"a.b": ...} and {"a": {"b": ...}} have the same path
         path = f"{first_path}~{len(tensors)}"
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
@@ -114,23 +94,23 @@ def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tens
 
 def _refused(value: Any, path: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"A value cannot be kept in a checkpoint: loading a {type(value).__module__}.{type(value).__qualname__} would "
-        "mean to execute what the checkpoint says.",
+        f"A value cannot be saved in a checkpoint: loading a {type(value).__module__}.{type(value).__qualname__} would "
+        "execute code that the checkpoint names.",
         parameter=path,
         expected=expected,
-        remedy="let state_dict() return plain values, and make the object of them in load_state_dict()",
+        remedy="return plain values from state_dict(), and rebuild the object from them in load_state_dict()",
         topic="not-plain-values",
     )
 
 
 def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "", depth: int = 0) -> Any:
-    """What `to_json` made JSON of.
+    """Convert the JSON that `to_json` returned back to the value.
 
     Args:
-        tensor: gives those that are kept apart, by name.
+        tensor: returns a tensor by its name.
 
     Raises:
-        CheckpointError: something that `to_json` does not write.
+        CheckpointError: it contains something that `to_json` does not write.
     """
     if depth > _MOST_DEEP:
         raise CheckpointError("A checkpoint's values are nested too deeply.", parameter=path, expected=_MOST_DEEP)
@@ -145,29 +125,29 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "",
         return _tagged(tag, value[tag], tensor, path, depth)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever constructors make of what is none of theirs
+    except Exception as error:  # constructors may raise anything for invalid arguments
         raise _unknown(path, value) from error
 
 
 def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: str, depth: int) -> Any:
     if tag in ("$tensor", "$array", "$data"):
-        found = tensor(str(inner))
-        return found if tag == "$tensor" else found.numpy() if tag == "$array" else found.numpy().tobytes()
+        stored = tensor(str(inner))
+        return stored if tag == "$tensor" else stored.numpy() if tag == "$array" else stored.numpy().tobytes()
     if tag in ("$pairs", "$counter"):
         refuse_alike(sum(_is_huge(key) for key, _ in inner))
         pairs = {
             from_json(key, tensor, path, depth + 1): from_json(item, tensor, path, depth + 1) for key, item in inner
         }
         if len(pairs) != len(inner):
-            raise ValueError("a key is there twice")
+            raise ValueError("a duplicate key")
         return pairs if tag == "$pairs" else Counter(pairs)
     if tag in ("$set", "$frozenset"):
         refuse_alike(sum(map(_is_huge, inner)))
-    for kind, known in _SEQUENCES.items():
-        if tag == known:
+    for kind, kind_tag in _SEQUENCES.items():
+        if tag == kind_tag:
             return kind(from_json(item, tensor, path, depth + 1) for item in inner)
-    for _, known, _, read in _ATOMS:
-        if tag == known:
+    for _, kind_tag, _, read in _ATOMS:
+        if tag == kind_tag:
             return read(inner)
     if tag == "$float" and inner in ("nan", "inf", "-inf"):
         return float(inner)
@@ -175,31 +155,30 @@ def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: s
 
 
 def _is_huge(value: Any) -> bool:
-    """Whether a key is, or holds, integers that Python may hash alike."""
-    values = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
-    return any(type(one) is int and abs(one) >= HUGE for one in (values if isinstance(values, list) else [values]))
+    """Whether a key is, or contains, an integer so large that others may have the same hash."""
+    inner = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
+    return any(type(item) is int and abs(item) >= HUGE for item in (inner if isinstance(inner, list) else [inner]))
 
 
 def _unknown(path: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        "A checkpoint holds a value of a kind that this version does not know.",
+        "A checkpoint contains a value of a kind unknown to this version of Fullshard.",
         parameter=path,
         got=str(value)[:80],
         remedy="load it with the version of Fullshard that wrote it",
     )
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(object_pairs_hook=)`: a dict, of which no key may be there twice.
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=)`: a dict without duplicate keys.
 
     Raises:
-        ValueError: one is.
+        ValueError: a key is a duplicate.
     """
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice[:100]!r} is there twice")
+        duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{duplicate[:100]!r} is a duplicate key")
     return result
 
 
@@ -220,8 +199,16 @@ def dtype_named(name: Any) -> torch.dtype:
     return dtype
 
 
+def _float_out(value: Any) -> Any:
+    return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+
+
 _SEQUENCES: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
-_ATOMS: tuple[tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+_ATOMS: tuple[tuple[Any, str | None, Callable[[Any], Any], Any], ...] = (
+    ((bool, str, type(None)), None, lambda v: v, None),
+    (np.bool_, None, bool, None),
+    ((int, np.integer), None, int, None),
+    ((float, np.floating), None, _float_out, None),
     (
         (bytes, bytearray),
         "$bytes",
@@ -233,3 +220,4 @@ _ATOMS: tuple[tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]], ...] 
     (torch.Size, "$size", list, lambda v: torch.Size([int(n) for n in v])),
     (torch.device, "$device", str, torch.device),
 )
+"""Classes, their tag (None: JSON has the type), and the functions that write and read a value."""

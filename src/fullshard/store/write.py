@@ -1,9 +1,9 @@
-"""Pieces into a rank's safetensors file, from front to back, out of the shards' memory, hashed on the way.
+"""Writes pieces into a rank's safetensors file, sequentially, from the shards' memory, and hashes them on the way.
 
     "model.blocks.0.weight[2:3,2:4]"     a rectangle of a tensor: rows [2, 3), columns [2, 4)
 
-Every key names its tensor and where in that it lies, so that files can be put together without Fullshard. What a
-reader of ours needs is in the manifest: it does not look at headers.
+A key gives the tensor's name and the rectangle, so that tensors can be assembled without Fullshard. Fullshard itself
+reads the manifest, not these headers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .source import Entry
 from .storage import Stored
 
 RANK_FILE = re.compile(r"rank-\d+\.safetensors")
-"""The names that `file_of` gives."""
+"""The names that `file_of` returns."""
 
 
 def file_of(rank: int) -> str:
@@ -30,13 +30,13 @@ def file_of(rank: int) -> str:
 
 
 def write_pieces(stream: Hashed, file: str, pieces: Iterable[Piece]) -> list[Stored]:
-    """Write one file of pieces, and wait until it is on the disk; where each lies.
+    """Write a file of pieces, and wait until it is on the disk; returns where each is stored.
 
     Args:
-        stream: what they are written to, from its beginning.
+        stream: a new, empty file.
         file: its name.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that all are aligned to their size
+    ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned to its item size
     entries = {
         key_of(piece.name, piece.offsets, piece.sizes): shown(Entry(piece.sizes, piece.dtype)) for piece in ordered
     }
@@ -52,17 +52,17 @@ def write_pieces(stream: Hashed, file: str, pieces: Iterable[Piece]) -> list[Sto
 
 
 def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """What a file calls a rectangle of a tensor."""
+    """The key of a tensor's rectangle in a file."""
     return f"{name}[{','.join(f'{at}:{at + extent}' for at, extent in zip(offsets, sizes, strict=True))}]"
 
 
 def shown(entry: Entry) -> Entry:
-    """What a file says of a rectangle: of a dtype that safetensors files do not have, bytes."""
+    """The entry of a rectangle in a file's header: bytes, if safetensors has no such dtype."""
     return entry if entry.dtype in NAMES else Entry((entry.nbytes,), torch.uint8)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements, row by row; a view of the tensor's memory if that is the host's, and they lie there so."""
+    """The bytes of the elements, row by row; a view of a contiguous tensor in host memory, else a copy."""
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    whole: Any = (host.view(-1) if host.dim() else host.view(1)).view(torch.uint8).numpy()
-    return memoryview(whole)
+    octets: Any = host.view(-1).view(torch.uint8).numpy()
+    return memoryview(octets)

@@ -18,12 +18,11 @@ from ...errors import CheckpointError
 from ..folder import Folder
 from ..hashed import Hashed
 from ..in_place import make_folders, put_in_place, remove_empty, write_synced
-from ..manifest import NAME as MANIFEST
 from ..manifest import Manifest, versions
 from ..plan import GROUPS, SCALARS
 from ..read import Files
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
-from ..storage import LocalStorage, Stored
+from ..storage import MANIFEST, LocalStorage, Stored
 from ..tree import from_json, to_json
 from ..write import bytes_of, file_of, key_of, shown
 from .safetensors_header import make_header

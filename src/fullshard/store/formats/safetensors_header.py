@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
 from ..source import Entry, checked_shape
-from ..tree import once
+from ..tree import unique_keys
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -80,7 +80,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> He
     if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
         raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
     try:
-        listed = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=once, parse_int=_count)
+        listed = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=unique_keys, parse_int=_count)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
         raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
     if not isinstance(listed, dict):
@@ -116,7 +116,7 @@ def parse_json(data: bytes, called: str) -> Any:
         DamagedCheckpointError: it is something else.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=once)
+        return json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _damaged(called, "JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
 
