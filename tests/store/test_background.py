@@ -138,18 +138,16 @@ def test_what_the_first_ranks_process_learns_of_another(tmp_path: Path) -> None:
     """From the folder, from its own rank, or not at all."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        order = mock.Mock(patience=0.0)
         with raises("CheckpointError: Another rank's part ... within 0 s"):
-            writer_process.wait_for(tmp_path, 1, order, theirs)
-        order.patience = 60.0
+            writer_process.wait_for(tmp_path, 1, theirs, patience=0.0)
         background.note_written(tmp_path, 1, "no room", failed=True)
         with raises("CheckpointError: Another rank's part ... no room"):
-            writer_process.wait_for(tmp_path, 1, order, theirs)
+            writer_process.wait_for(tmp_path, 1, theirs)
         ours.sendall(background.GIVE_UP)
         with raises("CheckpointError: Another rank's part"):
-            writer_process.wait_for(tmp_path, 2, order, theirs)
+            writer_process.wait_for(tmp_path, 2, theirs)
         with raises("CheckpointError: The folder of the save was removed: not all ranks could start"):
-            writer_process.wait_for(tmp_path / "removed", 1, order, theirs)
+            writer_process.wait_for(tmp_path / "removed", 1, theirs)
 
 
 # Snapshots from a device: simulated, with copies that come late.

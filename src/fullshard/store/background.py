@@ -66,7 +66,6 @@ class Order:
         rank, world: this rank's number, and the number of ranks that save.
         manifest: on the rank that publishes; see `plan_save`.
         keep_last, keep_every: see `Folder.prune`.
-        patience: seconds that the first rank's writer waits for each of the others.
     """
 
     folder: Folder
@@ -76,7 +75,6 @@ class Order:
     manifest: Manifest | None
     keep_last: int | None
     keep_every: int | None
-    patience: float = 1800.0
 
 
 @dataclass
@@ -194,10 +192,10 @@ class Writer:
         if self._process is not None and self._process.poll() is None:
             return
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            ours, child = socket.socketpair()
+            with child:
+                command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(child.fileno())]
+                self._process = subprocess.Popen(command, pass_fds=[child.fileno()], start_new_session=True)
         except OSError as error:
             raise CheckpointError(
                 "The process for background saves cannot be started.",

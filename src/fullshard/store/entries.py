@@ -120,11 +120,11 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
     """The values of this rank. No communication.
 
     Args:
-        state: by name, what gives a plain value.
+        getters: functions that return the values, by name.
         first: whether this is the first rank.
 
     Raises:
-        CheckpointError: a value that is not plain.
+        CheckpointError: a value is not plain.
     """
     values = Values()
     all_tensors: dict[str, torch.Tensor] = {}  # of all keys, so that names are unique

@@ -77,17 +77,20 @@ def save_safetensors(
     ranks = Ranks(process_group)
     selected = _AdapterRows.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
-    try:
+    with ExitStack() as opened:
         with ranks.step("planning the files"):
             exports = (
-                exports_of(model, dtype, merge_lora, buffers=True) if selected is None else selected.exports(dtype)
+                exports_of(model, dtype, merge_lora, buffers=True)
+                if selected is None
+                else [Export(Wanted(name, row, dtype)) for name, row in selected.rows.items()]
             )
             _refuse_subclasses(exports)
-            entries = {MODEL + export.name: Entry(export.shape, export.final_dtype) for export in exports}
+            entries = {MODEL + e.wanted.name: Entry(e.wanted.shape, e.final_dtype) for e in exports}
             if selected is not None:
                 max_file_bytes = sum(entry.nbytes for entry in entries.values()) + 1
             if ranks.is_first:
                 sink = SafetensorsSink(folder, entries, max_file_bytes, stem="model" if selected is None else STEM)
+                opened.enter_context(sink)
         with ranks.step("save_safetensors"):
             tensors: Any = stream(exports, bucket_bytes, ranks)
             for name, tensor in tensors:
@@ -103,19 +106,16 @@ def save_safetensors(
                 else:
                     selected.adapter.save_config(sink.folder)
                 sink.finish()
-    finally:
-        if sink is not None:
-            sink.abort()
 
 
 def _refuse_subclasses(exports: list[Export]) -> None:
     """Raise CheckpointError if a parameter is of a tensor subclass."""
-    odd = next((export for export in exports if export.wanted.is_odd), None)
+    odd = next((export.wanted for export in exports if export.wanted.is_odd), None)
     if odd is not None:
         raise CheckpointError(
             "A parameter is of a tensor subclass, which safetensors files cannot store.",
             parameter=odd.name,
-            got=_class_of(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)),
+            got=_class_of(getattr(odd.tensor, "parameter", odd.tensor)),
             remedy="fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised "
             "base: save them (adapter=True), and merge them in a single process into a base of 16 bits or more",
         )
@@ -147,9 +147,6 @@ class _AdapterRows:
             names = adapter.names(table) if ranks.is_first else {}
         rows = {row.name: row for row in table.parameters}
         return cls(adapter, table, {file_name: rows[row] for file_name, row in ranks.share(names).items()})
-
-    def exports(self, dtype: torch.dtype | None) -> list[Export]:
-        return [Export(Wanted(name, row, dtype)) for name, row in self.rows.items()]
 
 
 def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:

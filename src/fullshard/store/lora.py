@@ -75,14 +75,6 @@ class Export:
     dtype: torch.dtype | None = None
 
     @property
-    def name(self) -> str:
-        return self.wanted.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.wanted.shape
-
-    @property
     def final_dtype(self) -> torch.dtype:
         """The dtype of the tensor that `finish` returns."""
         return self.dtype or self.wanted.given_dtype if self.deltas else self.wanted.given_dtype

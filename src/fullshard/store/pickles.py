@@ -1,8 +1,8 @@
 """Scans a pickle's instructions before it is unpickled: a few bytes can make the unpickler allocate all memory.
 
 A restricted `find_class` limits what a pickle can call. It does not see `LONG_BINPUT`, which makes room for as many
-objects as a number in the file says, nor `BYTEARRAY8`. The scan finds every instruction without executing it, and allows
-only those that `pickle.dump` and `torch.save` write for metadata and tensors.
+objects as a number in the file says, nor `BYTEARRAY8`. The scan finds every instruction without executing it, and
+allows only those that `pickle.dump` and `torch.save` write for metadata and tensors.
 """
 
 from __future__ import annotations

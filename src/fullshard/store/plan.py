@@ -1,4 +1,4 @@
-"""Plans and executes a save: each rank lists its own pieces, and all ranks compare before anything is written.
+"""Plans a save: each rank lists its own pieces, and all ranks compare before anything is written.
 
 A rank's pieces follow from layouts, meshes and placements, and their offsets in files are reported after the write, so
 pieces are not exchanged beforehand. Ranks exchange one small message, and one number per tensor:
@@ -18,7 +18,6 @@ Only where digests or fingerprints differ, ranks send more:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -36,32 +35,16 @@ from ..checkpoint.targets import settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Stateful, Values, values_of, values_to_write
-from .folder import Folder
-from .hashed import FileFacts, Hashed
 from .manifest import Manifest, versions, without_collection
 from .piece import Key, Piece, Scalar, whole_piece
 from .ranks import Ranks
 from .source import OPTIMIZER, Entry
-from .storage import MANIFEST, Stored
 from .tree import to_json
-from .write import bytes_of, file_of, write_pieces
+from .write import bytes_of
 
 GROUPS = "optimizer.param_groups"
 SCALARS = "optimizer.scalars"
 """The prefix of tensors inside optimizer state, such as L-BFGS's lists of tensors."""
-
-
-@dataclass
-class Written:
-    """The result of one rank's write.
-
-    Attributes:
-        stored: where each piece is stored.
-        facts: sizes and hashes, by file.
-    """
-
-    stored: list[Stored]
-    facts: dict[str, FileFacts]
 
 
 class _Digests(NamedTuple):
@@ -375,56 +358,3 @@ def _optimizer_values(
             plain.setdefault(parameter, {})[key] = value
     param_groups = to_json(groups, GROUPS, tensors)
     return {"param_groups": param_groups, "scalars": to_json(plain, SCALARS, tensors)}, tensors
-
-
-# Execution: in the rank's own process, or in its writer process (`background.py`).
-
-
-def write(
-    folder: Folder, name: str, rank: int, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None
-) -> Written:
-    """Write a rank's file, and wait until it is on the disk. No file if there are no pieces.
-
-    Args:
-        folder: the folder of checkpoints.
-        name: of the new checkpoint, as `Folder.begin` returned it.
-        progress: called with the number of bytes after each write.
-    """
-    if not pieces:
-        return Written([], {})
-    file = file_of(rank)
-    with folder.create(name, file) as below:
-        stream = Hashed(below, progress)
-        stored = write_pieces(stream, file, pieces)
-    return Written(stored, {file: stream.facts()})
-
-
-@without_collection()
-def publish(
-    folder: Folder,
-    name: str,
-    manifest: Manifest | None,
-    written: Sequence[Written],
-    keep_last: int | None,
-    keep_every: int | None,
-) -> str:
-    """On the first rank: write the manifest, publish the checkpoint, and remove old ones; returns its name.
-
-    Args:
-        folder, name: see `write`.
-        manifest: as `plan_save` returned it.
-        written: by all ranks.
-        keep_last, keep_every: see `Folder.prune`.
-    """
-    assert manifest is not None
-    files: dict[str, FileFacts] = {}
-    stored: dict[str, list[Stored]] = {name: [] for name in manifest.tensors}
-    for of_rank in written:
-        files |= of_rank.facts
-        for part in of_rank.stored:
-            stored[part.name].append(part)
-    time_of_save = folder.time_of_next(manifest.time)
-    manifest = dataclasses.replace(manifest, time=time_of_save, files=files, stored=stored)
-    final = folder.publish(name, {MANIFEST: manifest.text()})
-    folder.prune(keep_last, keep_every)
-    return final

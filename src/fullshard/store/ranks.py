@@ -44,10 +44,11 @@ class Ranks:
         return self.rank == 0
 
     @contextmanager
-    def step(self, what: str, files: bool = False) -> Iterator[None]:
+    def step(self, action: str, files: bool = False) -> Iterator[None]:
         """A part of the work that every rank does, after which all raise if any did.
 
         Args:
+            action: the work, for error messages: "writing".
             files: whether it reads or writes files: then the others wait, however slow the disk is.
 
         Raises:
@@ -60,19 +61,19 @@ class Ranks:
                 yield
         except Exception as failure:
             error = failure
-        self.meet(error, what)
+        self.meet(error, action)
 
-    def together(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
+    def together(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
         """Run `fn` on every rank, and return its result; see `step`."""
-        with self.step(what, files):
+        with self.step(action, files):
             return fn()
 
-    def first(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
+    def first(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
         """Run `fn` on the first rank, and return its result on every rank; see `step`."""
-        result: T = self.share(self.together(what, lambda: fn() if self.is_first else None, files))
+        result: T = self.share(self.together(action, lambda: fn() if self.is_first else None, files))
         return result
 
-    def meet(self, error: Exception | None = None, what: str = "going on") -> None:
+    def meet(self, error: Exception | None = None, action: str = "going on") -> None:
         """Wait for all ranks. If any passes an error, raise on all.
 
         Raises:
@@ -80,12 +81,12 @@ class Ranks:
         """
         if self._group is None:
             if error is not None:
-                raise error if isinstance(error, FullshardError) else _failed(what, self.rank, error) from error
+                raise error if isinstance(error, FullshardError) else _failed(action, self.rank, error) from error
             return
         failures = torch.tensor([int(error is not None)], device="cpu")
         if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, _WHAT)):
             return
-        own = None if error is None else _Failure.of(error, what, self.rank)
+        own = None if error is None else _Failure.of(error, action, self.rank)
         failed: list[_Failure] = [failure for failure in self.all(own) if failure is not None]
         first = next((failure for failure in failed if not failure.damaged), failed[0])
         if isinstance(error, FullshardError) and (own is None or own.damaged == first.damaged):
@@ -130,9 +131,9 @@ class _Failure:
     facts: dict[str, Any]
 
     @classmethod
-    def of(cls, error: Exception, what: str, rank: int) -> _Failure:
+    def of(cls, error: Exception, action: str, rank: int) -> _Failure:
         if not isinstance(error, FullshardError):
-            error = _failed(what, rank, error)
+            error = _failed(action, rank, error)
         facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "topic")}
         facts |= {name: str(facts[name]) for name in ("expected", "got") if facts[name] is not None}
         return cls(type(error), facts | {"rank": rank if error.rank is None else error.rank})
@@ -157,10 +158,10 @@ _REMEDIES = {
 }
 
 
-def _failed(what: str, rank: int, error: Exception) -> CheckpointError:
+def _failed(action: str, rank: int, error: Exception) -> CheckpointError:
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return CheckpointError(
-        f"{what} failed on rank {rank}.",
+        f"{action} failed on rank {rank}.",
         rank=rank,
         got=f"{type(error).__name__}: {error}",
         remedy=remedy or "fix the error above, and call again on all ranks",

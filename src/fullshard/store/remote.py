@@ -39,13 +39,12 @@ class RemoteFolder(Folder):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.path = ""
         file_system(self.url)
 
     def __str__(self) -> str:
         return self.url
 
-    def _here(self, name: str = "") -> tuple[Any, str]:
+    def _resolve(self, name: str = "") -> tuple[Any, str]:
         fs, path = file_system(self.url)
         return fs, f"{path}/{name}" if name else path
 
@@ -54,21 +53,21 @@ class RemoteFolder(Folder):
 
     @property
     def exists(self) -> bool:
-        fs, path = self._here()
+        fs, path = self._resolve()
         return bool(fs.isdir(path))
 
     @property
     def is_checkpoint(self) -> bool:
-        fs, path = self._here()
+        fs, path = self._resolve()
         return any(fs.isfile(f"{path}/{name}") for name in (MANIFEST, ".metadata"))
 
     def _entries(self) -> Iterable[str]:
-        fs, path = self._here()
+        fs, path = self._resolve()
         fs.invalidate_cache()  # other processes may have saved
         return [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False)] if fs.isdir(path) else ()
 
     def _start_of(self, name: str) -> bytes | None:
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         if not fs.isfile(path):
             return None
         try:
@@ -80,38 +79,38 @@ class RemoteFolder(Folder):
         return RemoteStorage(self.at(name))
 
     def create(self, name: str, file: str) -> IO[bytes]:
-        fs, path = self._here(f"{name}/{file}")
+        fs, path = self._resolve(f"{name}/{file}")
         return fs.open(path, "wb")
 
     def sees(self, name: str) -> bool:
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         fs.invalidate_cache()
         return bool(fs.isfile(f"{path}/{_SAVING}"))
 
     def begin(self, step: int) -> str:
         name = self._free_name(step)
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         fs.makedirs(path, exist_ok=True)
         fs.pipe_file(f"{path}/{_SAVING}", str(time.time()).encode())
         return name
 
     def publish(self, name: str, files: dict[str, bytes]) -> str:
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         for file, data in files.items():
             fs.pipe_file(f"{path}/{file}", data)
         fs.rm_file(f"{path}/{_SAVING}")
-        fs.pipe_file(self._here(LATEST)[1], f"{name}\n".encode())
+        fs.pipe_file(self._resolve(LATEST)[1], f"{name}\n".encode())
         return name
 
     def discard(self, name: str) -> None:
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         if fs.exists(path):
             fs.rm(path, recursive=True)
 
     def clean(self) -> None:
-        fs, _ = self._here()
+        fs, _ = self._resolve()
         for name in self._entries():
-            path = self._here(f"{name}/{_SAVING}")[1]
+            path = self._resolve(f"{name}/{_SAVING}")[1]
             if step_and_turn(name) is None or not fs.isfile(path):
                 continue
             if self._start_of(f"{name}/{MANIFEST}") is not None:  # complete: only the marker was not removed
@@ -121,10 +120,10 @@ class RemoteFolder(Folder):
             if began is None:  # perhaps of a save that is just beginning
                 fs.pipe_file(path, str(time.time()).encode())
             elif time.time() - began > _OLD:
-                fs.rm(self._here(name)[1], recursive=True)
+                fs.rm(self._resolve(name)[1], recursive=True)
 
     def remove(self, name: str) -> None:
-        fs, path = self._here(name)
+        fs, path = self._resolve(name)
         fs.rm_file(f"{path}/{MANIFEST}")  # first, so that it is never complete with files missing
         fs.rm(path, recursive=True)
 

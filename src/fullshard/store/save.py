@@ -16,10 +16,11 @@ from .background import WRITER, Order, Part, Saving, settle_background
 from .contents import checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
-from .plan import Written, plan_save, publish, write
+from .plan import plan_save
 from .ranks import Ranks
 from .remote import folder_at
 from .source import MODEL
+from .write import Written, publish, write
 
 
 def save(

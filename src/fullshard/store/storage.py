@@ -1,4 +1,4 @@
-"""The files of one checkpoint folder as bytes: on a disk, or behind an fsspec address."""
+"""The files of a checkpoint folder as bytes: on a disk, or at an fsspec address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a file stores one rectangle of a tensor, or a value.
+    """Where a file stores a rectangle of a tensor, or a value.
 
     Attributes:
         name: of the tensor or value.
@@ -45,7 +45,7 @@ class Stored:
 def checked_part(
     name: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, begin: int, nbytes: int
 ) -> Stored:
-    """Describe one stored rectangle.
+    """Describe a stored rectangle.
 
     Raises:
         ValueError: it is not within the tensor, or has fewer bytes than its elements need.
@@ -247,7 +247,9 @@ def file_system(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
+            "An address cannot be used.",
+            got=f"{url}: {error}",
+            remedy="pip install fsspec, and the package that the error names",
         ) from error
     return fs, str(path).rstrip("/")
 

@@ -1,4 +1,4 @@
-"""Writes pieces into a rank's safetensors file, sequentially, from the shards' memory, and hashes them on the way.
+"""Writes a save: each rank's safetensors file, from the shards' memory; then the manifest.
 
     "model.blocks.0.weight[2:3,2:4]"     a rectangle of a tensor: rows [2, 3), columns [2, 4)
 
@@ -8,17 +8,21 @@ reads the manifest, not these headers.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .folder import Folder
 from .formats.safetensors_header import NAMES, make_header
-from .hashed import Hashed
+from .hashed import FileFacts, Hashed
+from .manifest import Manifest, without_collection
 from .piece import Piece
 from .source import Entry
-from .storage import Stored
+from .storage import MANIFEST, Stored
 
 RANK_FILE = re.compile(r"rank-\d+\.safetensors")
 """The names that `file_of` returns."""
@@ -29,26 +33,77 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def write_pieces(stream: Hashed, file: str, pieces: Iterable[Piece]) -> list[Stored]:
-    """Write a file of pieces, and wait until it is on the disk; returns where each is stored.
+@dataclass
+class Written:
+    """The result of one rank's write.
+
+    Attributes:
+        stored: where each piece is stored.
+        facts: sizes and hashes, by file.
+    """
+
+    stored: list[Stored]
+    facts: dict[str, FileFacts]
+
+
+def write(
+    folder: Folder, name: str, rank: int, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None
+) -> Written:
+    """Write a rank's file, and wait until it is on the disk. No file if there are no pieces.
 
     Args:
-        stream: a new, empty file.
-        file: its name.
+        folder: the folder of checkpoints.
+        name: of the new checkpoint, as `Folder.begin` returned it.
+        progress: called with the number of bytes after each write.
     """
+    if not pieces:
+        return Written([], {})
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned to its item size
     entries = {
         key_of(piece.name, piece.offsets, piece.sizes): shown(Entry(piece.sizes, piece.dtype)) for piece in ordered
     }
     assert len(entries) == len(ordered), "a rank writes a rectangle twice"
-    stream.write(make_header(entries, {"format": "fullshard"})[0])
-    stored = []
-    for piece in ordered:
-        begin = stream.tell()
-        stream.write(bytes_of(piece.tensor))
-        stored.append(Stored(piece.name, piece.offsets, piece.sizes, file, begin, piece.nbytes))
-    stream.sync()
-    return stored
+    file, stored = file_of(rank), []
+    with folder.create(name, file) as below:
+        stream = Hashed(below, progress)
+        stream.write(make_header(entries, {"format": "fullshard"})[0])
+        for piece in ordered:
+            begin = stream.tell()
+            stream.write(bytes_of(piece.tensor))
+            stored.append(Stored(piece.name, piece.offsets, piece.sizes, file, begin, piece.nbytes))
+        stream.sync()
+    return Written(stored, {file: stream.facts()})
+
+
+@without_collection()
+def publish(
+    folder: Folder,
+    name: str,
+    manifest: Manifest | None,
+    written: Sequence[Written],
+    keep_last: int | None,
+    keep_every: int | None,
+) -> str:
+    """On the first rank: write the manifest, publish the checkpoint, and remove old ones; returns its name.
+
+    Args:
+        folder, name: see `write`.
+        manifest: as `plan_save` returned it.
+        written: by all ranks.
+        keep_last, keep_every: see `Folder.prune`.
+    """
+    assert manifest is not None
+    files: dict[str, FileFacts] = {}
+    stored: dict[str, list[Stored]] = {name: [] for name in manifest.tensors}
+    for of_rank in written:
+        files |= of_rank.facts
+        for part in of_rank.stored:
+            stored[part.name].append(part)
+    time_of_save = folder.time_of_next(manifest.time)
+    manifest = dataclasses.replace(manifest, time=time_of_save, files=files, stored=stored)
+    final = folder.publish(name, {MANIFEST: manifest.text()})
+    folder.prune(keep_last, keep_every)
+    return final
 
 
 def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:

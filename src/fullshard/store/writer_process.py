@@ -19,11 +19,11 @@ from ..errors import CheckpointError
 from .background import GIVE_UP, HEADER, MESSAGE, PAGE, Order, data_begin, note_written
 from .hashed import FileFacts
 from .piece import Piece
-from .plan import Written, publish, write
 from .storage import Stored
-from .write import file_of
+from .write import Written, file_of, publish, write
 
 _POLL = 0.02  # seconds between two checks of the folder
+_PATIENCE = 1800.0  # seconds to wait for another rank's writer
 _ORPHAN_PATIENCE = 60.0  # seconds to wait for the writers of other ranks once this writer's own rank is gone
 
 
@@ -71,7 +71,7 @@ def _serve(order: Order, pieces: list[Piece], memory: mmap.mmap, channel: socket
         note_written(path, order.rank, _to_text(written))
         if order.manifest is None:
             return {}
-        of_ranks = [wait_for(path, rank, order, channel) for rank in range(order.world)]
+        of_ranks = [wait_for(path, rank, channel) for rank in range(order.world)]
         for marker in path.glob("rank-*.written*"):
             marker.unlink()
         name = publish(order.folder, order.name, order.manifest, of_ranks, order.keep_last, order.keep_every)
@@ -125,13 +125,13 @@ def _from_text(text: str) -> Written:
     return Written(stored, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in report["facts"].items()})
 
 
-def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:
+def wait_for(path: Path, rank: int, channel: socket.socket, patience: float = _PATIENCE) -> Written:
     """Wait for another rank's writer; returns what it wrote.
 
     Raises:
         CheckpointError: it failed, or is late.
     """
-    deadline, orphaned = time.monotonic() + order.patience, False
+    deadline, orphaned = time.monotonic() + patience, False
     while True:
         if (path / f"rank-{rank}.written").exists():
             return _from_text((path / f"rank-{rank}.written").read_text())
@@ -150,7 +150,7 @@ def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wri
             raise CheckpointError(
                 "Another rank's part is late.",
                 rank=rank,
-                expected=f"within {order.patience:g} s",
+                expected=f"within {patience:g} s",
                 topic="save-failed",
             )
         if not orphaned and select.select([channel], [], [], 0)[0]:
