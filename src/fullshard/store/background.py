@@ -358,28 +358,27 @@ class Saving:
         return self._folder.at(self._name)
 
 
-def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, CheckpointError | None]:
+def _end_of_background(ranks: Ranks, part: Part) -> tuple[str, CheckpointError | None]:
     """Wait for the end of a save on all ranks; returns the checkpoint's name, and the error. Collective.
 
     The ranks that publish wait for the parts of the others. So the others report first, and if a part failed, the ranks
     that publish give up.
 
     Args:
-        part: this rank's, if any.
+        part: this rank's.
     """
-    publishes = part is not None and part.publishes
     with RANK.files():
-        if not publishes and part is not None and not part.over:
+        if not part.publishes and not part.over:
             WRITER.finish()
-    of_others = ranks.all(None if part is None or publishes else part.error)
+    of_others = ranks.all(None if part.publishes else part.error)
     failed = any(error is not None for error in of_others)
     with RANK.files():
-        if publishes and part is not None and not part.over:
+        if part.publishes and not part.over:
             if failed:
                 WRITER.give_up()
             WRITER.finish()
     results: list[tuple[str | None, str | None]] = ranks.all(
-        (part.name, part.error) if part is not None and publishes else (None, None)
+        (part.name, part.error) if part.publishes else (None, None)
     )
     name = next((name for name, _ in results if name is not None), "")
     errors = [*enumerate(of_others), *((rank, error) for rank, (_, error) in enumerate(results))]
@@ -402,7 +401,7 @@ def settle_background(ranks: Ranks) -> None:
     """
     if not any(ranks.all(WRITER.part is not None)):
         return
-    _, error = _end_of_background(ranks, WRITER.part)
+    _, error = _end_of_background(ranks, WRITER.part or Part(publishes=False, over=True))
     if error is not None and ranks.is_first:
         warnings.warn(
             message(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,23 +97,17 @@ class Values:
     sharded: list[Piece] = field(default_factory=list)
     digests: dict[str, Digest] = field(default_factory=dict)
 
-
-@dataclass
-class ValuesToWrite:
-    """The values that this rank writes.
-
-    Attributes:
-        common: values that are the same on all ranks, as JSON, by name.
-        own: values that differ, as JSON, by name.
-        common_pieces, own_pieces: the tensors in them, except sharded ones.
-        differ: whether any rank has values that differ; the same on all ranks.
-    """
-
-    common: dict[str, Any]
-    own: dict[str, Any]
-    common_pieces: list[Piece]
-    own_pieces: list[Piece]
-    differ: bool
+    def pieces(self, common: Container[str], rank: int) -> tuple[list[Piece], list[Piece]]:
+        """The whole tensors in the values named in `common`, which the first rank writes, and those in the others."""
+        common_pieces: list[Piece] = []
+        own_pieces: list[Piece] = []
+        for key, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                if key in common:
+                    common_pieces.append(whole_piece(name, tensor, rank == 0))
+                else:
+                    own_pieces.append(whole_piece(name_of_rank(rank, name), tensor, True))
+        return common_pieces, own_pieces
 
 
 def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
@@ -140,34 +134,6 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
     return values
 
 
-def values_to_write(values: Values, digests: Sequence[Mapping[str, Digest]], rank: int) -> ValuesToWrite:
-    """Choose what this rank writes of its values.
-
-    Args:
-        digests: of every rank.
-
-    Raises:
-        CheckpointError: the values are too large.
-    """
-    _check_size(digests)
-    same = {key for key in values.json if all(of_rank.get(key) == values.digests[key] for of_rank in digests)}
-    common: list[Piece] = []
-    own: list[Piece] = []
-    for key, tensors in values.tensors.items():
-        for name, tensor in tensors.items():
-            if key in same:
-                common.append(whole_piece(name, tensor, rank == 0))
-            else:
-                own.append(whole_piece(name_of_rank(rank, name), tensor, True))
-    return ValuesToWrite(
-        {key: value for key, value in values.json.items() if key in same},
-        {key: value for key, value in values.json.items() if key not in same},
-        common,
-        own,
-        any(of_rank != digests[0] for of_rank in digests),
-    )
-
-
 def name_of_rank(rank: int, name: str) -> str:
     """The name under which a rank's own tensor is saved."""
     return f"ranks.{rank}.{name}"
@@ -177,17 +143,24 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _check_size(digests: Sequence[Mapping[str, Digest]]) -> None:
-    """Refuse values that would make the manifest too long to read; on all ranks alike.
+def common_names(digests: Sequence[Mapping[str, Digest]]) -> set[str]:
+    """The names of the values that are the same on all ranks.
+
+    Args:
+        digests: of every rank.
 
     Raises:
-        CheckpointError: names the longest value.
+        CheckpointError: together the values would make the manifest too long to read; names the longest value.
     """
+    common: set[str] = set()
     lengths: dict[str, int] = {}
     for key in dict.fromkeys(key for of_rank in digests for key in of_rank):
         of_key = [of_rank[key] for of_rank in digests if key in of_rank]
-        same = len(set(of_key)) == 1 and len(of_key) == len(digests)
-        lengths[key] = of_key[0][1] if same else sum(length for _, length in of_key)
+        if len(set(of_key)) == 1 and len(of_key) == len(digests):
+            common.add(key)
+            lengths[key] = of_key[0][1]
+        else:
+            lengths[key] = sum(length for _, length in of_key)
     if sum(lengths.values()) > MOST_JSON:
         longest = max(lengths, key=lambda key: lengths[key])
         raise CheckpointError(
@@ -197,6 +170,7 @@ def _check_size(digests: Sequence[Mapping[str, Digest]]) -> None:
             got=f"{sum(lengths.values())}, {lengths[longest]} of them here",
             remedy="pass long lists as tensors or NumPy arrays, and long texts as bytes: these are stored separately",
         )
+    return common
 
 
 def _digest(json_value: Any, tensors: Mapping[str, torch.Tensor]) -> Digest:

@@ -76,11 +76,11 @@ def _path_text(*parts: Any) -> str:
 
 
 @without_collection()
-def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
+def read_index(data: bytes, sizes: dict[str, int], where: str) -> Index:
     """Parse the bytes of `.metadata`.
 
     Args:
-        sizes: of the files, in bytes; None if unknown: then they are not compared.
+        sizes: of the files, in bytes.
         where: the file, for error messages.
 
     Raises:
@@ -101,7 +101,7 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         ) from error
 
 
-def _index(metadata: Metadata, sizes: dict[str, int] | None) -> Index:
+def _index(metadata: Metadata, sizes: dict[str, int]) -> Index:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for key, info in (metadata.storage_data or {}).items():
         if not isinstance(info, StorageInfo) or getattr(info, "transform_descriptors", None):
@@ -110,9 +110,9 @@ def _index(metadata: Metadata, sizes: dict[str, int] | None) -> Index:
         file = inside(info.relative_path)
         if begin < 0 or nbytes < 0:
             raise ValueError(f"a record at {begin} of {nbytes} bytes")
-        if sizes is not None and file not in sizes:
+        if file not in sizes:
             raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=str(key.fqn))
-        if sizes is not None and begin + nbytes > sizes[file]:
+        if begin + nbytes > sizes[file]:
             raise DamagedCheckpointError(
                 "A file of a checkpoint is truncated.",
                 parameter=str(key.fqn),
@@ -123,7 +123,7 @@ def _index(metadata: Metadata, sizes: dict[str, int] | None) -> Index:
     entries: dict[str, Entry] = {}
     stored: dict[str, list[Stored]] = {}
     values: dict[str, Stored] = {}
-    total = None if sizes is None else sum(sizes.values())  # bytes of all files
+    total = sum(sizes.values())
     for name, facts in metadata.state_dict_metadata.items():
         if isinstance(facts, BytesStorageMetadata):
             if (name, ()) in places:

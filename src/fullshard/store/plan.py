@@ -24,7 +24,7 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from torch import nn
 from ..checkpoint.targets import settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
-from .entries import Digest, Stateful, Values, values_of, values_to_write
+from .entries import Digest, Stateful, Values, common_names, values_of
 from .manifest import Manifest, versions, without_collection
 from .piece import Key, Piece, Scalar, whole_piece
 from .ranks import Ranks
@@ -106,23 +106,25 @@ def plan_save(
     entries = _entries_of_all(outline.entries, [of_rank.entries for of_rank in digests], ranks)
     same_scalars = len({of_rank.scalars for of_rank in digests}) == 1
     scalars = [outline.scalars] if same_scalars else ranks.gather(outline.scalars)
-    values = values_to_write(outline.values, [of_rank.values for of_rank in digests], ranks.rank)
-    own_entries = {piece.name: Entry(piece.shape, piece.dtype) for piece in values.own_pieces}
+    common = common_names([of_rank.values for of_rank in digests])
+    common_pieces, own_pieces = outline.values.pieces(common, ranks.rank)
+    common_values = {key: value for key, value in outline.values.json.items() if key in common}
+    own_values = {key: value for key, value in outline.values.json.items() if key not in common}
+    differ = any(of_rank.values != digests[0].values for of_rank in digests)
     owned: list[tuple[dict[str, Any], dict[str, Entry]]] = (
-        ranks.gather((values.own, own_entries)) if values.differ else []
+        ranks.gather((own_values, _entries_of(own_pieces))) if differ else []
     )
     pieces = [piece for piece in (*outline.contents.pieces, *outline.values.sharded) if piece.writes]
     others = _written_by_others(pieces, entries, ranks)
     pieces = [piece for piece in pieces if (piece.name, piece.offsets) not in others]
-    pieces += [piece for piece in (*values.common_pieces, *values.own_pieces) if piece.writes]
+    pieces += [piece for piece in (*common_pieces, *own_pieces) if piece.writes]
     if not ranks.is_first:
         return pieces, None
-    entries |= {piece.name: Entry(piece.shape, piece.dtype) for piece in values.common_pieces}
-    for _, of_rank in owned:
-        entries |= of_rank
     optimizer, tensors = _optimizer_values(outline.contents.groups, scalars)
-    pieces += [whole_piece(name, tensor, True) for name, tensor in tensors.items()]
-    entries |= {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    optimizer_pieces = [whole_piece(name, tensor, True) for name, tensor in tensors.items()]
+    pieces += optimizer_pieces
+    for more in (_entries_of(common_pieces), *(of_rank for _, of_rank in owned), _entries_of(optimizer_pieces)):
+        entries |= more
     units = outline.contents.table.units
     manifest = Manifest(
         step=step,
@@ -130,7 +132,7 @@ def plan_save(
         time=time.time(),
         tensors=entries,
         ties=outline.contents.ties,
-        values={"optimizer": optimizer, "state": values.common},
+        values={"optimizer": optimizer, "state": common_values},
         ranks=[own for own, _ in owned],
         files={},
         layouts={unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in units},
@@ -150,13 +152,17 @@ def _outline(
     getters |= {name: module.get_extra_state for name, module in contents.extra.items()}
     values = values_of(getters, first)
     groups = [{**to_json(g, "param_groups", {}), "params": sorted(g["params"])} for g in contents.groups]
-    entries = {p.name: Entry(p.shape, p.dtype) for p in (*contents.pieces, *values.sharded)}
+    entries = _entries_of((*contents.pieces, *values.sharded))
     scalars: dict[str, dict[str, Scalar]] = {}
     for tensor_state in contents.states:
         for name, of_parameter in tensor_state.scalars.items():
             packed = {key: Scalar(_packed(scalar.value), scalar.owns) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
     return _Outline(contents, (step, json.dumps(groups)), entries, scalars, values)
+
+
+def _entries_of(pieces: Iterable[Piece]) -> dict[str, Entry]:
+    return {piece.name: Entry(piece.shape, piece.dtype) for piece in pieces}
 
 
 def _getter(value: Any) -> Callable[[], Any]:

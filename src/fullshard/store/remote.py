@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ..errors import ConfigError
 from .folder import LATEST, START, Folder, step_and_turn
-from .storage import MANIFEST, RemoteStorage, Storage, file_system, is_remote, without_scheme
+from .storage import MANIFEST, RemoteStorage, Storage, file_system
 
 _SAVING = "saving"
 _OLD = 24 * 3600.0  # seconds after which a save counts as interrupted
@@ -156,4 +156,7 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
             got=repr(path) if isinstance(path, str) else f"an object of class {type(path).__name__}",
             remedy='pass the folder first: save("runs/mine", model, ...)',
         )
-    return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(without_scheme(path))
+    scheme, separator, rest = os.fspath(path).partition("://")
+    if separator and scheme not in ("file", "local"):
+        return RemoteFolder(os.fspath(path))
+    return Folder(rest if separator else path)

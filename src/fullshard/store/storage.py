@@ -61,11 +61,11 @@ def checked_part(
     return Stored(name, offsets, sizes, file, begin, nbytes)
 
 
-def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | None) -> None:
+def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int) -> None:
     """Check the total size of a tensor's rectangles, before anyone allocates memory for it.
 
     Args:
-        total: bytes of all files; None if unknown.
+        total: bytes of all files.
 
     Raises:
         DamagedCheckpointError: they have more or fewer elements than the tensor.
@@ -80,7 +80,7 @@ def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | N
             got=f"{numel}",
         )
     nbytes = sum(part.nbytes for part in parts)
-    if total is not None and nbytes > total:
+    if nbytes > total:
         raise ValueError(f"{name!r} has {nbytes} bytes, more than all files")
 
 
@@ -219,20 +219,6 @@ class RemoteStorage(Storage):
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-
-
-_LOCAL_SCHEMES = ("file://", "local://")
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is an fsspec address rather than a path on this machine."""
-    return "://" in os.fspath(path) and not os.fspath(path).startswith(_LOCAL_SCHEMES)
-
-
-def without_scheme(path: str | os.PathLike[str]) -> str:
-    """A path on this machine, without a scheme: `file:///data/run` is /data/run."""
-    text = os.fspath(path)
-    return next((text.removeprefix(scheme) for scheme in _LOCAL_SCHEMES if text.startswith(scheme)), text)
 
 
 def file_system(url: str) -> tuple[Any, str]:
