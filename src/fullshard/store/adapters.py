@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.names import Table
+from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
+from .contents import table_of
 from .lora import is_peft_model
+from .ranks import Ranks
 
 STEM = "adapter_model"
 CONFIG = "adapter_config.json"
@@ -39,12 +41,31 @@ class Adapter:
         model: the PEFT model, without wrappers.
         name: the adapter's name.
         config: the adapter's settings.
+        table: of the whole model.
+        rows: the adapter's parameters in `table`, by name in PEFT's files.
 
     Raises:
         ConfigError: no such adapter, or peft is not installed.
     """
 
+    @classmethod
+    def of(cls, model: nn.Module, name: bool | str, ranks: Ranks) -> Adapter:
+        """`model`'s adapter of this name, with its rows. Collective: only the first rank calls PEFT.
+
+        Raises:
+            CheckpointError: PEFT computes a tensor from several parameters.
+        """
+        names: dict[str, str] = {}
+        with ranks.step("looking for the model's adapter"):
+            adapter = cls(model, name)
+            names = adapter._names() if ranks.is_first else {}
+        rows = {row.name: row for row in adapter.table.parameters}
+        adapter.rows = {file_name: rows[row_name] for file_name, row_name in ranks.share(names).items()}
+        return adapter
+
     def __init__(self, model: nn.Module, name: bool | str) -> None:
+        self.table = table_of(model)
+        self.rows: dict[str, Named] = {}
         try:
             import peft
         except ImportError as error:
@@ -74,19 +95,15 @@ class Adapter:
             raise ConfigError("The model has no adapter of this name.", expected=", ".join(configs), got=self.name)
         self.config: Any = configs[self.name]
 
-    def names(self, table: Table) -> dict[str, str]:
-        """The names in PEFT's files, each with the name in `table`.
-
-        Raises:
-            CheckpointError: PEFT computes a tensor from several parameters.
-        """
+    def _names(self) -> dict[str, str]:
+        """The names in PEFT's files, each with the name in `table`."""
         stand_ins: dict[str, torch.Tensor] = {}
         name_of: dict[int, str] = {}
         for row in Table(self.model, lambda name: name).parameters:
             for name in row.names:
                 stand_ins[name] = torch.empty(row.shape, device="meta")
                 name_of[id(stand_ins[name])] = plain_name(self._prefix + name)
-        rows = {name: row for row in table.parameters for name in row.names}
+        rows = {name: row for row in self.table.parameters for name in row.names}
         names = {}
         of_adapter = self._state_dict_of(self.model, state_dict=dict(stand_ins), adapter_name=self.name)
         for name, stand_in in of_adapter.items():

@@ -75,7 +75,7 @@ def save_safetensors(
     if adapter and merge_lora:
         raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)
-    selected = _AdapterRows.of(model, adapter, ranks) if adapter else None
+    selected = Adapter.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
     with ExitStack() as opened:
         with ranks.step("planning the files"):
@@ -104,7 +104,7 @@ def save_safetensors(
                 if selected is None:
                     _save_configs(model, sink.folder, dtype, merge_lora)
                 else:
-                    selected.adapter.save_config(sink.folder)
+                    selected.save_config(sink.folder)
                 sink.finish()
 
 
@@ -124,29 +124,6 @@ def _refuse_subclasses(exports: list[Export]) -> None:
 def _class_of(parameter: Any) -> str:
     """The name of a parameter's class; of a DTensor, that of its local tensor."""
     return type(inside(parameter)).__name__
-
-
-@dataclass
-class _AdapterRows:
-    """An adapter and its parameters.
-
-    Attributes:
-        rows: by the name in PEFT's files.
-    """
-
-    adapter: Adapter
-    table: Table
-    rows: dict[str, Named]
-
-    @classmethod
-    def of(cls, model: nn.Module, name: bool | str, ranks: Ranks) -> _AdapterRows:
-        """Those of `model`'s adapter. Collective: only the first rank asks PEFT, so that all have the same names."""
-        names: dict[str, str] = {}
-        with ranks.step("looking for the model's adapter"):
-            table, adapter = table_of(model), Adapter(model, name)
-            names = adapter.names(table) if ranks.is_first else {}
-        rows = {row.name: row for row in table.parameters}
-        return cls(adapter, table, {file_name: rows[row] for file_name, row in ranks.share(names).items()})
 
 
 def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
@@ -230,7 +207,7 @@ def load_safetensors(
     if adapter and base:
         raise ConfigError("adapter and base exclude each other: the files contain an adapter or a base model.")
     ranks = Ranks(process_group)
-    selected = _AdapterRows.of(model, adapter, ranks) if adapter else None
+    selected = Adapter.of(model, adapter, ranks) if adapter else None
 
     def compare() -> tuple[_Plan, LoadedNames]:
         table = table_of(model) if selected is None else selected.table
@@ -238,7 +215,7 @@ def load_safetensors(
             if runner is not None:
                 runner.reshard()  # gathered values are about to be out of date
         if selected is not None:
-            selected.adapter.check_config(Path(folder))
+            selected.check_config(Path(folder))
         source = SafetensorsSource(folder, "model" if selected is None else STEM)
         opened.callback(source.close)
         if rename is not None:
@@ -256,7 +233,7 @@ def load_safetensors(
 
 
 def _names_of(
-    model: nn.Module, table: Table, selected: _AdapterRows | None, base: bool
+    model: nn.Module, table: Table, selected: Adapter | None, base: bool
 ) -> list[tuple[Named | str, list[str]]]:
     """Parameters and names of buffers, each with its possible names in files."""
     if selected is not None:

@@ -68,21 +68,19 @@ class Manifest:
     def text(self) -> bytes:
         """The bytes of the file."""
         numbers = {file: number for number, file in enumerate(self.files)}
+        tensors = {}
+        for name, entry in self.tensors.items():
+            pieces = [(numbers[part.file], part.begin, *part.offsets, *part.sizes) for part in self.stored[name]]
+            tensors[name] = {"shape": entry.shape, "dtype": dtype_name(entry.dtype), "pieces": pieces}
         inner = {key: value for key, value in vars(self).items() if key != "stored"} | {
             "format": "fullshard",
             "version": VERSION,
-            "tensors": {name: self._facts(name, numbers) for name in self.tensors},
+            "tensors": tensors,
             "files": {k: {"bytes": f.nbytes, f.kind: list(f.hashes)} for k, f in self.files.items()},
         }
         body = json.dumps(inner, separators=(",", ":"), allow_nan=False)
         digest = hashlib.sha256(body.encode()).hexdigest()
         return f'{{"sha256":"{digest}",\n"manifest":{body}}}\n'.encode()
-
-    def _facts(self, name: str, numbers: dict[str, int]) -> dict[str, Any]:
-        """The description of a tensor."""
-        entry = self.tensors[name]
-        pieces = [(numbers[part.file], part.begin, *part.offsets, *part.sizes) for part in self.stored[name]]
-        return {"shape": entry.shape, "dtype": dtype_name(entry.dtype), "pieces": pieces}
 
 
 @contextmanager

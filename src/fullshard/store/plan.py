@@ -64,6 +64,7 @@ class _Outline:
         entries: all tensors that the rank knows of, whether or not it has any of their elements.
         scalars: of optimizer state, by parameter and key.
         values: the user's.
+        digests: of everything above.
     """
 
     contents: Contents
@@ -71,17 +72,7 @@ class _Outline:
     entries: dict[str, Entry]
     scalars: dict[str, dict[str, Scalar]]
     values: Values
-
-    def digests(self) -> _Digests:
-        entries = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(self.entries.items())]
-        scalars = [
-            (name, key, state[key].value) for name, state in sorted(self.scalars.items()) for key in sorted(state)
-        ]
-        return _Digests(_sha256(self.settings), _sha256(entries), _sha256(scalars), self.values.digests)
-
-
-def _sha256(value: Any) -> bytes:
-    return hashlib.sha256(pickle.dumps(value)).digest()
+    digests: _Digests
 
 
 @without_collection()
@@ -94,13 +85,10 @@ def plan_save(
         DivergenceError: ranks save different steps, optimizers, or tensors with different shapes, dtypes or values.
         CheckpointError: the ranks do not have every element exactly once, or something cannot be saved.
     """
-
-    def read() -> tuple[_Outline, _Digests]:
-        outline = _outline(model, optimizers, step, state, ranks.is_first)
-        return outline, outline.digests()
-
-    outline, own_digests = ranks.together("reading the model to save", read)
-    digests: list[_Digests] = ranks.all(own_digests)
+    outline = ranks.together(
+        "reading the model to save", lambda: _outline(model, optimizers, step, state, ranks.is_first)
+    )
+    digests: list[_Digests] = ranks.all(outline.digests)
     if len({of_rank.settings for of_rank in digests}) > 1:
         _refuse_different(outline.settings, ranks)
     entries = _entries_of_all(outline.entries, [of_rank.entries for of_rank in digests], ranks)
@@ -158,7 +146,15 @@ def _outline(
         for name, of_parameter in tensor_state.scalars.items():
             packed = {key: Scalar(_packed(scalar.value), scalar.owns) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
-    return _Outline(contents, (step, json.dumps(groups)), entries, scalars, values)
+    settings = (step, json.dumps(groups))
+    described = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
+    listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
+    digests = _Digests(_sha256(settings), _sha256(described), _sha256(listed), values.digests)
+    return _Outline(contents, settings, entries, scalars, values, digests)
+
+
+def _sha256(value: Any) -> bytes:
+    return hashlib.sha256(pickle.dumps(value)).digest()
 
 
 def _entries_of(pieces: Iterable[Piece]) -> dict[str, Entry]:

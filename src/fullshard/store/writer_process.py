@@ -48,7 +48,7 @@ def serve(channel: socket.socket) -> None:
         length, nbytes = MESSAGE.unpack(message)
         memory = mmap.mmap(descriptors[0], nbytes)
         order, layout = pickle.loads(memory[PAGE : PAGE + length])  # safe: from this process's own rank
-        answer = _serve(order, _pieces(layout, memory, data_begin(length)), memory, channel)
+        answer = _serve(order, layout, memory, data_begin(length), channel)
         for descriptor in descriptors:  # the lock's, too
             os.close(descriptor)
         try:
@@ -57,7 +57,7 @@ def serve(channel: socket.socket) -> None:
             return
 
 
-def _serve(order: Order, pieces: list[Piece], memory: mmap.mmap, channel: socket.socket) -> dict[str, Any]:
+def _serve(order: Order, layout: list[Any], memory: mmap.mmap, begin: int, channel: socket.socket) -> dict[str, Any]:
     path = order.folder.at(order.name)
     done = 0
 
@@ -67,7 +67,7 @@ def _serve(order: Order, pieces: list[Piece], memory: mmap.mmap, channel: socket
         memory[: HEADER.size] = HEADER.pack(done, HEADER.unpack_from(memory)[1])
 
     try:
-        written = write(order.folder, order.name, order.rank, pieces, progress)
+        written = write(order.folder, order.name, order.rank, _pieces(layout, memory, begin), progress)
         note_written(path, order.rank, _to_text(written))
         if order.manifest is None:
             return {}
