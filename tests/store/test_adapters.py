@@ -130,7 +130,7 @@ def test_peft_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     error = error_of(lambda: fullshard.save_safetensors(model, tmp_path / "x", adapter="nobody"))
     problems += named_error(error, "nobody", kinds=ConfigError, where="no such adapter")
     error = error_of(lambda: fullshard.save_safetensors(shard(llama(), way, layers), tmp_path / "x", adapter=True))
-    problems += named_error(error, "no adapter", kinds=ConfigError, where="no adapter at all")
+    problems += named_error(error, "no PEFT adapter", kinds=ConfigError, where="no adapter at all")
     return problems
 
 

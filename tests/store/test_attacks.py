@@ -368,7 +368,7 @@ DCP: dict[str, tuple[Change, str]] = {
     "a file with a backslash": (names_a_file("..\\outside.distcp"), "outside its folder"),
     "a file with a zero": (names_a_file("outside\0.distcp"), "outside its folder"),
     "the folder itself": (names_a_file("."), "outside its folder"),
-    "a huge shape": (metadata_of_shape(BIG), "bytes, more than all files"),
+    "a huge shape": (metadata_of_shape(BIG), "has only"),
     "a shape beyond all numbers": (metadata_of_shape(BIG, BIG, BIG), "shape"),
     "a shape larger than its record": (metadata_of_shape(10**9), "bytes"),
     "a shape below zero": (metadata_of_shape(-2, -6), "damaged"),

@@ -123,7 +123,7 @@ def left_early(way: str, stops: list[int], error: Exception | None) -> str:
 def test_a_rank_that_stops_alone_is_told_to_the_others(run_ranks):
     first, second = run_ranks(left_early, "flat", [0], None)
     assert first == "NoneType: None"
-    assert second.startswith("PhaseError") and "rank:      0" in second and "left before its end" in second
+    assert second.startswith("PhaseError") and "rank:      0" in second and "stopped before its end" in second
     first, second = run_ranks(left_early, "rows", [1], OSError("the engine that was fed is gone"))
     assert second == "OSError: the engine that was fed is gone"
     assert first.startswith("PhaseError") and "rank:      1" in first

@@ -31,7 +31,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     within_itself: list[Any] = []
     within_itself.append(within_itself)
     for value in ([deep], within_itself, {"a": object()}, {"a": {1: print}}):
-        with pytest.raises(CheckpointError, match="cannot be kept"):
+        with pytest.raises(CheckpointError, match="cannot be saved"):
             fullshard.save(tmp_path, small(0)[0], step=2, state={"deep": value})
     assert fullshard.Folder(tmp_path).names() == ["step-000000001"]
 

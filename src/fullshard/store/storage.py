@@ -57,7 +57,7 @@ def checked_part(
     if not is_inside:
         raise ValueError(f"{name!r} of shape {entry.shape} has a part at {offsets} of {sizes}")
     if math.prod(sizes) * entry.dtype.itemsize > nbytes:
-        raise ValueError(f"a part of {name!r} of {sizes} has {nbytes} bytes")
+        raise ValueError(f"a part of {name!r} of {sizes} has only {nbytes} bytes")
     return Stored(name, offsets, sizes, file, begin, nbytes)
 
 
