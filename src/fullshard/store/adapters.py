@@ -55,12 +55,10 @@ class Adapter:
         Raises:
             CheckpointError: PEFT computes a tensor from several parameters.
         """
-        names: dict[str, str] = {}
-        with ranks.step("looking for the model's adapter"):
-            adapter = cls(model, name)
-            names = adapter._names() if ranks.is_first else {}
+        adapter = ranks.together("looking for the model's adapter", lambda: cls(model, name))
+        names = ranks.first("looking for the adapter's parameters", adapter._names)
         rows = {row.name: row for row in adapter.table.parameters}
-        adapter.rows = {file_name: rows[row_name] for file_name, row_name in ranks.share(names).items()}
+        adapter.rows = {file_name: rows[row_name] for file_name, row_name in names.items()}
         return adapter
 
     def __init__(self, model: nn.Module, name: bool | str) -> None:

@@ -33,7 +33,7 @@ from typing import IO, Any
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from .in_place import placed, replace_file, sync, write_synced
 from .manifest import time_in
-from .storage import MANIFEST, LocalStorage, Storage
+from .storage import MANIFEST, LocalStorage, Storage, open_file
 
 LATEST = "latest"
 LOCK = "lock"
@@ -128,13 +128,9 @@ class Folder:
                 return None
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # the file exists; reading all of it later reports the error
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                return os.read(fd, START)
-            finally:
-                os.close(fd)
-        return b""
+        with contextlib.suppress(OSError, DamagedCheckpointError), open_file(path) as file:
+            return file.read(START)
+        return b""  # reading all of it later reports the error
 
     def latest(self) -> str | None:
         """The name in `latest`; None if the file does not exist.

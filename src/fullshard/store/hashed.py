@@ -70,7 +70,7 @@ class FileFacts:
 
     nbytes: int
     hashes: tuple[str, ...]
-    kind: str = "sha256"
+    kind: str
 
 
 class Hashed:

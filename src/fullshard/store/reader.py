@@ -34,7 +34,7 @@ class Reader:
         objects: functions that take a state, and the state, to call at the same time.
     """
 
-    def __init__(self, files: Files, cast: bool = False) -> None:
+    def __init__(self, files: Files, cast: bool) -> None:
         self.files, self._cast = files, cast
         self.copies: list[Copy] = []
         self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
