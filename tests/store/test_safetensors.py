@@ -262,7 +262,7 @@ def test_a_sink_takes_what_was_announced(tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer\.state"):
         SafetensorsSink(tmp_path / "x", {"optimizer.state.a.exp_avg": Entry((2,), torch.float32)})
     for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
-        with SafetensorsSink(tmp_path / "x", entries) as sink, pytest.raises(CheckpointError, match="does not match its entry"):
+        with SafetensorsSink(tmp_path / "x", entries) as sink, pytest.raises(CheckpointError, match="match its entry"):
             sink.write("model.a", wrong)
     with SafetensorsSink(tmp_path / "x", entries) as sink:
         sink.write("model.a", torch.ones(2))
