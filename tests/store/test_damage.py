@@ -60,7 +60,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: (f.parent / "latest").write_text("step-000000009\n"), ("latest", "step-000000009", NEWEST)),
     "latest is empty": (lambda f: (f.parent / "latest").write_text(""), ("latest", NEWEST)),
     "latest leads away": (lambda f: (f.parent / "latest").write_text(f"../{NEWEST}"), ("latest", NEWEST)),
-    NEWER: (of_a_newer_format, ("does not read", "version 4", "update")),
+    NEWER: (of_a_newer_format, ("cannot read", "version 4", "update")),
 }  # fmt: skip
 """What is done to the newest checkpoint, and words in the error."""
 
