@@ -117,7 +117,7 @@ def _refuse_subclasses(exports: list[Export]) -> None:
             parameter=odd.name,
             got=_class_of(getattr(odd.tensor, "parameter", odd.tensor)),
             remedy="fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised "
-            "base: save them (adapter=True), and merge them in a single process into a base of 16 bits or more",
+            "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
         )
 
 
