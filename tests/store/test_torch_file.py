@@ -61,6 +61,15 @@ def test_rectangles_and_views(tmp_path: Path) -> None:
         assert same(source.read("model.turned", (4, 0), (0, 40)), saved["turned"][4:4])
 
 
+def test_a_turned_view_of_a_large_tensor(tmp_path: Path) -> None:
+    """Its last dim goes the longest way in the file; a hundredth of which is needed."""
+    base = torch.arange(6_000_000, dtype=torch.int32).reshape(60, 100_000)
+    saved = {"turned": base[:, :1000].t(), "cube": base[:, :1000].reshape(60, 10, 100).permute(2, 0, 1)}
+    torch.save(saved, tmp_path / "a.pt")
+    with TorchFileSource(tmp_path / "a.pt") as source:
+        assert all(same(source.read(f"model.{name}"), value) for name, value in saved.items())
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer"), [("state_dict", "optim"), ("model_state_dict", "optimizer_state_dict")]
 )

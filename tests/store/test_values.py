@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fullshard
@@ -34,6 +35,24 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="cannot be saved"):
             fullshard.save(tmp_path, small(0)[0], step=2, state={"deep": value})
     assert fullshard.Folder(tmp_path).names() == ["step-000000001"]
+
+
+def error_of_one_rank(folder: str) -> str:
+    """What each rank's save raises, as one rank alone has a tensor that cannot be saved."""
+    value = torch.ones(2)
+    if dist.get_rank() == 1:
+        value = torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+    try:
+        fullshard.save(folder, small(0)[0], state={"scaled": value})
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_all_ranks_raise_what_one_cannot_save(run_ranks: Any, tmp_path: Path) -> None:
+    for words in run_ranks(error_of_one_rank, str(tmp_path), world=2):
+        assert "quantized" in words and "state.scaled" in words, words
 
 
 def with_lbfgs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

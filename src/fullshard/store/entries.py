@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .piece import Piece, value_pieces, whole_piece
+from .piece import Piece, refuse_quantized, value_pieces, whole_piece
 from .tree import to_json
 from .write import bytes_of
 
@@ -118,7 +118,7 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
         first: whether this is the first rank.
 
     Raises:
-        CheckpointError: a value is not plain.
+        CheckpointError: a value is not plain, or a tensor is quantized.
     """
     values = Values()
     all_tensors: dict[str, torch.Tensor] = {}  # of all keys, so that names are unique
@@ -127,6 +127,8 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
         values.json[key] = to_json(getter(), f"{STATE}{key}", all_tensors)
         tensors = dict(list(all_tensors.items())[before:])
         values.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
+        for name, tensor in values.tensors[key].items():
+            refuse_quantized(name, tensor)
         values.digests[key] = _digest(values.json[key], values.tensors[key])
         for turn, (name, tensor) in enumerate(tensors.items()):
             if not _is_whole(tensor):

@@ -78,7 +78,18 @@ def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
     """The piece of a tensor that is whole on this rank.
 
     Raises:
-        CheckpointError: the tensor is quantized; its scales would be lost.
+        CheckpointError: see `refuse_quantized`.
+    """
+    refuse_quantized(name, tensor)
+    shape = tuple(tensor.shape)
+    return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
+
+
+def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose scales would be lost.
+
+    Raises:
+        CheckpointError: the tensor is of one of torch's quantized dtypes.
     """
     if tensor.is_quantized:
         raise CheckpointError(
@@ -87,8 +98,6 @@ def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
             got=tensor.dtype,
             remedy="save tensor.int_repr() with its scale and zero point, or a dequantized tensor",
         )
-    shape = tuple(tensor.shape)
-    return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
 
 
 def empty_piece(name: str, shape: tuple[int, ...], local: torch.Tensor, writes: bool = False) -> Piece:

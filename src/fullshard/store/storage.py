@@ -301,7 +301,7 @@ def read_strided(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    """Read a strided tensor: its whole span at once, or a few rows at a time if most of a large span is not needed.
+    """Read a strided tensor: its whole span at once, or a part at a time if most of a large span is not needed.
 
     Args:
         fill: fills memory from the file, beginning at a byte.
@@ -312,17 +312,16 @@ def read_strided(
         return torch.empty(shape, dtype=dtype, device="cpu")
     span = extent(shape, stride)
     if span > 2 * math.prod(shape) and span * dtype.itemsize > BUFFER:
-        whole = torch.empty(shape, dtype=dtype, device="cpu")
-        rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
-        for row in range(0, shape[0], rows):
-            count = min(rows, shape[0] - row)
-            first = start + row * stride[0]
-            if count == 1:
-                part = read_strided(fill, base, dtype, first, shape[1:], stride[1:])
-            else:
-                part = read_strided(fill, base, dtype, first, (count, *shape[1:]), stride)
-            whole[row : row + count] = part
-        return whole
+        dim = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * stride[dim])  # the longest way in the file
+        most = max(1, BUFFER // max(1, stride[dim] * dtype.itemsize))
+        if most < shape[dim]:
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
+            for index in range(0, shape[dim], most):
+                count = min(most, shape[dim] - index)
+                sizes = [*shape[:dim], count, *shape[dim + 1 :]]
+                part = read_strided(fill, base, dtype, start + index * stride[dim], sizes, stride)
+                whole.narrow(dim, index, count).copy_(part)
+            return whole
     raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8, device="cpu")
     fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
     return raw.view(dtype).as_strided(shape, stride)
