@@ -1,18 +1,18 @@
-"""Accelerate without adopting: an `Accelerator` that shards what it prepares.
+"""Accelerate without adopting: an `Accelerator` that shards the models that it prepares.
 
     from fullshard.integrations.accelerate import FullshardAccelerator
 
     accelerator = FullshardAccelerator(gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`; the rest of a program stays.
+Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`. The rest of the program stays the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +31,51 @@ from ..store.ranks import Ranks
 from ..store.save import save
 from .hf.saving import write_weights
 from .sharding import (
+    check_optimizers,
     check_sharding,
-    check_theirs,
-    inside,
+    explain_step_errors,
     is_sharded,
-    names_of,
-    naming_steps,
-    point_optimizers,
+    repoint_optimizers,
     shard,
-    stepped_in,
+    steppable_tensors,
+    unwrapped,
     without_sync,
 )
 
 FOLDER = "fullshard"
-"""In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
+"""Where `save_state` puts the first model and its optimizers; the others' folders have a number appended."""
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """Accelerate's, whose errors name what cannot step sharded parameters."""
+    """Accelerate's, whose first step reports an optimizer that cannot step sharded parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        """Accelerate's."""
-        if closure is not None:  # it runs the model, too
+        """As `AcceleratedOptimizer.step`."""
+        if closure is not None:  # it runs the model, whose errors are its own
             return super().step(closure)
-        with naming_steps(self.optimizer):
+        with explain_step_errors(self.optimizer):
             return super().step()
 
 
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
-"""Settings of `Accelerator` by which something else distributes the model."""
+"""Settings of `Accelerator` that let something else distribute the model."""
 
 
 class FullshardAccelerator(Accelerator):
     """An `Accelerator` whose models are sharded by `fully_shard`.
 
-    `prepare` shards models, points optimizers that were built before it at the shards, and leaves all else to
-    Accelerate. Mixed precision is that of `mixed_precision=`: gathers in 16 bits, what trains is held in float32, and
-    forwards under autocast as Accelerate has them. In a program of one process without a process group nothing is
-    sharded, and all methods do what they did.
+    `prepare` shards models, points optimizers that were built earlier at the shards, and leaves everything else to
+    Accelerate. With `mixed_precision=` a model gathers in 16 bits, keeps trainable parameters in float32, and runs
+    its forwards under Accelerate's autocast. Without a process group nothing is sharded, and all methods are
+    Accelerate's.
 
     Args:
         sharding: arguments of `fullshard.integrations.hf.shard` for all models: units, mesh, reshard_after_forward,
             layout, ...
-        **settings: of `Accelerator`.
+        **settings: arguments of `Accelerator`.
 
     Raises:
-        ConfigError: settings that shard, too (an FSDP or DeepSpeed plugin, ...), or arguments of `sharding` that
-            `shard` does not have.
+        ConfigError: settings that shard as well (an FSDP or DeepSpeed plugin, ...), or unknown arguments in `sharding`.
     """
 
     def __init__(self, *, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
@@ -85,15 +83,15 @@ class FullshardAccelerator(Accelerator):
         self._start_sharding(sharding, [name for name in _PLUGINS if settings.get(name) is not None])
 
     def _start_sharding(self, sharding: Mapping[str, Any] | None, plugins: Sequence[str] = ()) -> None:
-        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on the CPU no plugin's
+        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on CPUs it ignores plugins
         data_parallel = kind == "NO" or kind.startswith("MULTI_")
         if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
             raise ConfigError(
-                "FullshardAccelerator shards in the place of DDP; this one was told to distribute in another way.",
-                expected="neither an FSDP, DeepSpeed or Megatron plugin nor a parallelism_config, also in the settings "
+                "FullshardAccelerator takes the place of DDP; the settings let something else distribute the model.",
+                expected="no FSDP, DeepSpeed or Megatron plugin and no parallelism_config, also in the configuration "
                 "of accelerate launch",
                 got=", ".join([*plugins, f"distributed type {kind}"]),
-                remedy="omit it; or keep the FSDP plugin with a plain Accelerator, and start the program by "
+                remedy="omit it; or keep the FSDP plugin with a plain Accelerator, and start the program with "
                 "python -m fullshard adopt",
             )
         self._sharding = check_sharding(sharding)
@@ -103,81 +101,72 @@ class FullshardAccelerator(Accelerator):
     # Preparing.
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`; models are sharded, in place, and optimizers given with them follow.
+        """As `Accelerator.prepare`; shards models in place, and points the optimizers among `args` at the shards.
 
         Raises:
-            ConfigError: an optimizer that has state already, of parameters that are sharded here; or that steps none
-                of the models, here or prepared before.
+            ConfigError: an optimizer already has state for parameters that are sharded here, or steps none
+                of the models in `args` or prepared before.
         """
-        models = [one for one in args if isinstance(one, nn.Module)]
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-        if dist.is_initialized() and (known := [*models, *self._models]):
-            check_theirs(optimizers, known)
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        if dist.is_initialized() and (all_models := [*models, *self._models]):
+            check_optimizers(optimizers, all_models)
         for model in models:
             self.shard_model(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
     def shard_model(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """Shard a model, in place, unless it is sharded, or there is nobody to share it with.
+        """Shard a model in place, unless it is sharded already or there is no process group.
 
         Args:
-            optimizers: built before it; those of its parameters get the shards in their place.
+            optimizers: built before; parameters of the model in them are replaced by its shards.
 
         Raises:
-            ConfigError: one has state already.
+            ConfigError: an optimizer already has state for the model.
         """
-        if not self._to_shard(model):
+        if not dist.is_initialized() or is_sharded(model):
             return
-        before = names_of(model)
-        words = self.mixed_precision if "mp_policy" not in self._sharding else "no"
-        shard(model, **{"mixed_precision": words, **self._sharding})
-        point_optimizers(optimizers, before, model)
-
-    def _to_shard(self, model: nn.Module) -> bool:
-        return dist.is_initialized() and not is_sharded(model)
+        old_names = {parameter: name for name, parameter in model.named_parameters()}
+        precision = "no" if "mp_policy" in self._sharding else self.mixed_precision
+        shard(model, **{"mixed_precision": precision, **self._sharding})
+        repoint_optimizers(optimizers, old_names, model)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As `Accelerator.prepare_model`, sharded also where it is for evaluation alone."""
+        """As `Accelerator.prepare_model`; shards the model even if it is only for evaluation."""
         self.shard_model(model)
-        placed = False if is_sharded(model) else device_placement
-        alone = evaluation_mode or is_sharded(model)  # "for evaluation" is what it calls: not in DDP
-        return super().prepare_model(model, device_placement=placed, evaluation_mode=alone)
+        if is_sharded(model):
+            device_placement, evaluation_mode = False, True  # evaluation mode skips DDP
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As `Accelerator.prepare_optimizer`; one that cannot step sharded parameters says so at its first step."""
-        found = super().prepare_optimizer(optimizer, device_placement)
-        if type(found) is AcceleratedOptimizer:
-            found.__class__ = _Optimizer
-        return found
+        """As `Accelerator.prepare_optimizer`; the first step reports an optimizer that cannot step shards."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = _Optimizer
+        return prepared
 
     # Training.
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients without reducing them; what `accumulate` enters between steps."""
-        if not isinstance(model, FSDPModule):
-            with super().no_sync(model):
-                yield
-            return
-        with without_sync(model):
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Accumulate gradients without reducing them; `accumulate` enters it between steps."""
+        return without_sync(model) if isinstance(model, FSDPModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """`fullshard.clip_grad_norm_`: exact for shards of every layout, and for plain parameters beside them."""
+        """`fullshard.clip_grad_norm_`: exact for shards of every layout, mixed with plain parameters or not."""
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     # Saving and loading.
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights of a sharded model in host memory on the first rank, nothing on others. Collective."""
+        """Full weights of a sharded model, in host memory, on rank 0; an empty dict on other ranks. Collective."""
         if is_sharded(model):
-            return {} if self._saves_apart else gathered(model, "get_state_dict")
+            return {} if self._in_save_state else gathered(model, "get_state_dict")
         return super().get_state_dict(model, unwrap)
 
-    _saves_apart = False
+    _in_save_state = False
 
     def save_model(
         self,
@@ -186,7 +175,7 @@ class FullshardAccelerator(Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a sharded model's weights as safetensors, tensor by tensor: no rank holds the model. Collective.
+        """Write a sharded model's weights as safetensors, tensor by tensor: no rank holds the full model. Collective.
 
         Raises:
             ConfigError: `safe_serialization=False`, which pickles.
@@ -196,95 +185,97 @@ class FullshardAccelerator(Accelerator):
             return
         if not safe_serialization:
             raise ConfigError(
-                "A sharded model is written as safetensors.",
+                "A sharded model can only be written as safetensors.",
                 got="safe_serialization=False",
-                remedy="torch.save(accelerator.get_state_dict(model), ...) on the main process, called by all",
+                remedy="call accelerator.get_state_dict(model) on every rank, and torch.save the result on the main "
+                "process",
             )
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
-        """As `Accelerator.save_state`; each rank writes what it owns of models and optimizers, by `fullshard.save`.
+        """As `Accelerator.save_state`, but each rank writes its part of models and optimizers, with `fullshard.save`.
 
-        Models and optimizers come first: a save over another that is broken off before they are whole changes nothing.
-        Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each in place of weights.
+        Models and optimizers are written first: a save that is interrupted before they are complete leaves an earlier
+        state in the folder intact. Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each
+        model's weights.
         """
-        models, optimizers = list(self._models), list(self._optimizers)
-        if not any(map(is_sharded, models)):
+        optimizers = self._optimizers
+        if not any(map(is_sharded, self._models)):
             return super().save_state(output_dir, safe_serialization, **settings)
-        parts = list(self._apart(models))
+        parts = list(self._parts(optimizers))
 
-        def save_models(_: Any, weights: list[Any], folder: str) -> None:
+        def save_parts(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
-            for name, model, own in parts:
-                save(Path(folder) / name, model, own, step=self.step, rng=False, keep_last=1)
+            for name, model, model_optimizers in parts:
+                save(Path(folder) / name, model, model_optimizers, step=self.step, rng=False, keep_last=1)
 
-        last = self.register_save_state_pre_hook(save_models)
+        hook = self.register_save_state_pre_hook(save_parts)
         self._optimizers: list[Any] = []
-        self._saves_apart = True
+        self._in_save_state = True
         try:
-            found = super().save_state(output_dir, safe_serialization, **settings)
+            return super().save_state(output_dir, safe_serialization, **settings)
         finally:
             self._optimizers = optimizers
-            self._saves_apart = False
-            last.remove()
-        return found
+            self._in_save_state = False
+            hook.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
-        """As `Accelerator.load_state`, from a folder of `save_state`, whose number of ranks may have been another.
+        """As `Accelerator.load_state`, from a folder that `save_state` wrote on any number of ranks.
 
         Raises:
-            CheckpointError: it holds the state of another number of models; see `fullshard.load`, too.
+            CheckpointError: the folder holds a different number of models; or see `fullshard.load`.
         """
-        models, optimizers = list(self._models), list(self._optimizers)
-        if not any(map(is_sharded, models)):
+        optimizers = self._optimizers
+        if not any(map(is_sharded, self._models)):
             super().load_state(input_dir, load_kwargs, **settings)
             return
-        folders: list[str] = []
+        parts = list(self._parts(optimizers))
+        folders: list[Path] = []
 
-        def load_models(given: list[nn.Module], folder: str) -> None:
-            _check_count(Path(folder), len(models))
-            given.clear()
-            folders.append(str(folder))
+        def skip_models(models: list[nn.Module], folder: str) -> None:
+            _check_count(Path(folder), len(parts))
+            models.clear()
+            folders.append(Path(folder))
 
-        last = self.register_load_state_pre_hook(load_models)
+        hook = self.register_load_state_pre_hook(skip_models)
         self._optimizers = []
         try:
             super().load_state(input_dir, load_kwargs, **settings)
         finally:
             self._optimizers = optimizers
-            last.remove()
-        for name, model, own in self._apart(models):
-            load(Path(folders[0]) / name, model, own, rng=False)
+            hook.remove()
+        for name, model, model_optimizers in parts:
+            load(folders[0] / name, model, model_optimizers, rng=False)
 
-    def _apart(self, models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, list[torch.optim.Optimizer]]]:
-        """Each model with its folder's name and the optimizers of its parameters."""
-        plain = [inside(one) for one in self._optimizers]
-        for index, model in enumerate(models):
-            ours = stepped_in(model)
-            own = [one for one in plain if any(id(p) in ours for group in one.param_groups for p in group["params"])]
+    def _parts(self, optimizers: Iterable[Any]) -> Iterator[tuple[str, nn.Module, list[torch.optim.Optimizer]]]:
+        """Each model with the name of its folder and the optimizers that step it."""
+        plain = [unwrapped(optimizer) for optimizer in optimizers]
+        for index, model in enumerate(self._models):
+            tensors = steppable_tensors(model)
+            own = [o for o in plain if any(id(p) in tensors for group in o.param_groups for p in group["params"])]
             yield FOLDER + (f"_{index}" if index else ""), model, own
 
 
 def _check_count(folder: Path, models: int) -> None:
-    """Refuse a folder of `save_state` with the states of fewer or more models. Collective.
+    """Refuse a folder of `save_state` that holds a different number of models. Collective.
 
     Raises:
-        CheckpointError: see above; or there is none.
+        CheckpointError: see above; or the folder holds none.
     """
-    with Ranks().step("looking for the states of models"):
-        there = [one.name for one in sorted(folder.glob(f"{FOLDER}*")) if one.is_dir()]
-        if len(there) != models:
+    with Ranks().step("looking for saved models"):
+        saved = [path.name for path in sorted(folder.glob(f"{FOLDER}*")) if path.is_dir()]
+        if len(saved) != models:
             raise CheckpointError(
-                "A state was saved with another number of models than are prepared now; nothing was loaded.",
+                "The state was saved with a different number of models than are prepared now; nothing was loaded.",
                 expected=f"{models} in {folder}",
-                got=", ".join(there) or "none that FullshardAccelerator saved",
-                remedy="prepare the same models in the same order before load_state; one model alone: "
+                got=", ".join(saved) or "none that FullshardAccelerator saved",
+                remedy="prepare the same models in the same order before load_state; to load a single model: "
                 f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
             )
 
 
 def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = None) -> FullshardAccelerator:
-    """Make an `Accelerator` that a library has built a `FullshardAccelerator`, in place.
+    """Turn an `Accelerator` that a library has built into a `FullshardAccelerator`, in place.
 
     Args:
         accelerator: with nothing prepared yet.
@@ -294,15 +285,15 @@ def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = Non
         `accelerator` itself.
 
     Raises:
-        ConfigError: it is of a class derived from `Accelerator`, was told to distribute in another way, or has
+        ConfigError: it is an instance of a subclass, has another way of distributing configured, or has already
             prepared a model.
     """
     if type(accelerator) is not Accelerator or accelerator._models:
         raise ConfigError(
-            "take_over needs an Accelerator as it was made.",
+            "take_over needs a plain Accelerator that has prepared nothing.",
             expected="class Accelerator, nothing prepared",
             got=f"class {type(accelerator).__name__}, {len(accelerator._models)} models prepared",
-            remedy="take it over before prepare; derive other classes from FullshardAccelerator",
+            remedy="call it before prepare; derive subclasses from FullshardAccelerator",
         )
     accelerator.__class__ = FullshardAccelerator
     accelerator._start_sharding(sharding)
