@@ -288,7 +288,7 @@ def test_adapters_train_resume_and_are_saved(tmp_path):
 def test_an_optimizer_that_cannot_step_shards_is_named(tmp_path):
     """Transformers' own Adafactor; and what the error recommends for others: plain tensors of a sharded model."""
     trainer = sharded_trainer(tmp_path, optim="adafactor")
-    with pytest.raises(fullshard.ConfigError, match=r"Adafactor cannot step(.|\n)*torch.optim") as caught:
+    with pytest.raises(fullshard.ConfigError, match=r"Adafactor(.|\n)*optimizer-on-shards") as caught:
         trainer.train()
     assert caught.value.parameter in dict(llama().named_parameters()), caught.value
     found = []
@@ -333,7 +333,7 @@ def test_units_are_the_models_own():
 def test_the_mixin_comes_first():
     from transformers import Trainer
 
-    with pytest.raises(fullshard.ConfigError, match="names ShardedTrainerMixin after the Trainer"):
+    with pytest.raises(fullshard.ConfigError, match="lists ShardedTrainerMixin after the Trainer"):
         type("Bad", (Trainer, hf.ShardedTrainerMixin), {})
     made = type("Good", (hf.ShardedTrainerMixin, type("Mine", (Trainer,), {})), {})
     for sharding, word in (("full", "sharding must be a dictionary"), ({"layuot": "flat"}, "did you mean layout=")):

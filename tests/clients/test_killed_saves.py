@@ -104,7 +104,7 @@ def resumed(folder: str) -> list[float]:
         for parameter in model.parameters():
             parameter.zero_()  # all of it comes from the checkpoint
     trainer = sharded_trainer(folder, model)
-    with pytest.warns(UserWarning, match=rf"not finished(.|\n)*checkpoint-{STEPS}"):
+    with pytest.warns(UserWarning, match=rf"incomplete checkpoint(.|\n)*checkpoint-{STEPS}"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == STEPS
     return losses(trainer)

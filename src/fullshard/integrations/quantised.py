@@ -185,16 +185,22 @@ def by_rows(model: nn.Module) -> list[str]:
     Raises:
         ConfigError: a weight that is not made of plain tensors, or of which no share can be taken. Nothing has changed.
     """
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and _is_quantised(parameter):
-            found[id(parameter)] = (name, parameter)
-    made = {key: nn.Parameter(rows_of(name, weight), requires_grad=False) for key, (name, weight) in found.items()}
+    quantised = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and _is_quantised(parameter)
+    }
+    replace_parameters(model, {weight: rows_of(name, weight) for name, weight in quantised.items()})
+    return list(quantised)
+
+
+def replace_parameters(model: nn.Module, tensors: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Replace parameters by new ones, wherever the model has them: tied parameters stay tied."""
+    new = {id(old): nn.Parameter(tensor, requires_grad=old.requires_grad) for old, tensor in tensors.items()}
     for module in model.modules():
-        for own, old in module._parameters.items():
-            if id(old) in made:
-                module._parameters[own] = made[id(old)]
-    return [name for name, _ in found.values()]
+        for name, old in module._parameters.items():
+            if id(old) in new:
+                module._parameters[name] = new[id(old)]
 
 
 def _is_quantised(parameter: Any) -> bool:

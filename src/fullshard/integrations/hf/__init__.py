@@ -1,4 +1,4 @@
-"""Transformers and PEFT without adopting: shard, load straight into shards, save, and a mixin for `Trainer`.
+"""Transformers and PEFT without adopting: shard models, load straight into shards, save, and a mixin for `Trainer`.
 
 from fullshard.integrations import hf
 

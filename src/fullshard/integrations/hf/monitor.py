@@ -7,15 +7,16 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ...insight.monitor import Monitor
+from ..sharding import unwrapped
 
 
 class MonitorCallback(TrainerCallback):
-    """Reports what a `Trainer` does: `Trainer(..., callbacks=[hf.MonitorCallback(tokens_per_step=4096)])`.
+    """Reports each step of a `Trainer`: `Trainer(..., callbacks=[hf.MonitorCallback(tokens_per_step=4096)])`.
 
-    The loss and the gradient norm in a report are those that the Trainer logged last.
+    Each report shows the loss and the gradient norm that the Trainer logged last.
 
     Args:
-        settings: arguments of `fullshard.Monitor` by name; model, optimizer and `start_step` are the Trainer's.
+        **settings: arguments of `fullshard.Monitor`, apart from model, optimizer and `start_step`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -24,20 +25,20 @@ class MonitorCallback(TrainerCallback):
         self._logged: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """The optimizer is there, and the model is sharded."""
-        optimizer = getattr(objects["optimizer"], "optimizer", objects["optimizer"])  # Accelerate wraps it
+        """Create the monitor: now the model is sharded, and its optimizer exists."""
+        optimizer = unwrapped(objects["optimizer"])
         self.monitor = Monitor(objects["model"], optimizer, start_step=state.global_step, **self.settings)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **objects: Any) -> None:
-        """Keep what later reports show."""
-        self._logged |= {name: value for name, value in (logs or {}).items() if name in ("loss", "grad_norm")}
+        """Remember the logged values for later reports."""
+        self._logged |= logs or {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Called once an optimizer step."""
+        """Report an optimizer step."""
         if self.monitor is not None:
             self.monitor.step(loss=self._logged.get("loss"), grad_norm=self._logged.get("grad_norm"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Close files."""
+        """Close the monitor's files."""
         if self.monitor is not None:
             self.monitor.close()

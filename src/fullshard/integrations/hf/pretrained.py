@@ -1,8 +1,8 @@
-"""`from_pretrained` into shards: no rank ever holds the model.
+"""`from_pretrained` into shards: no rank ever holds the full model.
 
-Its parameters are made on meta, its buffers as the model makes them (`on_meta`); names are compared with those in the
-files, and what files lack gets values (`fit`). Then the model is sharded and each rank reads its part; or, if weights
-are quantised while they are read, one unit after the other is read, quantised and sharded (`read_by_units`).
+The model is built with parameters on meta and real buffers (`build_on_meta`). Its names are compared with those in the
+files, and parameters missing from the files are initialised (`match_names`). Then the model is sharded and each rank
+reads its part; or, to quantise weights on the way, units are read, quantised and sharded one by one (`read_by_units`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from ...errors import CheckpointError, ConfigError, message
 from ...runtime import runners_in
 from ...store.formats.safetensors_folder import SafetensorsSource
 from ...store.hugging_face import load_safetensors
-from ...store.lora import adapted, is_peft_model
+from ...store.lora import adapted
 from ...store.ranks import Ranks
 from ...store.source import MODEL
-from ..quantised import by_rows
+from ..quantised import by_rows, replace_parameters
 from ..sharding import finish, plan_sharding, shard
+from .saving import has_adapter
 
 
 def from_pretrained(
@@ -46,144 +47,128 @@ def from_pretrained(
     mixed_precision: str = "no",
     **sharding: Any,
 ) -> Any:
-    """Build a model of transformers without its weights, shard it, and read each rank's part of them. Collective.
+    """Build a Transformers model without its weights, shard it, and read each rank's part of the weights. Collective.
 
-    As `source.from_pretrained(folder)` followed by sharding, but no rank ever holds the model: parameters are made on
-    meta, and rectangles of mapped files are copied into shards. Buffers are made as the model makes them, in files or
-    not; weights that the configuration ties are tied. Build optimizers after it.
+    Like `source.from_pretrained(folder)` followed by sharding, but no rank ever holds the full model: parameters are
+    built on meta, and each rank copies what it owns out of memory-mapped files. Buffers get the values that the model
+    computes, whether or not files have them; weights that the configuration ties are tied. Build optimizers afterwards.
 
     Args:
-        source: a class of transformers (`LlamaForCausalLM`, `AutoModelForCausalLM`, ...), whose configuration is read
+        source: a Transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`, ...), whose configuration is read
             from the folder; or a configuration, whose `architectures` name the class.
-        folder: local, of safetensors files, with an index or without.
-        dtype: of the parameters, or its name; files are cast to it. None or "auto": what the configuration says, else
-            float32.
-        strict: whether names must be the same on both sides, but for `base_model_prefix`, and what lies beside a base
-            model (`AutoModel` of a causal model's folder), of which a warning tells. False: what files lack is
-            initialised as the model does it, the same on all ranks, what the model lacks is left, and a warning names
-            both.
-        prepare: given the model before it is sharded, with parameters on meta; returns the one to shard, as
-            `lambda model: peft.get_peft_model(model, settings)` does. Parameters that it adds are kept, those of the
-            first rank on all.
-        quantise: given each block with its weights, whole and on the CPU, before it is sharded; puts others in
-            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a
-            time, and in the end what is in none.
+        folder: a local folder of safetensors files, with or without an index.
+        dtype: dtype of the parameters, or its name; weights are cast to it. None or "auto": the configuration's dtype,
+            or else float32.
+        strict: require the same names in the model and the files, apart from `base_model_prefix`; a base model
+            (`AutoModel` for a causal model's folder) ignores the other tensors, with a warning. False: parameters
+            missing from the files are initialised by the model, identically on all ranks, and tensors unknown to the
+            model are ignored; a warning lists both.
+        prepare: called with the unsharded model, whose parameters are on meta; returns the model to shard, such as
+            `lambda model: peft.get_peft_model(model, settings)`. Parameters that it adds keep rank 0's values.
+        quantise: called with each block before it is sharded, its full weights on the CPU; replaces weights in it, such
+            as `lambda block: torchao.quantize_(block, ...)`. Only one block is held in full at a time; finally the
+            weights outside of blocks are.
         mixed_precision, **sharding: see `shard`.
 
     Returns:
-        The model, in evaluation mode as transformers' own; sharded, unless there is no process group.
+        The model, in evaluation mode as from Transformers; sharded, unless there is no process group.
 
     Raises:
-        ConfigError: no local folder, no class, an invalid dtype, or a quantised model.
-        CheckpointError: names, shapes or dtypes that do not fit, on every rank; see `load_safetensors`.
+        ConfigError: not a local folder, no class, an invalid dtype, or a model that is already quantised.
+        CheckpointError: names, shapes or dtypes do not match, raised on every rank; see `load_safetensors`.
     """
-    where = Path(folder)
-    if not where.is_dir():
+    path = Path(folder)
+    if not path.is_dir():
         raise ConfigError(
             "from_pretrained reads a local folder.",
             got=str(folder),
-            remedy="download it first; nothing is fetched here",
+            remedy="download the model first; from_pretrained downloads nothing",
         )
-    if isinstance(dtype, str):  # as transformers takes it
+    if isinstance(dtype, str):  # as in Transformers
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(
             "dtype must be a floating-point dtype, or None.",
             got=repr(dtype),
-            remedy="torch.bfloat16, say; None or 'auto' takes what the configuration says",
+            remedy="pass torch.bfloat16, for example; None or 'auto' uses the configuration's dtype",
         )
-    base = on_meta(source, where, dtype)
-    rename = fit(base, where, strict)
+    base = build_on_meta(source, path, dtype)
+    rename = match_names(base, path, strict)
     model = base if prepare is None else _prepared(base, prepare)
-    made = _take_made(model)
-    held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    words = "no" if "mp_policy" in sharding else mixed_precision
+    initial = _take_initial_values(model)
+    precision = "no" if "mp_policy" in sharding else mixed_precision
     if quantise is not None:
-        read_by_units(model, where, rename, made, quantise, {"mixed_precision": words, **sharding})
+        read_by_units(model, path, rename, initial, quantise, {"mixed_precision": precision, **sharding})
     else:
         if dist.is_initialized():
-            shard(model, mixed_precision=words, **sharding)
-        _give_memory(model, held)
-        _read(model, where, rename, made)
+            shard(model, mixed_precision=precision, **sharding)
+        _allocate(model)
+        _read(model, path, rename, initial)
     finish(model, mixed_precision)
     return model.eval()
 
 
-def _read(model: nn.Module, folder: Path, rename: Callable[[str], str], made: dict[str, torch.Tensor]) -> None:
-    if made:
+def _read(model: nn.Module, folder: Path, rename: Callable[[str], str], initial: dict[str, torch.Tensor]) -> None:
+    if initial:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
-        set_model_state_dict(model, made, options=options)
-    # After it: PEFT's copies of modules (modules_to_save) were made of what had no values.
-    base = any(is_peft_model(module) for module in model.modules())
-    load_safetensors(model, folder, strict=False, base=base, rename=rename)
+        set_model_state_dict(model, initial, options=options)
+    # Files come second: PEFT copied modules (modules_to_save) before they had values.
+    load_safetensors(model, folder, strict=False, base=has_adapter(model), rename=rename)
 
 
 def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module:
-    """What `prepare` makes of a base whose parameters seem to lie on the CPU, where additions then are made.
+    """What `prepare` returns for a base whose parameters appear to be on the CPU, so that it adds parameters there.
 
     Raises:
-        ConfigError: it returned no model, or PEFT is to start adapters from weights that nobody has yet.
+        ConfigError: it returned no model, or PEFT would compute initial adapters from weights that have no values yet.
     """
-    _replace(base, lambda one: torch.zeros((), dtype=one.dtype, device="cpu").expand(one.shape) if one.is_meta else one)
+    hollow = {p: torch.zeros((), dtype=p.dtype, device="cpu").expand(p.shape) for p in base.parameters() if p.is_meta}
+    replace_parameters(base, hollow)
     model = prepare(base)
     if not isinstance(model, nn.Module):
         raise ConfigError("prepare must return the model to shard.", got=type(model).__name__)
     for config in getattr(model, "peft_config", {}).values():
-        start = getattr(config, "init_lora_weights", True)
-        if start not in (True, False, "gaussian", "orthogonal"):
+        method = getattr(config, "init_lora_weights", True)
+        if method not in (True, False, "gaussian", "orthogonal"):
             raise ConfigError(
-                "Adapters are to start from the base's weights, of which no rank has all.",
+                "Adapters would be initialised from the base model's weights, which no rank holds in full.",
                 expected="init_lora_weights of True, False, gaussian or orthogonal",
-                got=repr(start),
-                remedy="adapt the whole model on the CPU, and shard it by fullshard.integrations.hf.shard",
+                got=repr(method),
+                remedy="add the adapter to the full model on the CPU, then shard it with "
+                "fullshard.integrations.hf.shard",
             )
     return model
 
 
-def _replace(model: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Put others in the places of parameters; one that is in several places stays one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is None or (id(old) not in made and (value := make(old)) is old):
-                continue
-            if id(old) not in made:
-                made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
-            module._parameters[name] = made[id(old)]
-
-
-def _take_made(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Take the parameters off the model that have values, and leave some on meta in the places of all."""
-    held = {name: one for name, one in model.named_parameters() if not one.is_meta and not _is_hollow(one)}
-    _replace(model, lambda one: one if one.is_meta else torch.empty_like(one, device="meta"))
-    return {name: one.detach() for name, one in held.items()}
+def _take_initial_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Move all parameters to meta; returns the values of those that had any, by name."""
+    initial = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta and not _is_hollow(p)}
+    replace_parameters(model, {p: torch.empty_like(p, device="meta") for p in model.parameters() if not p.is_meta})
+    return initial
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether it is one that `_prepared` made, or a copy of it: all its elements are one."""
+    """Whether all elements share one memory location, as in `_prepared`'s placeholders and copies of them."""
     return tensor.dim() > 0 and tensor.numel() > 1 and not any(tensor.stride())
 
 
-def _give_memory(model: nn.Module, held: list[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
-    """Let parameters have memory, and buffers their values.
-
-    Args:
-        held: buffers before the model was sharded, and where.
-    """
+def _allocate(model: nn.Module) -> None:
+    """Allocate parameters on the mesh's device, and move buffers there with their values."""
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     units = [runner.unit for runner in runners_in(model) if runner.unit.buckets]
     device = units[0].buckets[0].axes.device if units else torch.device("cpu")
     model.to_empty(device=device)
-    moved = {id(buffer): buffer.to(device) for _, _, buffer in held if buffer is not None}
-    for module, name, buffer in held:
+    moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers if buffer is not None}
+    for module, name, buffer in buffers:
         module._buffers[name] = None if buffer is None else moved[id(buffer)]
 
 
 _RECOMPUTED = r"rotary_emb\.inv_freq$"
-"""What older files hold of buffers that models compute themselves."""
+"""Buffers in older files that models compute themselves."""
 
 
-def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
-    """The model that `source` and the folder's configuration say, its parameters on meta; what is tied is one.
+def build_on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
+    """Build the model that `source` and the folder's configuration describe, with tied parameters on meta.
 
     Raises:
         ConfigError: see `from_pretrained`.
@@ -192,27 +177,23 @@ def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
     if isinstance(source, type):
         if not hasattr(source, "from_pretrained"):
             raise _no_source(source)
-        own = getattr(source, "config_class", None) or transformers.AutoConfig
-        config = own.from_pretrained(str(folder), local_files_only=True)
+        config_class = getattr(source, "config_class", None) or transformers.AutoConfig
+        config = config_class.from_pretrained(str(folder), local_files_only=True)
     elif isinstance(source, transformers.PretrainedConfig):
-        named = next(iter(source.architectures or ()), "")
-        cls = getattr(transformers, named, None)
+        cls = getattr(transformers, next(iter(source.architectures or ()), ""), None)
     if cls is None or not isinstance(config, transformers.PretrainedConfig):
         raise _no_source(source)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            "The folder holds a model that was quantised; its weights are of classes of their own.",
+            "The folder holds a quantised model, whose weights have special classes.",
             got=f"quantization_config in {folder / 'config.json'}",
-            remedy="read the weights that were quantised, and quantise block by block (docs/clients/peft.md)",
+            remedy="start from the original weights, and quantise block by block (docs/clients/peft.md)",
         )
     dtype = dtype or _dtype_of(config)
     with init_empty_weights(include_buffers=False):  # under torch.device("meta") buffers would have no values either
-        model = (
-            cls.from_config(config, dtype=dtype)
-            if hasattr(cls, "from_config")
-            else cls._from_config(config, dtype=dtype)
-        )
-    model.tie_weights()  # parameters went to meta one by one, each name's its own
+        build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+        model = build(config, dtype=dtype)
+    model.tie_weights()  # moving parameters to meta one by one has untied them
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 and _stays_float32(model, name, parameter.dtype):
             parameter.data = parameter.data.float()
@@ -223,138 +204,133 @@ def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
 
 def _no_source(source: Any) -> ConfigError:
     return ConfigError(
-        "from_pretrained builds a model of transformers.",
+        "from_pretrained builds Transformers models.",
         expected="a class with from_pretrained, or a configuration whose architectures name one",
         got=getattr(source, "__name__", type(source).__name__),
     )
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
-    return getattr(torch, found) if isinstance(found, str) else found
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Whether the model holds a parameter in float32 whatever is asked for."""
-    held = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    """Whether the model keeps a parameter in float32 although `dtype` was requested."""
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype is torch.float16:
-        held |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return any(re.search(rf"(^|\.){one}(\.|$)", name) for one in held)
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in patterns)
 
 
-def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
-    """Compare the model's names with those in the files; what files lack gets values, on the CPU.
+def match_names(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
+    """Compare the model's names with those in the files, and initialise missing parameters, on the CPU.
 
-    As transformers does, a base model (`AutoModel`) takes its part of files of a model around one, and such a model
-    takes a base model's: names lose or gain `base_model_prefix`. What lies beside a base model is warned of.
+    As in Transformers, a base model (`AutoModel`) takes its part of a larger model's files, with a warning that
+    lists the rest, and a larger model takes a base model's files: names lose or gain `base_model_prefix`.
 
     Returns:
-        Given a tensor's name in the files, that in the model.
+        A function from a tensor's name in the files to its name in the model.
 
     Raises:
-        CheckpointError: names differ, and `strict`; or a parameter without values that the model does not initialise.
+        CheckpointError: names differ, and `strict`; or the model does not initialise a missing parameter.
     """
-    files = SafetensorsSource(folder)
-    written = {name.removeprefix(MODEL) for name in files.entries}
-    files.close()
-    named = model.state_dict(keep_vars=True)
+    with SafetensorsSource(folder) as files:
+        file_names = {name.removeprefix(MODEL) for name in files.entries}
+    tensors = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "") + "."
-    names_here = {name: _name_here(name, prefix, named) for name in written}
-    there = set(names_here.values())
-    is_base = any(len(here) < len(name) for name, here in names_here.items())
-    names: dict[int, list[str]] = {}
-    for name, value in named.items():
-        names.setdefault(id(value), []).append(name)
-    missing = [known[0] for known in names.values() if there.isdisjoint(known)]
-    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    model_names = {name: _model_name(name, prefix, tensors) for name in file_names}
+    in_files = set(model_names.values())
+    is_base = any(len(model_name) < len(file_name) for file_name, model_name in model_names.items())
+    absent = [names for names in _names_by_id(tensors.items()).values() if in_files.isdisjoint(names)]
+    missing = _without([names[0] for names in absent], getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), _RECOMPUTED)
-    unexpected = _without(sorted(there - set(named)), ignored)
-    beside = [name for name in unexpected if is_base and not name.startswith(prefix)]
-    if beside and strict and not missing and beside == unexpected:
+    unexpected = _without(sorted(in_files - set(tensors)), ignored)
+    outside = [name for name in unexpected if is_base and not name.startswith(prefix)]
+    if outside and strict and not missing and outside == unexpected:
         warnings.warn(
             message(
-                "Files hold more than the base model, which was loaded; the rest has no place in it.",
-                parameter=beside[0],
+                "The files hold more than the base model, which was loaded; other tensors were ignored.",
+                parameter=outside[0],
                 expected=f"names that begin with {prefix}",
-                got=_some(beside),
+                got=_some(outside),
             ),
             stacklevel=3,
         )
     elif missing or unexpected:
-        told: dict[str, Any] = {
+        difference: dict[str, Any] = {
             "parameter": (missing or unexpected)[0],
-            "expected": f"{_some(missing)}, which the files lack" if missing else "the model's names alone",
-            "got": f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
+            "expected": f"{_some(missing)}, which the files lack" if missing else "only the model's names",
+            "got": f"{_some(unexpected)}, which the model lacks" if unexpected else "no other names",
         }
-        if there.isdisjoint(named):
+        if in_files.isdisjoint(tensors):
             raise CheckpointError(
-                "Safetensors files hold no parameter of the model; nothing was loaded.",
-                **told,
-                remedy="name the class that wrote them (in the folder's config.json, architectures)",
+                "The safetensors files hold no parameter of the model; nothing was loaded.",
+                **difference,
+                remedy="pass the class that wrote them (architectures in the folder's config.json)",
             )
         if strict:
             raise CheckpointError(
-                "Safetensors files and the model have different names; nothing was loaded.",
-                **told,
-                remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
-                "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
+                "The safetensors files and the model have different names; nothing was loaded.",
+                **difference,
+                remedy="pass strict=False to initialise parameters that the files lack. If Transformers converts names "
+                "while loading (of experts, for example), load the model once in one process, and write it with "
+                "fullshard.save_safetensors",
                 topic="checkpoint-does-not-fit",
             )
-        warnings.warn(message("Files and model have different names; the rest was loaded.", **told), stacklevel=3)
-    _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
-    return lambda name: names_here.get(name, name)
+        warnings.warn(
+            message("The files and the model have different names; matching tensors were loaded.", **difference),
+            stacklevel=3,
+        )
+    _initialise(model, [name for names in absent for name in names])
+    return model_names.__getitem__
 
 
-def _name_here(name: str, prefix: str, named: Container[str]) -> str:
-    """What a model calls a tensor in files that may be of its base, or of a model of which it is the base.
+def _model_name(name: str, prefix: str, names: Container[str]) -> str:
+    """The model's name for a tensor in files that may be its base model's, or a larger model's.
 
     Args:
-        prefix: of the names of the base within the other.
-        named: the model's names.
+        prefix: what the base model's names begin with inside the larger model.
+        names: the model's names.
     """
-    if name in named or prefix == ".":
+    if name in names or prefix == ".":
         return name
     inside = name.removeprefix(prefix)
-    return inside if inside in named else prefix + name if prefix + name in named else name
+    return inside if inside in names else prefix + name if prefix + name in names else name
+
+
+def _names_by_id(tensors: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
+    """All names of each tensor, by its id; tied tensors have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    kept = [re.compile(one) for one in patterns]
-    return [name for name in names if not any(one.search(name) for one in kept)]
+    ignored = [re.compile(pattern) for pattern in patterns]
+    return [name for name in names if not any(pattern.search(name) for pattern in ignored)]
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _initialise(model: Any, missing: Iterable[list[str]]) -> None:
-    """Give parameters that are on meta the values that the model starts with.
-
-    Args:
-        missing: of each, all its names.
-    """
-    made: dict[str, nn.Parameter] = {}
-    owners: dict[int, nn.Module] = {}
-    for known in missing:
-        empty: nn.Parameter | None = None
-        for name in known:
-            path, _, own = name.rpartition(".")
-            module = model.get_submodule(path)
-            old = module._parameters.get(own)
-            if old is None:  # a buffer, which has values
-                continue
-            empty = empty if empty is not None else nn.Parameter(torch.full_like(old, float("nan"), device="cpu"))
-            module._parameters[own] = made[name] = empty
-            owners[id(module)] = module
-    for module in owners.values():
-        with torch.no_grad():
+def _initialise(model: Any, missing: Iterable[str]) -> None:
+    """Give missing parameters, which are on meta, the values that the model starts with."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name in missing if name in parameters]  # the others are buffers, which have values
+    unset = {parameters[name] for name in names}
+    replace_parameters(model, {p: torch.full_like(p, float("nan"), device="cpu") for p in unset})
+    with torch.no_grad():
+        for module in dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in names):
             model._init_weights(module)
-    for name, parameter in made.items():
-        if bool(parameter.isnan().any()):
+    for name in names:
+        if bool(model.get_parameter(name).isnan().any()):
             raise CheckpointError(
-                "Files lack a parameter which the model does not initialise either.",
+                "A parameter is missing from the files, and the model does not initialise it.",
                 parameter=name,
-                got=f"{type(model).__name__}._init_weights left it",
+                got=f"{type(model).__name__}._init_weights did not set it",
             )
 
 
@@ -362,100 +338,67 @@ def read_by_units(
     model: nn.Module,
     folder: Path,
     rename: Callable[[str], str],
-    made: dict[str, torch.Tensor],
+    initial: dict[str, torch.Tensor],
     quantise: Callable[[Any], object],
     sharding: dict[str, Any],
 ) -> None:
-    """Read, quantise and shard one unit after the other, then what is left. Collective.
+    """Read, quantise and shard one block after the other, then the rest of the model. Collective.
 
     Args:
         model: parameters on meta.
         folder: of safetensors files.
-        rename: from what they call a tensor to what the model does.
-        made: values of parameters that are in no file, by name; the first rank's are taken.
-        quantise: given each block with its weights on the CPU; puts others in their places.
-        sharding: as `shard` takes it.
+        rename: from a tensor's name in the files to its name in the model.
+        initial: values of parameters that are not in the files, by name; all ranks use rank 0's.
+        quantise: called with each block, its weights on the CPU; replaces weights in it.
+        sharding: arguments of `shard`.
 
     Raises:
-        ConfigError: `quantise` failed to leave weights that can be split; see `by_rows`.
-        CheckpointError: a shape that is another in the files.
+        ConfigError: `quantise` left weights that cannot be split; see `by_rows`.
+        CheckpointError: a shape differs from the files, or a parameter has no value.
     """
     policy, settings = plan_sharding(model, sharding)
     blocks = [block for _, block, _ in plan_wrapping(model, policy)]
     if dist.is_initialized():
-        made = Ranks(None).share(made)
-    base_name = (
-        adapted(model).base_name if any(map(is_peft_model, model.modules())) else lambda name, unused=False: name
-    )
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    values = _Values(SafetensorsSource(folder), made, names, base_name)
-    values.source.rename(rename)
-    try:
+        initial = Ranks(None).share(initial)
+    base_name: Callable[..., str | None] = adapted(model).base_name if has_adapter(model) else lambda name, unused: name
+    names = _names_by_id(model.named_parameters(remove_duplicate=False))
+    source = SafetensorsSource(folder)
+    source.rename(rename)
+    with source:
         for unit in [*blocks, model]:
-            values.fill(unit)
+            unread = [p for p in unit.parameters() if p.is_meta]
+            replace_parameters(model, {p: _read_value(p, names[id(p)], source, base_name, initial) for p in unread})
             if unit is not model:
                 quantise(unit)
                 by_rows(unit)
             if dist.is_initialized():
                 fully_shard(unit, **settings)
-    finally:
-        values.source.close()
 
 
-class _Values:
-    """What parameters are filled with.
-
-    Args:
-        source: the files.
-        made: see `read_by_units`.
-        names: of parameters on meta, by their ids.
-        base_name: what files call a parameter.
-    """
-
-    def __init__(
-        self,
-        source: SafetensorsSource,
-        made: dict[str, torch.Tensor],
-        names: dict[int, list[str]],
-        base_name: Callable[..., str | None],
-    ) -> None:
-        self.source, self.made, self.names, self.base_name = source, made, names, base_name
-        self._filled: dict[int, nn.Parameter] = {}
-
-    def fill(self, unit: nn.Module) -> None:
-        """Put parameters with values, on the CPU, in the places of those on meta."""
-        for module in unit.modules():
-            for own, old in module._parameters.items():
-                if old is None or not old.is_meta:
-                    continue
-                if id(old) not in self._filled:
-                    value = self._value(old)
-                    self._filled[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
-                module._parameters[own] = self._filled[id(old)]
-        self._filled = {
-            key: one for key, one in self._filled.items() if len(self.names[key]) > 1
-        }  # tied elsewhere, too
-
-    def _value(self, old: nn.Parameter) -> torch.Tensor:
-        known = self.names[id(old)]
-        for name in known:
-            inside = self.base_name(name, unused=True)
-            if inside is not None and MODEL + inside in self.source.entries:
-                found = self.source.read(MODEL + inside)
-                if found.shape != old.shape:
-                    raise CheckpointError(
-                        "Safetensors files do not fit the model: a tensor has another shape.",
-                        parameter=name,
-                        expected=tuple(old.shape),
-                        got=tuple(found.shape),
-                        topic="checkpoint-does-not-fit",
-                    )
-                return found.to(old.dtype, copy=True)
-        for name in known:
-            if name in self.made:
-                return self.made[name]
-        raise CheckpointError(
-            "A parameter is in no file, and was not made either.", parameter=known[0], topic="weights-on-meta"
-        )
+def _read_value(
+    parameter: nn.Parameter,
+    names: Sequence[str],
+    source: SafetensorsSource,
+    base_name: Callable[..., str | None],
+    initial: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """A parameter's value, from the files or else from `initial`, under any of its names."""
+    for name in names:
+        file_name = base_name(name, unused=True)
+        if file_name is not None and MODEL + file_name in source.entries:
+            value = source.read(MODEL + file_name)
+            if value.shape != parameter.shape:
+                raise CheckpointError(
+                    "A tensor in the safetensors files has a different shape than in the model.",
+                    parameter=name,
+                    expected=tuple(parameter.shape),
+                    got=tuple(value.shape),
+                    topic="checkpoint-does-not-fit",
+                )
+            return value.to(parameter.dtype, copy=True)
+    for name in names:
+        if name in initial:
+            return initial[name]
+    raise CheckpointError(
+        "A parameter is missing from the files and has no initial value.", parameter=names[0], topic="weights-on-meta"
+    )
