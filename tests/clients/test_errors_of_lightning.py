@@ -70,18 +70,18 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-@PROGRAMS.raise_("ConfigError: was made on meta and has no reset_parameters() to give it values")
+@PROGRAMS.raise_("ConfigError: was built on meta and has no reset_parameters() to initialise it")
 def a_model_on_meta_that_cannot_make_its_values(rank: int, folder: Path) -> None:
     fabric().setup_module(Scale())
 
 
-@PROGRAMS.raise_("ConfigError: no_backward_sync takes a module that was set up by Fabric, got")
+@PROGRAMS.raise_("ConfigError: no_backward_sync needs a module that Fabric has set up, got")
 def no_sync_of_a_plain_module(rank: int, folder: Path) -> None:
     with fabric().strategy._backward_sync_control.no_backward_sync(two_layers(), True):
         pass
 
 
-@PROGRAMS.raise_("CheckpointError: nothing was loaded ... leave it out of what")
+@PROGRAMS.raise_("CheckpointError: nothing was loaded ... remove it from the state to load")
 def state_that_was_not_saved(rank: int, folder: Path) -> None:
     made = fabric()
     model = made.setup_module(two_layers())
@@ -89,7 +89,7 @@ def state_that_was_not_saved(rank: int, folder: Path) -> None:
     made.load(folder / "half", {"model": model, "epoch": 1})
 
 
-@PROGRAMS.raise_("CheckpointError: is one file, whose optimizer state is by the numbers of parameters")
+@PROGRAMS.raise_("CheckpointError: is a single file, which stores optimizer state by parameter number")
 def optimizer_state_of_one_file(rank: int, folder: Path) -> None:
     made = fabric()
     model = made.setup_module(two_layers())

@@ -8,16 +8,16 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ..insight.monitor import Monitor
+from .sharding import unwrapped
 
 
 class MonitorCallback(Callback):
-    """Reports what a Trainer does: `lightning.Trainer(..., callbacks=[MonitorCallback(tokens_per_step=4096)])`.
+    """Reports each step of a Trainer: `lightning.Trainer(..., callbacks=[MonitorCallback(tokens_per_step=4096)])`.
 
-    The loss in a report is that of the step's last micro-batch. With several optimizers each of their steps counts.
+    Each report shows the loss of the step's last micro-batch. With several optimizers, each optimizer's steps count.
 
     Args:
-        settings: arguments of `fullshard.Monitor` by name; model, the first optimizer and `start_step` are the
-            Trainer's.
+        **settings: arguments of `fullshard.Monitor`, apart from model, optimizer (the first) and `start_step`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -26,23 +26,22 @@ class MonitorCallback(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The optimizers are there, and the model is sharded."""
-        optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
+        """Create the monitor: now the model is sharded, and its optimizers exist."""
         self._steps = trainer.global_step
-        self.monitor = Monitor(pl_module, optimizer, start_step=self._steps, **self.settings)
+        self.monitor = Monitor(pl_module, unwrapped(trainer.optimizers[0]), start_step=self._steps, **self.settings)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called for each micro-batch; those but the last step no optimizer."""
+        """Report new steps of the optimizers; only the last micro-batch of a step makes any."""
         if self.monitor is None or self._steps == trainer.global_step:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, torch.Tensor) and trainer.accumulate_grad_batches > 1:
-            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+        # Lightning has divided the loss by the number of micro-batches.
+        loss = loss * trainer.accumulate_grad_batches if isinstance(loss, torch.Tensor) else None
         while self._steps < trainer.global_step:
             self._steps += 1
-            self.monitor.step(loss=loss if isinstance(loss, torch.Tensor) else None)
+            self.monitor.step(loss=loss)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close files, also after an exception."""
+        """Close the monitor's files, also after an exception."""
         if self.monitor is not None:
             self.monitor.close()
