@@ -267,7 +267,7 @@ def test_what_cannot_be_split_is_refused_by_name():
     int8 = lora("int8")
     names = by_rows(int8)
     assert len(names) == 14 and all("layers" in name for name in names) and by_rows(int8) == []
-    with pytest.raises(NotImplementedError, match="computed with where their unit"):
+    with pytest.raises(NotImplementedError, match="outside of its unit's forward"):
         int8(input_ids=Sentences(1).tokens)
     fullshard.fully_shard(int8, auto_wrap_policy="auto")
     assert int8(input_ids=Sentences(1).tokens).logits.isfinite().all().item()

@@ -137,7 +137,7 @@ CALLS = [
         by_rows,
         "ConfigError: A quantised weight of class Silent cannot be split over ranks",
     ),
-    (frozen, by_rows, run, "NotSupportedError: Pieces of a quantised weight are moved"),
+    (frozen, by_rows, run, "NotSupportedError: A quantised weight that is split can only be moved"),
     # Tensor parallelism: parameters that are DTensors before they are sharded.
     (
         lambda: fully_shard(split(mesh()["dp"], Shard(0)), mesh=mesh()["dp"], sync_module_states=True),

@@ -1,18 +1,18 @@
-"""Frozen weights of classes that quantise (torchao's int8, int4 and NF4, and their like), split over ranks.
+"""Frozen weights of quantised tensor classes (torchao's int8, int4 and NF4, and similar), split over ranks.
 
-Such a class is made of plain tensors: numbers of few bits, scales. It need not know how to be split or gathered: here
-each of these tensors is cut into as many pieces as the weight has rows, whatever the pieces mean, and the weight is
-made again of all of them for each use. So what travels and what is kept are the quantised bytes, and what is computed
-with is, bit for bit, the weight that was there before.
+Such a class is made of plain tensors: low-bit numbers, scales. It need not support splitting or gathering. Each of
+these tensors is cut into as many pieces as the weight has rows, whatever the pieces mean, and the weight is rebuilt
+from all of them for each use. So ranks store and send only quantised bytes, and compute with the original weight, bit
+for bit.
 
                       weight, int8 [4, 8]             rank 0                   rank 1
     numbers           [4, 8] int8                     pieces 0, 1  [2, 8]      pieces 2, 3
     scales            [4, 1] float32                  pieces 0, 1  [2, 1]      pieces 2, 3
-    levels of NF4     [16]  (no multiple of 4 rows, or next to nothing)        whole on every rank
+    levels of NF4     [16]  (not divisible by 4 rows, or tiny)                 entire on every rank
 
     from fullshard.integrations.quantised import by_rows
 
-    by_rows(model)      # fullshard.integrations.hf.shard does it by itself
+    by_rows(model)      # fullshard.integrations.hf.shard calls it
     fully_shard(model)
 """
 
@@ -31,20 +31,20 @@ from ..errors import ConfigError, NotSupportedError
 from ..forms import FlatShard
 
 _WHOLE_AT_MOST = 1 / 16
-"""Of a weight's bytes, those that may be on every rank because they cannot be cut."""
+"""Largest fraction of a weight's bytes that every rank may hold because they cannot be cut."""
 
 aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a weight is made again of its pieces.
+    """How to rebuild a weight from its pieces.
 
     Attributes:
-        cls: its class.
-        context: what its class notes besides tensors.
-        size, stride: its own.
-        parts: of tensors that are cut, by name: shape and stride when whole.
+        cls: the weight's class.
+        context: what its class records besides tensors.
+        size, stride: the weight's.
+        parts: tensors that are cut, by name: shape and stride of each when complete.
         whole: tensors that are not cut, by name.
     """
 
@@ -55,16 +55,16 @@ class Recipe:
     parts: Mapping[str, tuple[torch.Size, tuple[int, ...]]]
     whole: Mapping[str, torch.Tensor]
 
-    def make(self, pieces: Mapping[str, torch.Tensor]) -> Any:
+    def rebuild(self, pieces: Mapping[str, torch.Tensor]) -> Any:
         """The weight, over the memory of all pieces [rows, ...]."""
-        inner = {name: pieces[name].view(-1).as_strided(*shape) for name, shape in self.parts.items()}
-        device = next(iter(inner.values())).device
-        kept = {name: tensor.to(device) for name, tensor in self.whole.items()}
-        return self.cls.__tensor_unflatten__({**inner, **kept}, _on(self.context, device), self.size, self.stride)
+        tensors = {name: pieces[name].view(-1).as_strided(*shape) for name, shape in self.parts.items()}
+        device = next(iter(tensors.values())).device
+        tensors |= {name: tensor.to(device) for name, tensor in self.whole.items()}
+        return self.cls.__tensor_unflatten__(tensors, _on_device(self.context, device), self.size, self.stride)
 
 
-def _on(context: Any, device: torch.device) -> Any:
-    """NF4 notes its device in there."""
+def _on_device(context: Any, device: torch.device) -> Any:
+    """A weight's context for another device, which NF4 records in it."""
     meta = context.get("tensor_meta") if isinstance(context, dict) else None
     if meta is None or getattr(meta, "device", device) == device:
         return context
@@ -72,12 +72,12 @@ def _on(context: Any, device: torch.device) -> Any:
 
 
 class QuantisedRows(torch.Tensor):
-    """Pieces of a quantised weight, as many as it has rows here: moved, cut, copied, gathered; not computed with.
+    """This rank's rows of a quantised weight, as pieces: can be moved, cut, copied and gathered, but not computed with.
 
     Args:
         pieces: by name, [rows, ...] each.
-        recipe: of the weight.
-        dtype: that the weight shows.
+        recipe: how to rebuild the weight.
+        dtype: the weight's apparent dtype.
     """
 
     pieces: dict[str, torch.Tensor]
@@ -109,81 +109,84 @@ class QuantisedRows(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, rest = args[0], args[1:]
-        if func is aten.copy_.default and isinstance(first, cls) and isinstance(rest[0], cls):
-            for name, piece in first.pieces.items():
-                piece.copy_(rest[0].pieces[name])
-            return first
-        if func in _BY_ROWS and isinstance(first, cls):
-            along = rest[1] if func in _CUT and len(rest) > (1 if func is aten.split.Tensor else 0) else 0
-            dim = along if func is aten.split.Tensor else (rest[0] if func in _CUT and rest else 0)
-            plain = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
-            if dim == 0 and _same_dtype(first, kwargs):
-                return first._each(func, rest, plain)
-        if (
-            func in _SAME_SHAPE
-            and isinstance(first, cls)
-            and list(rest[0]) in ([first.numel()], list(first.shape), [-1])
-        ):
-            return first._each(aten.alias.default, (), {})
-        if func is aten.new_zeros.default and isinstance(first, cls):
-            made = {name: one.new_zeros((rest[0][0], *one.shape[1:])) for name, one in first.pieces.items()}
-            return cls(made, first.recipe, first.dtype)
+        if isinstance(first, cls):
+            if func is aten.copy_.default and isinstance(rest[0], cls):
+                for name, piece in first.pieces.items():
+                    piece.copy_(rest[0].pieces[name])
+                return first
+            if func in _BY_ROWS:
+                position = _BY_ROWS[func]
+                dim = rest[position] if position is not None and position < len(rest) else 0
+                plain = dict(kwargs or {})
+                if dim == 0 and plain.pop("dtype", None) in (None, first.dtype):
+                    return first._each(func, rest, plain)
+            if func in _SAME_SHAPE and list(rest[0]) in ([first.numel()], list(first.shape), [-1]):
+                return first._each(aten.alias.default, (), {})
+            if func is aten.new_zeros.default:
+                return first._with_pieces(
+                    {name: p.new_zeros((rest[0][0], *p.shape[1:])) for name, p in first.pieces.items()}
+                )
         raise NotSupportedError(
-            "Pieces of a quantised weight are moved, cut and gathered, and computed with where their unit is gathered.",
+            "A quantised weight that is split can only be moved, cut and gathered outside of its unit's forward.",
             got=f"{func} of {first!r}",
             remedy="call the module through its unit's forward, after fully_shard; to merge adapters, save them "
-            "(hf.save_pretrained) and merge them on one process into a base of 16 bits or more",
+            "(hf.save_pretrained) and merge them on one process into a base model of 16 bits or more",
         )
 
     def _each(self, func: Any, rest: Any, kwargs: Any) -> Any:
-        """`func` of each piece; of what it gives, pieces again."""
-        made = {name: func(piece, *rest, **kwargs) for name, piece in self.pieces.items()}
-        one = next(iter(made.values()))
-        if isinstance(one, (tuple, list)):
-            numbers = range(len(one))
-            return [type(self)({name: of[i] for name, of in made.items()}, self.recipe, self.dtype) for i in numbers]
-        return type(self)(made, self.recipe, self.dtype)
+        """Apply `func` to each piece; returns rows like these, or a list of them if `func` splits."""
+        results = {name: func(piece, *rest, **kwargs) for name, piece in self.pieces.items()}
+        if func is not aten.split.Tensor:
+            return self._with_pieces(results)
+        return [
+            self._with_pieces(dict(zip(results, parts, strict=True))) for parts in zip(*results.values(), strict=True)
+        ]
+
+    def _with_pieces(self, pieces: dict[str, torch.Tensor]) -> QuantisedRows:
+        return QuantisedRows(pieces, self.recipe, self.dtype)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The pieces, as they are: quantised bytes."""
+        """The pieces, unchanged: quantised bytes."""
         return tuple(self.pieces.values()), (self.recipe, tuple(self.pieces))
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> Any:
-        """The weight, over what was gathered; it computes in the dtype of its input, whatever `param_dtype`."""
+        """The weight, over the gathered memory; it computes in its input's dtype, whatever `param_dtype` says."""
         if out is not None:
-            return None  # it lies where the pieces were gathered to
+            return None  # it already lies over the gathered memory
         recipe, names = metadata
-        return recipe.make(dict(zip(names, outputs, strict=True))), outputs
+        return recipe.rebuild(dict(zip(names, outputs, strict=True))), outputs
 
 
-_CUT = {aten.split.Tensor, aten.slice.Tensor, aten.narrow.default}
-_BY_ROWS = _CUT | {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
+_BY_ROWS = {
+    aten.split.Tensor: 1,
+    aten.slice.Tensor: 0,
+    aten.narrow.default: 0,
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)),
+}
+"""Operations that can be applied to each piece, and where `dim` is among the arguments after the tensor."""
+
 _SAME_SHAPE = {aten.view.default, aten.as_strided.default, aten._unsafe_view.default}
 
 
-def _same_dtype(tensor: torch.Tensor, kwargs: Any) -> bool:
-    return (kwargs or {}).get("dtype") in (None, tensor.dtype)
-
-
 def by_rows(model: nn.Module) -> list[str]:
-    """Make frozen quantised weights ready to be sharded: of each unit's, a rank keeps its share of the bytes.
+    """Prepare frozen quantised weights for sharding, so that each rank stores only its share of their bytes.
 
-    Call it before `fully_shard`, and after whatever looks at the weights' class (PEFT). A weight that is tied stays so.
-    Weights whose class says itself how it is gathered (`fsdp_pre_all_gather`) are left to it, except NF4's, whose own
-    way needs rows in multiples of its blocks; so are weights that train.
+    Call it before `fully_shard`, and after code that checks the weights' class (PEFT). Tied weights stay tied.
+    Trainable weights are left alone, and so are weights whose class defines its own gathering (`fsdp_pre_all_gather`),
+    except NF4, whose own gathering requires rows in multiples of its blocks.
 
     Args:
-        model: not sharded yet, or in part.
+        model: not sharded yet, or partly.
 
     Returns:
-        The names of the weights.
+        The names of the prepared weights.
 
     Raises:
-        ConfigError: a weight that is not made of plain tensors, or of which no share can be taken. Nothing has changed.
+        ConfigError: a weight is not made of plain tensors, or cannot be split. Nothing has changed.
     """
     quantised = {
         name: parameter
@@ -210,44 +213,44 @@ def _is_quantised(parameter: Any) -> bool:
 
 
 def rows_of(name: str, weight: Any) -> QuantisedRows:
-    """A quantised weight, whole, as pieces that share its memory.
+    """View a complete quantised weight as pieces that share its memory.
 
     Args:
         name: for errors.
-        weight: of a class with `__tensor_flatten__`.
+        weight: an instance of a class with `__tensor_flatten__`.
 
     Raises:
         ConfigError: see `by_rows`.
     """
     names, context = weight.__tensor_flatten__()
-    inner: dict[str, Any] = {one: getattr(weight, one) for one in names}
     rows = weight.shape[0] if weight.dim() else 0
     pieces: dict[str, torch.Tensor] = {}
     parts: dict[str, Any] = {}
     whole: dict[str, torch.Tensor] = {}
-    for one, tensor in inner.items():
+    total = 0
+    for inner in names:
+        tensor: Any = getattr(weight, inner)
         if type(tensor) is not torch.Tensor or tensor.is_meta:
-            raise _not_cut(name, weight, f"{one}, a {'tensor on meta' if tensor.is_meta else type(tensor).__name__}")
+            raise _cannot_split(
+                name, weight, f"{inner}, a {'meta tensor' if tensor.is_meta else type(tensor).__name__}"
+            )
+        total += tensor.nbytes
         if rows and tensor.numel() >= rows and tensor.numel() % rows == 0 and _is_dense(tensor):
-            pieces[one] = tensor.detach().as_strided((rows, tensor.numel() // rows), (tensor.numel() // rows, 1))
-            parts[one] = (tensor.shape, tensor.stride())
+            pieces[inner] = tensor.detach().as_strided((rows, tensor.numel() // rows), (tensor.numel() // rows, 1))
+            parts[inner] = (tensor.shape, tensor.stride())
         else:
-            whole[one] = tensor.detach()
-    total, kept = (sum(one.numel() * one.element_size() for one in group.values()) for group in (inner, whole))
-    if not pieces or (kept > total * _WHOLE_AT_MOST and kept > 4096):
-        raise _not_cut(
-            name, weight, f"{', '.join(f'{one} {tuple(t.shape)}' for one, t in whole.items())}: {kept} bytes"
-        )
-    recipe = Recipe(_class_of(weight), context, weight.shape, weight.stride(), parts, whole)
+            whole[inner] = tensor.detach()
+    uncut = sum(tensor.nbytes for tensor in whole.values())
+    if not pieces or (uncut > total * _WHOLE_AT_MOST and uncut > 4096):
+        shapes = ", ".join(f"{inner} {tuple(tensor.shape)}" for inner, tensor in whole.items())
+        raise _cannot_split(name, weight, f"{shapes}: {uncut} bytes")
+    cls = next(cls for cls in type(weight).__mro__ if cls is not nn.Parameter)
+    recipe = Recipe(cls, context, weight.shape, weight.stride(), parts, whole)
     return QuantisedRows(pieces, recipe, weight.dtype)
 
 
-def _class_of(weight: Any) -> Any:
-    return next(cls for cls in type(weight).__mro__ if cls is not nn.Parameter)
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dims."""
+    """Whether its elements are contiguous in memory, in any order of dims."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1:
@@ -257,12 +260,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _not_cut(name: str, weight: Any, what: str) -> ConfigError:
+def _cannot_split(name: str, weight: Any, obstacle: str) -> ConfigError:
     return ConfigError(
         f"A quantised weight of class {type(weight).__name__} cannot be split over ranks.",
         parameter=name,
-        expected=f"plain tensors of which most can be cut into {weight.shape[0] if weight.dim() else 0} pieces",
-        got=what,
-        remedy="put it in ignored_params, so that every rank holds it; or quantise it in another layout "
+        expected=f"plain tensors, most of which can be cut into {weight.shape[0] if weight.dim() else 0} pieces",
+        got=obstacle,
+        remedy="add it to ignored_params, so that every rank holds it; or quantise it in another layout "
         "(Int8WeightOnlyConfig, IntxWeightOnlyConfig, NF4)",
     )
