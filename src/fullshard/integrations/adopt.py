@@ -1,8 +1,8 @@
-"""`adopt`: from then on a program's imports of PyTorch's FSDP give Fullshard.
+"""`adopt`: makes a program's later imports of PyTorch's FSDP resolve to Fullshard.
 
 PyTorch's public names are replaced where they are defined, under every alias, and where PyTorch's own modules imported
-them. A program that has imported some itself is refused: what it did with them cannot be undone. This is the one file
-that imports PyTorch's front-ends, to put names into them; what is private in them is guarded by `private.py`.
+them. If the program itself has imported any, `adopt` refuses, because it cannot undo their use. This is the only file
+that imports PyTorch's front-ends, in order to replace their names; `private.py` guards their private names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PUBLIC = (
     "torch.distributed._composable.fsdp",
     STATE_DICT,
 )
-"""Where programs import PyTorch's names from."""
+"""Modules that programs import PyTorch's names from."""
 
 OURS: Mapping[str, Any] = {
     "CPUOffloadPolicy": CPUOffloadPolicy,
@@ -103,7 +103,7 @@ OURS: Mapping[str, Any] = {
         )
     },
 }
-"""By PyTorch's names."""
+"""Fullshard's objects by PyTorch's names for them."""
 
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
@@ -112,17 +112,17 @@ TOOLS: Mapping[str, Mapping[str, Any]] = {
     },
     "torch.distributed._tools.fsdp2_mem_tracker": {"FSDPMemTracker": adopted.FSDPMemTracker},
 }
-"""PyTorch's tools that reach into its private classes, and ours for them."""
+"""Replacements for PyTorch's tools that use its private classes, by module."""
 
 
 @dataclass
 class Adopted:
-    """What `adopt` took over; as text, what it prints.
+    """What `adopt` took over; its text is what `adopt` prints.
 
     Attributes:
-        lenient: private names are warned of.
-        names: of PyTorch's that are Fullshard's now, by the module they are imported from.
-        notes: what changed in client libraries; grows as they are imported.
+        lenient: whether private names cause warnings instead of errors.
+        names: PyTorch's names that are now Fullshard's, by module.
+        notes: changes to client libraries; grows as they are imported.
     """
 
     lenient: bool
@@ -136,62 +136,59 @@ class Adopted:
         return "\n".join(lines)
 
     def note(self, line: str) -> None:
-        """A client library was imported and changed."""
+        """Record and print a change to a client library."""
         self.notes.append(line)
         _print(f"fullshard: {line}")
 
 
 _adoptions: list[Adopted] = []
-"""At most one: it is for good."""
+"""At most one, because it cannot be undone."""
 
 
 def adopt(lenient: bool = False) -> Adopted:
-    """Put Fullshard in the place of PyTorch's FSDP for the rest of this process.
+    """Replace PyTorch's FSDP by Fullshard for the rest of this process.
 
     Every public name of `torch.distributed.fsdp`, its aliases, and the functions of
     `torch.distributed.checkpoint.state_dict` resolve to Fullshard's from then on: call it before anything imports
-    them. What was taken over is printed, once on each node; so is what had to change in a client library (PEFT, ...)
-    once it is imported. Programs that use PyTorch's private classes (`torch.distributed.fsdp._*`) cannot be served.
+    them. It prints what it took over, once per node, and later each change to a client library (PEFT, ...) when the
+    library is imported. Programs that use PyTorch's private classes (`torch.distributed.fsdp._*`) are not supported.
 
     Args:
-        lenient: warn of private names, and hand out PyTorch's own, in place of an error.
+        lenient: for private names, warn and return PyTorch's own object instead of raising an error.
 
     Returns:
-        What was taken over. A second call changes nothing but `lenient`.
+        What was taken over. A second call only updates `lenient`.
 
     Raises:
         PhaseError: the program has imported PyTorch's FSDP, or a library that `adopt` changes; or PyTorch's front-ends
             have sharded modules. Nothing has changed.
-        PrivateNameError: later, when the program asks for a private name.
+        PrivateNameError: later, when the program accesses a private name.
     """
     if _adoptions:
         _adoptions[0].lenient = lenient
         return _adoptions[0]
     modules = {name: importlib.import_module(name) for name in (*PUBLIC, *TOOLS)}
-    taken_over = Adopted(lenient)
-    pairs: Pairs = {}
+    adoption = Adopted(lenient)
+    replacements: dict[int, tuple[Any, Any]] = {}  # by id of PyTorch's object: the object, and Fullshard's for it
     for path, module in modules.items():
         ours = TOOLS.get(path, OURS)
         for name, value in vars(module).items():
             if name in ours and value is not ours[name] and not isinstance(value, ModuleType):
-                pairs[id(value)] = value, ours[name]
-                taken_over.names.setdefault(path, []).append(name)
-    if uses := [*_imports({*pairs, *map(id, modules.values())}), *_front_ends_in_use(modules[FSDP])]:
+                replacements[id(value)] = value, ours[name]
+                adoption.names.setdefault(path, []).append(name)
+    if uses := [*_imports({*replacements, *map(id, modules.values())}), *_front_ends_in_use(modules[FSDP])]:
         raise messages.adopted_late(uses)
-    _adoptions.append(taken_over)
+    _adoptions.append(adoption)
     follow_torch()
-    torch_modules = [module for module in list(sys.modules.values()) if _top(module) == "torch"]
+    torch_modules = [module for module in list(sys.modules.values()) if _package(module) == "torch"]
     for module in torch_modules:
-        names = vars(module)
-        names.update({name: pairs[id(value)][1] for name, value in list(names.items()) if id(value) in pairs})
-    private.guard([one for one in torch_modules if one.__name__.startswith(f"{FSDP}.")], lambda: taken_over.lenient)
-    sys.meta_path.insert(0, _Finder(taken_over))
-    _print(str(taken_over))
-    return taken_over
-
-
-Pairs = dict[int, tuple[Any, Any]]
-"""By id of PyTorch's object: that, and ours."""
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                vars(module)[name] = replacements[id(value)][1]
+    private.guard([m for m in torch_modules if m.__name__.startswith(f"{FSDP}.")], lambda: adoption.lenient)
+    sys.meta_path.insert(0, _Finder(adoption))
+    _print(str(adoption))
+    return adoption
 
 
 def _print(text: str) -> None:
@@ -199,57 +196,54 @@ def _print(text: str) -> None:
         print(text, flush=True)
 
 
-def _top(module: Any) -> str:
-    """The package of a module; "" for what else stands in `sys.modules`."""
+def _package(module: Any) -> str:
+    """A module's top-level package; "" for other objects in `sys.modules`."""
     return module.__name__.partition(".")[0] if isinstance(module, ModuleType) else ""
 
 
-def _imports(theirs: Container[int]) -> Iterator[str]:
-    """What the program has imported that is to be replaced: as a module's name, or a variable of whoever calls `adopt`.
+def _imports(replaced: Container[int]) -> Iterator[str]:
+    """What the program has imported too early: into modules, or into local variables of the callers of `adopt`.
 
     Args:
-        theirs: ids of PyTorch's objects, and of the modules that they are imported from.
+        replaced: ids of PyTorch's objects that get replaced, and of the modules that contain them.
     """
     for path, module in list(sys.modules.items()):
-        if path == "__mp_main__":  # `__main__` once more
+        if path == "__mp_main__":  # an alias of `__main__`
             continue
-        if path in adopted.ADJUSTED:
+        if path in adopted.ADJUSTMENTS:
             yield f"{path} is imported"
-        elif _top(module) not in ("", "torch", "fullshard"):
-            if names := [name for name, value in list(vars(module).items()) if id(value) in theirs]:
+        elif _package(module) not in ("", "torch", "fullshard"):
+            if names := [name for name, value in list(vars(module).items()) if id(value) in replaced]:
                 yield f"{path} imported {', '.join(names)}"
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name != "<module>":
-            for name in [name for name, value in frame.f_locals.items() if id(value) in theirs]:
+            for name in [name for name, value in frame.f_locals.items() if id(value) in replaced]:
                 yield f"{frame.f_code.co_qualname}(), {frame.f_code.co_filename}:{frame.f_lineno}, imported {name}"
         frame = frame.f_back
 
 
 def _front_ends_in_use(front_ends: ModuleType) -> Iterator[str]:
-    """Classes that are derived from PyTorch's front-ends, by a program or by `fully_shard`, and wrapped modules."""
+    """Subclasses of PyTorch's front-ends, defined by a program or by `fully_shard`, and wrapped modules."""
     for base in (front_ends.FSDPModule, front_ends.FullyShardedDataParallel):
-        yield from (f"class {cls.__qualname__}({base.__name__})" for cls in base.__subclasses__() if not _is_own(cls))
-        if any(type(one) is base for one in gc.get_referrers(base)):
+        for cls in base.__subclasses__():
+            if cls.__name__ != "ReplicateModule" or not cls.__module__.startswith("torch."):  # not PyTorch's own
+                yield f"class {cls.__qualname__}({base.__name__})"
+        if any(type(referrer) is base for referrer in gc.get_referrers(base)):
             yield f"an instance of {base.__name__}"
 
 
-def _is_own(cls: type) -> bool:
-    """Whether PyTorch derives it, and has not sharded a module by it."""
-    return cls.__name__ == "ReplicateModule" and cls.__module__.startswith("torch.")
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the next finders find, and has client libraries adjusted once they have run."""
+    """Lets the other finders find client libraries, and adjusts these after they have run."""
 
-    def __init__(self, taken_over: Adopted) -> None:
-        self._taken_over = taken_over
+    def __init__(self, adoption: Adopted) -> None:
+        self._adoption = adoption
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the other finders do; what executes the module adjusts it then."""
-        if fullname not in adopted.ADJUSTED:
+        """The other finders' result, with a loader that adjusts the module after executing it."""
+        if fullname not in adopted.ADJUSTMENTS:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((spec for finder in finders if (spec := finder.find_spec(fullname, path, target))), None)
@@ -258,7 +252,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                adopted.ADJUSTED[fullname](module, self._taken_over.note)
+                adopted.ADJUSTMENTS[fullname](module, self._adoption.note)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,4 +1,4 @@
-"""What client libraries, and tools of PyTorch's own, need besides names once a program is adopted."""
+"""Changes to client libraries and PyTorch's own tools that an adopted program needs besides replaced names."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..api.wrapping import CustomPolicy
 from ..names import WRAPPED, clean_name, clean_path
 from . import messages
 
-_apply_theirs = checkpoint_wrapper.apply_activation_checkpointing
+_torch_apply = checkpoint_wrapper.apply_activation_checkpointing
 
 
-@functools.wraps(_apply_theirs)
+@functools.wraps(_torch_apply)
 def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper.checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
     auto_wrap_policy: Any = None,
 ) -> None:
-    """PyTorch's, which also takes our `CustomPolicy`: PyTorch's would run private code of its own."""
+    """PyTorch's, which also accepts Fullshard's `CustomPolicy`: PyTorch's calls private methods of its policies."""
     if not isinstance(auto_wrap_policy, CustomPolicy):
-        _apply_theirs(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
+        _torch_apply(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
         return
-    for path, module in reversed(list(model.named_modules())):  # inner ones first
-        chosen = auto_wrap_policy.choose(module)
-        if chosen is not None and path:
-            model.set_submodule(path, checkpoint_wrapper_fn(module, **chosen))
+    for path, module in reversed(list(model.named_modules())):  # inner modules first
+        arguments = auto_wrap_policy.choose(module)
+        if arguments is not None and path:
+            model.set_submodule(path, checkpoint_wrapper_fn(module, **arguments))
 
 
 class FSDPMemTracker:
-    """PyTorch's puts methods of its own in the place of private ones, which Fullshard's units do not have.
+    """Refuses to track memory: PyTorch's patches private methods, which Fullshard's units do not have.
 
     Raises:
         PrivateNameError: always.
@@ -46,45 +46,48 @@ class FSDPMemTracker:
         raise messages.memory_tracker()
 
 
-def _adjust_transformers(modeling: ModuleType, note: Callable[[str], None]) -> None:
-    """Gather the weights in `PreTrainedModel.save_pretrained`, which would write this rank's part of each, or raise."""
-    modeling.PreTrainedModel.save_pretrained = saving_whole(modeling.PreTrainedModel.save_pretrained)
-    note("Transformers: save_pretrained of a sharded model writes whole weights; call it on every rank")
+def _gather_in_save_pretrained(module: ModuleType, note: Callable[[str], None], name: str, line: str) -> None:
+    """Gather the weights in a class's `save_pretrained`, which would write this rank's part of each, or raise."""
+    cls = getattr(module, name)
+    cls.save_pretrained = saving_whole(cls.save_pretrained)
+    note(line)
 
 
-def _adjust_peft_model(peft_model: ModuleType, note: Callable[[str], None]) -> None:
-    """The same of `PeftModel.save_pretrained`."""
-    peft_model.PeftModel.save_pretrained = saving_whole(peft_model.PeftModel.save_pretrained)
-    note("PEFT: save_pretrained of a sharded model writes whole adapters; call it on every rank")
+def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> None:
+    """Let `get_peft_model_state_dict` find adapters in blocks that are wrapped separately (version 1).
 
-
-def _adjust_peft_states(save_and_load: ModuleType, note: Callable[[str], None]) -> None:
-    """Let `get_peft_model_state_dict` find adapters in blocks that are wrapped one by one.
-
-    It looks for keys of a state dict by the paths of modules, in which the wrapper's own name shows (version 1); it
-    would find none, and an empty file would be written.
+    It looks up keys of a state dict by module paths. Those contain the wrapper's own name, which the keys do not: it
+    would find none, and write an empty file.
     """
     original = save_and_load.get_peft_model_state_dict
 
     @functools.wraps(original)
     def get_peft_model_state_dict(model: nn.Module, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
-        paths: dict[str, str] = {}  # of modules, by what they are without the wrapper's name
+        paths: dict[str, str] = {}  # module paths by the same paths without the wrapper's name
         for path, _ in model.named_modules():
-            paths.setdefault(clean_path(path), path)  # of a wrapped module, its instance's
+            paths.setdefault(clean_path(path), path)  # of a wrapped module, the wrapper's
         if all(WRAPPED not in path for path in paths.values()):
             return original(model, state_dict, *args, **kwargs)
-        shown = {}
+        renamed = {}
         for name, value in (model.state_dict() if state_dict is None else state_dict).items():
             path, dot, own = name.rpartition(".")
-            shown[f"{paths.get(path, path)}{dot}{own}"] = value
-        return {clean_name(name): value for name, value in original(model, shown, *args, **kwargs).items()}
+            renamed[f"{paths.get(path, path)}{dot}{own}"] = value
+        return {clean_name(name): value for name, value in original(model, renamed, *args, **kwargs).items()}
 
     vars(save_and_load)["get_peft_model_state_dict"] = get_peft_model_state_dict
 
 
-ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
-    "peft.peft_model": _adjust_peft_model,
-    "peft.utils.save_and_load": _adjust_peft_states,
-    "transformers.modeling_utils": _adjust_transformers,
+ADJUSTMENTS: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
+    "peft.peft_model": functools.partial(
+        _gather_in_save_pretrained,
+        name="PeftModel",
+        line="PEFT: save_pretrained of a sharded model writes whole adapters; call it on every rank",
+    ),
+    "peft.utils.save_and_load": _find_adapters,
+    "transformers.modeling_utils": functools.partial(
+        _gather_in_save_pretrained,
+        name="PreTrainedModel",
+        line="Transformers: save_pretrained of a sharded model writes whole weights; call it on every rank",
+    ),
 }
-"""By the module that is changed once it is imported: what changes it, given that and what prints a line."""
+"""By module name: a function that changes the module once it is imported, given the module and a printer of notes."""

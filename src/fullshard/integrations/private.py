@@ -1,7 +1,7 @@
-"""PyTorch's private FSDP names, once a program is adopted: served where there is an equivalent, else refused by name.
+"""PyTorch's private FSDP names in an adopted program: replaced where Fullshard has an equivalent, refused elsewhere.
 
-A module of `torch.distributed.fsdp` gets a class whose attribute access looks at who asks: PyTorch itself is let
-through; what a program's module asks for is handed out, replaced, or refused.
+Modules of `torch.distributed.fsdp` get a class whose attribute access checks the caller: PyTorch itself gets every
+name; a program's module gets public names, equivalents of private ones, or an error.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from . import messages
 
 
 def _lazy_init(state: nn.Module, root_module: nn.Module) -> nn.Module:
-    """PyTorch's of its wrapper: settles the root above an instance, before the first forward."""
+    """As PyTorch's for its wrapper: run lazy initialization of an instance's root before the first forward."""
     if isinstance(state, FullyShardedDataParallel):
         state.check_is_root()
     return state
 
 
 def _get_module_fsdp_state(module: nn.Module) -> nn.Module | None:
-    """PyTorch's: an instance of the wrapper is its own state."""
+    """As PyTorch's: an instance of the wrapper is its own state."""
     return module if isinstance(module, FullyShardedDataParallel) else None
 
 
 def _is_fsdp_flattened(tensor: Any) -> bool:
-    """PyTorch's: whether a parameter is a `FlatParameter`, or an original one over a part of it."""
+    """As PyTorch's: whether a parameter is a `FlatParameter`, or an original parameter that views one."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
-    """PyTorch's: whether the instance has parameters of its own."""
+    """As PyTorch's: whether the instance manages any parameters itself."""
     runner = runner_of(module)
     return runner is not None and bool(runner.unit.buckets)
 
@@ -48,10 +48,10 @@ SERVED: Mapping[str, Callable[..., Any]] = {
     "_is_fsdp_flattened": _is_fsdp_flattened,
     "_lazy_init": _lazy_init,
 }
-"""Private functions that client libraries import, and ours for them."""
+"""Equivalents of private functions that client libraries import."""
 
 INSTEAD: Mapping[str, str] = {
-    "FSDPState": "the methods of FSDPModule; fullshard.describe(model) tells what each unit holds",
+    "FSDPState": "the methods of FSDPModule; fullshard.describe(model) for what each unit holds",
     "FSDPParam": "model.parameters(), DTensors outside of forward and backward; fullshard.describe(model)",
     "FSDPParamGroup": "the methods of FSDPModule; fullshard.record_events() for what a unit does and when",
     "FlatParamHandle": "FullyShardedDataParallel.summon_full_params; fullshard.describe(model)",
@@ -65,22 +65,22 @@ INSTEAD: Mapping[str, str] = {
     "foreach_all_gather": "FSDPModule.set_custom_all_gather",
     "foreach_reduce": "FSDPModule.set_custom_reduce_scatter, set_all_reduce_hook",
 }
-"""The public way to what programs reach inside for; others get `ANY`."""
+"""Public replacements to recommend for private names; `ANY` for all other names."""
 
 ANY = "the public methods of FSDPModule and FullyShardedDataParallel; see docs/adopt.md"
 
 TRUSTED = ("torch", "fullshard", "importlib", "_frozen_importlib")
-"""Packages whose modules may ask for anything."""
+"""Packages whose modules may access every name."""
 
 _warned: set[tuple[str, str]] = set()
 
 
 def guard(modules: Iterable[ModuleType], lenient: Callable[[], bool]) -> None:
-    """Guard the private names of these modules, for good.
+    """Guard the private names of these modules for the rest of the process.
 
     Args:
-        modules: of PyTorch's FSDP; all names of those whose own name is private, else their private names.
-        lenient: asked at each use: whether to warn in place of raising.
+        modules: modules of PyTorch's FSDP. If the module's own name is private, all its names are guarded.
+        lenient: called at each use: whether to warn instead of raising.
     """
     _Guarded.lenient = staticmethod(lenient)
     for module in modules:
@@ -106,12 +106,13 @@ class _Guarded(ModuleType):
         super().__setattr__(name, value)
 
 
-def _changes_nothing(before: Any, value: Any) -> bool:
-    """Whether ours is put there, or (verl's way around a metaclass) a class derived from ours with nothing added."""
-    if before is value or getattr(value, "__module__", "").startswith("fullshard."):
+def _changes_nothing(old: Any, new: Any) -> bool:
+    """Whether the new value is Fullshard's, or an empty subclass of Fullshard's (verl works around a metaclass so)."""
+    if old is new or getattr(new, "__module__", "").startswith("fullshard."):
         return True
-    added = [name for name in vars(value) if not name.startswith(("__", "_abc_"))] if isinstance(value, type) else [""]
-    return not added and before.__module__.startswith("fullshard.") and issubclass(value, before)
+    if not isinstance(new, type) or any(not name.startswith(("__", "_abc_")) for name in vars(new)):
+        return False
+    return old.__module__.startswith("fullshard.") and issubclass(new, old)
 
 
 def _is_trusted(frame: FrameType) -> bool:
@@ -123,7 +124,7 @@ def _in_private_module(module: ModuleType) -> bool:
 
 
 def _is_private(module: ModuleType, name: str, value: Any) -> bool:
-    """Whether a name is PyTorch's own secret, and neither a constant, another library's, nor Fullshard's now."""
+    """Whether a name is private to PyTorch's FSDP; constants, other libraries' and Fullshard's objects are not."""
     origin = getattr(value, "__module__", None)
     if not isinstance(origin, str) or not origin.startswith("torch.distributed.fsdp"):
         return False
@@ -131,10 +132,10 @@ def _is_private(module: ModuleType, name: str, value: Any) -> bool:
 
 
 def _refuse(module: ModuleType, name: str, verb: str, frame: FrameType) -> None:
-    """Raise, or warn once.
+    """Raise, or warn once per name and file if the program was adopted leniently.
 
     Raises:
-        PrivateNameError: the program is not adopted leniently.
+        PrivateNameError: it was not adopted leniently.
     """
     path, where = f"{module.__name__}.{name}", f"{frame.f_globals.get('__name__')}, {frame.f_code.co_filename}"
     error = messages.private_name(path, verb, f"{where}:{frame.f_lineno}", INSTEAD.get(name, ANY))
