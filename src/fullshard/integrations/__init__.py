@@ -1,1 +1,1 @@
-"""Fullshard in programs written for other libraries: `adopt` puts it in the place of PyTorch's own."""
+"""Fullshard in programs written for other libraries: `adopt` replaces PyTorch's FSDP."""

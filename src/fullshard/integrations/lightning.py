@@ -165,11 +165,6 @@ class _ShardingStrategy:
         self._data_parallel_size = self.num_processes * self.num_nodes
         super()._setup_distributed()  # type: ignore[misc]
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name "fullshard"."""
-        strategy_registry.register(NAME, cls, description="Fully sharded, by Fullshard", override=True)
-
 
 class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
     """Shards a LightningModule over all ranks; `Trainer(strategy="fullshard")` uses it with its defaults.
@@ -197,8 +192,7 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
-        if clip_val > 0:
-            clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
+        clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's steps as its forward, so that the root unit gathers before and frees after it."""
@@ -340,9 +334,9 @@ def _split(state: Mapping[str, Any]) -> tuple[nn.Module, list[Any], dict[str, An
             remedy='pass {"model": model, "optimizer": optimizer, ...}; save several models to one checkpoint each',
         )
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    tensors = {id(value) for value in (*models, *optimizers)}
-    return models[0], optimizers, {key: value for key, value in state.items() if id(value) not in tensors}
+    others = {k: value for k, value in state.items() if not isinstance(value, (nn.Module, torch.optim.Optimizer))}
+    return models[0], optimizers, others
 
 
-FullshardStrategy.register_strategies(StrategyRegistry)
-FullshardFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+StrategyRegistry.register(NAME, FullshardStrategy, description="Fully sharded, by Fullshard", override=True)
+STRATEGY_REGISTRY.register(NAME, FullshardFabricStrategy, description="Fully sharded, by Fullshard", override=True)

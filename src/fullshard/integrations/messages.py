@@ -112,14 +112,14 @@ def unrelated_optimizer(optimizer: object, parameters: Sequence[Any]) -> ConfigE
     )
 
 
-def cannot_step_shards(optimizer: object, at: Sequence[Any], names: Sequence[str], error: Exception) -> ConfigError:
-    """The error for an optimizer whose step failed; `at` and `names`: the parameter that it failed at, if known."""
-    kinds = ", ".join(type(parameter.data).__name__ for parameter in at)
+def cannot_step_shards(optimizer: object, parameter: Any, name: str | None, error: Exception) -> ConfigError:
+    """The error for an optimizer whose step failed; `parameter` is the one it failed at, if known."""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
     return ConfigError(
         f"{type(optimizer).__name__} cannot step sharded parameters: it treats them as plain tensors.",
-        parameter=names[0] if names else None,
+        parameter=name,
         expected="an optimizer that supports DTensor, or that treats each element by itself",
-        got=f"{kinds}: {(str(error) or type(error).__name__).splitlines()[0]}",
+        got=reason if parameter is None else f"{type(parameter.data).__name__}: {reason}",
         remedy="use torch.optim.AdamW or another optimizer that supports DTensor; build one that treats each element "
         "by itself from fullshard.optimizer_view(model), which has plain tensors in every layout",
         topic="optimizer-on-shards",

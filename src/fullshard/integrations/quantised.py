@@ -235,7 +235,8 @@ def rows_of(name: str, weight: Any) -> QuantisedRows:
                 name, weight, f"{inner}, a {'meta tensor' if tensor.is_meta else type(tensor).__name__}"
             )
         total += tensor.nbytes
-        if rows and tensor.numel() >= rows and tensor.numel() % rows == 0 and _is_dense(tensor):
+        dense = aten.is_non_overlapping_and_dense(tensor)  # contiguous, in any order of dims
+        if rows and tensor.numel() >= rows and tensor.numel() % rows == 0 and dense:
             pieces[inner] = tensor.detach().as_strided((rows, tensor.numel() // rows), (tensor.numel() // rows, 1))
             parts[inner] = (tensor.shape, tensor.stride())
         else:
@@ -247,17 +248,6 @@ def rows_of(name: str, weight: Any) -> QuantisedRows:
     cls = next(cls for cls in type(weight).__mro__ if cls is not nn.Parameter)
     recipe = Recipe(cls, context, weight.shape, weight.stride(), parts, whole)
     return QuantisedRows(pieces, recipe, weight.dtype)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are contiguous in memory, in any order of dims."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride != expected:
-                return False
-            expected *= extent
-    return True
 
 
 def _cannot_split(name: str, weight: Any, obstacle: str) -> ConfigError:

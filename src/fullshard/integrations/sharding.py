@@ -223,6 +223,8 @@ def explain_step_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             raise
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         begun = [p for p in stepped if optimizer.state.get(p)] or stepped  # optimizers step in order
-        unit = owner_of(begun[-1]) if begun else None
-        names = [] if unit is None else [member.name for member in unit.members if member.sharded is begun[-1]]
-        raise messages.cannot_step_shards(optimizer, begun[-1:], names, error) from error
+        culprit = begun[-1] if begun else None
+        unit = None if culprit is None else owner_of(culprit)
+        members = () if unit is None else unit.members
+        name = next((member.name for member in members if member.sharded is culprit), None)
+        raise messages.cannot_step_shards(optimizer, culprit, name, error) from error
