@@ -51,7 +51,7 @@ class _Optimizer(AcceleratedOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """As `AcceleratedOptimizer.step`."""
-        if closure is not None:  # it runs the model, whose errors are its own
+        if closure is not None:  # it also runs the model, whose errors are not the optimizer's
             return super().step(closure)
         with explain_step_errors(self.optimizer):
             return super().step()
@@ -83,7 +83,7 @@ class FullshardAccelerator(Accelerator):
         self._start_sharding(sharding, [name for name in _PLUGINS if settings.get(name) is not None])
 
     def _start_sharding(self, sharding: Mapping[str, Any] | None, plugins: Sequence[str] = ()) -> None:
-        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on CPUs it ignores plugins
+        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on CPUs plugins do not show in it
         data_parallel = kind == "NO" or kind.startswith("MULTI_")
         if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
             raise ConfigError(

@@ -107,7 +107,7 @@ class _Guarded(ModuleType):
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
-    """Whether the new value is Fullshard's, or an empty subclass of Fullshard's (verl works around a metaclass so)."""
+    """Whether the new value is Fullshard's, or an empty subclass of it (verl's way around a metaclass)."""
     if old is new or getattr(new, "__module__", "").startswith("fullshard."):
         return True
     if not isinstance(new, type) or any(not name.startswith(("__", "_abc_")) for name in vars(new)):

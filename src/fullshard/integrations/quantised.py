@@ -156,7 +156,7 @@ class QuantisedRows(torch.Tensor):
     ) -> Any:
         """The weight, over the gathered memory; it computes in its input's dtype, whatever `param_dtype` says."""
         if out is not None:
-            return None  # it already lies over the gathered memory
+            return None  # the weight already uses the gathered memory
         recipe, names = metadata
         return recipe.rebuild(dict(zip(names, outputs, strict=True))), outputs
 

@@ -23,7 +23,7 @@ from ..sharding import check_sharding, is_sharded, unwrapped
 from .saving import has_adapter, save_pretrained
 
 FOLDER, SCHEDULER, ARGUMENTS = "fullshard", "scheduler.pt", "training_args.bin"
-"""Parts of a checkpoint: the folder that `fullshard.save` writes, and two files of Trainer's."""
+"""Parts of a checkpoint: the folder that `fullshard.save` writes, and two of Trainer's files."""
 
 
 class ShardedTrainerMixin:
