@@ -37,7 +37,7 @@ from ..optim import ShardedGradScaler
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime.reduce_kept import GradientReductionHandle
 from ..version import VERSION
-from . import adopted, messages, private
+from . import adjustments, messages, private
 
 FSDP = "torch.distributed.fsdp"
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -108,9 +108,9 @@ OURS: Mapping[str, Any] = {
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": {
-        "apply_activation_checkpointing": adopted.apply_activation_checkpointing
+        "apply_activation_checkpointing": adjustments.apply_activation_checkpointing
     },
-    "torch.distributed._tools.fsdp2_mem_tracker": {"FSDPMemTracker": adopted.FSDPMemTracker},
+    "torch.distributed._tools.fsdp2_mem_tracker": {"FSDPMemTracker": adjustments.FSDPMemTracker},
 }
 """Replacements for PyTorch's tools that use its private classes, by module."""
 
@@ -210,7 +210,7 @@ def _imports(replaced: Container[int]) -> Iterator[str]:
     for path, module in list(sys.modules.items()):
         if path == "__mp_main__":  # an alias of `__main__`
             continue
-        if path in adopted.ADJUSTMENTS:
+        if path in adjustments.ADJUSTMENTS:
             yield f"{path} is imported"
         elif _package(module) not in ("", "torch", "fullshard"):
             if names := [name for name, value in list(vars(module).items()) if id(value) in replaced]:
@@ -243,7 +243,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The other finders' result, with a loader that adjusts the module after executing it."""
-        if fullname not in adopted.ADJUSTMENTS:
+        if fullname not in adjustments.ADJUSTMENTS:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((spec for finder in finders if (spec := finder.find_spec(fullname, path, target))), None)
@@ -252,7 +252,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                adopted.ADJUSTMENTS[fullname](module, self._adoption.note)
+                adjustments.ADJUSTMENTS[fullname](module, self._adoption.note)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -21,7 +21,7 @@ def adopted_late(uses: Iterable[str]) -> PhaseError:
     )
 
 
-# private.py, adopted.py
+# private.py, adjustments.py
 
 
 def private_name(path: str, verb: str, where: str, instead: str) -> PrivateNameError:
