@@ -46,11 +46,10 @@ class FSDPMemTracker:
         raise messages.memory_tracker()
 
 
-def _gather_in_save_pretrained(module: ModuleType, note: Callable[[str], None], name: str, line: str) -> None:
+def _gather_in_save_pretrained(cls: Any, note: Callable[[str], None], library: str, contents: str) -> None:
     """Gather the weights in a class's `save_pretrained`, which would write this rank's part of each, or raise."""
-    cls = getattr(module, name)
     cls.save_pretrained = saving_whole(cls.save_pretrained)
-    note(line)
+    note(f"{library}: save_pretrained of a sharded model writes whole {contents}; call it on every rank")
 
 
 def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> None:
@@ -78,16 +77,10 @@ def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> No
 
 
 ADJUSTMENTS: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
-    "peft.peft_model": functools.partial(
-        _gather_in_save_pretrained,
-        name="PeftModel",
-        line="PEFT: save_pretrained of a sharded model writes whole adapters; call it on every rank",
-    ),
+    "peft.peft_model": lambda module, note: _gather_in_save_pretrained(module.PeftModel, note, "PEFT", "adapters"),
     "peft.utils.save_and_load": _find_adapters,
-    "transformers.modeling_utils": functools.partial(
-        _gather_in_save_pretrained,
-        name="PreTrainedModel",
-        line="Transformers: save_pretrained of a sharded model writes whole weights; call it on every rank",
+    "transformers.modeling_utils": lambda module, note: _gather_in_save_pretrained(
+        module.PreTrainedModel, note, "Transformers", "weights"
     ),
 }
 """By module name: a function that changes the module once it is imported, given the module and a printer of notes."""
