@@ -81,6 +81,12 @@ except ImportError as error:
     assert "replaces" in str(error), error
 else:
     raise AssertionError("a private class was replaced")
+try:
+    private.NewName = type("NewName", (), {})
+except ImportError as error:
+    assert "replaces" in str(error), error
+else:
+    raise AssertionError("a name was added to a private module")
 """
 WARNED = """
 with warnings.catch_warnings(record=True) as told:

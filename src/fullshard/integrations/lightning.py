@@ -11,7 +11,7 @@ checkpoints with `fullshard.save`: folders that any number of ranks can load.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,19 +95,31 @@ def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, other_
             replace_folder(fresh, path)
 
 
-def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> dict[str, Any]:
+def _load(
+    path: Path, model: nn.Module, optimizers: list[Any], strict: bool, required: Collection[str] = ()
+) -> dict[str, Any]:
     """Load model and optimizers from a checkpoint, or a model from a file of Lightning's. Collective.
+
+    Args:
+        required: names that the checkpoint's other state must have.
 
     Returns:
         The checkpoint's other state.
 
     Raises:
-        CheckpointError: optimizer state would have to come from a file.
+        CheckpointError: optimizer state would have to come from a file; or a required name is missing.
     """
     ranks = Ranks()
     with ranks.step("looking for a checkpoint"):
         if ranks.is_first:
             recover_folder(path)
+    if required and (path.is_file() or (path / META).is_file()):  # else `load` reports what is missing
+        lacking = sorted(set(required) - _other_state(path).keys())
+        if lacking:
+            raise CheckpointError(
+                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
+                remedy="remove it from the state to load, or load with strict=False",
+            )
     if not path.is_file():
         load(path, model, optimizers, strict=strict, rng=False)
         return _other_state(path)
@@ -305,13 +317,7 @@ class FullshardFabricStrategy(_ShardingStrategy, FabricParallelStrategy):
         """
         model, optimizers, others = _split({"model": state} if isinstance(state, nn.Module) else state or {})
         path = Path(self.broadcast(path))
-        lacking = sorted(others.keys() - _other_state(path).keys()) if strict else []
-        if lacking:
-            raise CheckpointError(
-                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
-                remedy="remove it from the state to load, or load with strict=False",
-            )
-        saved = _load(path, model, optimizers, strict)
+        saved = _load(path, model, optimizers, strict, others if strict else ())
         for key, value in others.items():
             if key in saved and hasattr(value, "load_state_dict"):
                 value.load_state_dict(saved.pop(key))

@@ -112,7 +112,7 @@ def _changes_nothing(old: Any, new: Any) -> bool:
         return True
     if not isinstance(new, type) or any(not name.startswith(("__", "_abc_")) for name in vars(new)):
         return False
-    return old.__module__.startswith("fullshard.") and issubclass(new, old)
+    return isinstance(old, type) and old.__module__.startswith("fullshard.") and issubclass(new, old)
 
 
 def _is_trusted(frame: FrameType) -> bool:
