@@ -306,11 +306,11 @@ class PinnedHome(Home):
     def holds(self, tensor: Tensor) -> bool:
         return self.world.number(tensor.untyped_storage()) in self.world.pinned
 
-    def fetch(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    def fetch(self, shard: Tensor) -> Tensor:
         """A copy for which the host waits."""
         world, stream = self.world, self.world.current
         with muted(world):
-            made = shard.to(dtype, copy=True)
+            made = shard.clone()
         world.launch(
             stream, {world.number(shard.untyped_storage())}, {world.number(made.untyped_storage())}, "blocking copy"
         )

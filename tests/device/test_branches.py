@@ -49,7 +49,7 @@ BY_TYPE = {
     "mesh/axes.py: _device": "which device of its type",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
-    "store/read.py: _fill": "whether a file is read straight into a tensor",
+    "store/read.py: fill": "whether a file is read straight into a tensor",
     "torch_private/sharded_tensor.py: _sharded_tensor": "the text of a device",
 }
 

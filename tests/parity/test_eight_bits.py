@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.comm import packed_bytes
+from fullshard.optim.owners import local_piece
 from fullshard.shard import units_of
 from raising import raises
 
@@ -228,3 +231,57 @@ def error_without_exchange() -> str:
 def test_collectives_without_an_exchange_are_refused(run_ranks):
     for words in run_ranks(error_without_exchange, world=2):
         assert "needs collectives that exchange bytes between ranks" in words
+
+
+def computed_after_to_empty(layout: Any) -> list[float]:
+    """The range of weights that are all 0.5; memory that `to_empty` gets is full of NaN before."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 5))
+    fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(gather_dtype=torch.int8), layout=layout)
+    with mock.patch.object(torch, "empty_like", lambda *args, **kwargs: torch.full_like(*args, math.nan, **kwargs)):
+        model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_piece(parameter).fill_(0.5)
+    model.unshard()
+    ends = [end(parameter.detach()).item() for parameter in model.parameters() for end in (torch.min, torch.max)]
+    return [min(ends), max(ends)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_undefined_padding_stays_out_of_blocks(run_ranks, layout):
+    for ends in run_ranks(computed_after_to_empty, layout, world=2):
+        assert ends == pytest.approx([0.5, 0.5], rel=1e-6)
+
+
+def of_doubles() -> list[bool]:
+    """Whether gradients of a model in float64, and of one with a frozen float8 parameter, are near the exact ones."""
+    close = []
+    for policy in ({"gather_dtype": torch.int8, "scatter_dtype": torch.int8}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).double()
+        model[0].scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+        fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(**policy))
+        model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        close.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
+    return [torch.allclose(ours, exact, atol=0.1) for ours, exact in zip(*close, strict=True)]
+
+
+def test_other_storage_dtypes(run_ranks):
+    assert run_ranks(of_doubles, world=2) == [[True] * 4] * 2
+
+
+def error_of_different_dtypes(name: str) -> str:
+    dtype = torch.int8 if dist.get_rank() == 0 else torch.float8_e4m3fn
+    model = sharded(fullshard.MixedPrecisionPolicy(**{name: dtype}))
+    try:
+        loss_of(model, 0).backward()
+    except fullshard.DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["gather_dtype", "scatter_dtype"])
+def test_ranks_that_send_in_different_dtypes_are_told(run_ranks, name):
+    for words in run_ranks(error_of_different_dtypes, name, world=2):
+        assert "in int8" in words and "in float8_e4m3fn" in words, words

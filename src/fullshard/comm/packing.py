@@ -71,8 +71,9 @@ class Packing:
     def pack(self) -> None:
         """Write the bytes."""
         for floats, values, scales in self._blocks:
-            torch.linalg.vector_norm(floats, math.inf, 2, keepdim=True, dtype=torch.float32, out=scales)
-            scales.mul_(1 / self._largest).clamp_(min=torch.finfo(torch.float32).tiny)
+            scales.copy_(torch.linalg.vector_norm(floats, math.inf, 2, keepdim=True)).mul_(1 / self._largest).clamp_(
+                min=torch.finfo(torch.float32).tiny
+            )
             scaled = floats.div_(scales) if self._consumes and floats.dtype == torch.float32 else floats / scales
             values.copy_(scaled.round_() if self._rounds else scaled)
 

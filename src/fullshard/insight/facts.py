@@ -102,5 +102,7 @@ def plan_in_words(unit: Unit) -> str:
         return f"{gather}; reduces nothing"
     dtypes = dict.fromkeys(str(gradients.reduce_dtype).removeprefix("torch.") for gradients in reduced)
     reduce = f"reduces {size(sum(gradients.buffer_bytes for gradients in reduced))} of {' and '.join(dtypes)}"
+    packed = {str(g.bucket.scatter_dtype).removeprefix("torch.") for g in reduced if g.bucket.scatter_dtype}
+    reduce += f", sent in {' and '.join(sorted(packed))}" if packed else ""
     replicated = any(gradients.bucket.axes.replicate is not None for gradients in reduced)
     return f"{gather}; {reduce}{', then its slice between replicas' if replicated else ''}"

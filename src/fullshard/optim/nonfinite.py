@@ -34,7 +34,8 @@ class NonfiniteGradient:
         kind: "nan" or "inf": of what the ranks contributed, where that is known; of the reduced gradient else. "nan"
             where both occur.
         ranks: the ranks, in the default group, whose own contribution was not finite. Empty: none was, so that the sum
-            over ranks has overflowed in the dtype of the reduction, or a hook changed it. None: not known, as
+            over ranks has overflowed in the dtype of the reduction, a hook changed it, or (`scatter_dtype`) it shares a
+            block with a gradient that is not finite. None: not known, as
             `set_check_nonfinite` was not called.
     """
 
@@ -48,7 +49,10 @@ class NonfiniteGradient:
         if self.ranks is None:
             return f"{where}: {self.kind}, of which rank is not known: call set_check_nonfinite(model, True)"
         if not self.ranks:
-            return f"{where}: {self.kind} that no rank contributed: the sum over ranks overflowed, or a hook changed it"
+            cause = (
+                "the sum over ranks overflowed, a hook changed it, or (scatter_dtype) it shares a block with another"
+            )
+            return f"{where}: {self.kind} that no rank contributed: {cause}"
         return f"{where}: {self.kind} from rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
 
 

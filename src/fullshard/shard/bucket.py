@@ -86,7 +86,7 @@ class Bucket:
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         self.compute_dtype = compute_dtype or first.dtype
-        packs = form.plain and axes.shard.size > 1 and first.dtype.is_floating_point
+        packs = form.plain and axes.shard.size > 1 and first.dtype.is_floating_point and first.dtype.itemsize > 1
         self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if packs else (None, None)
         device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
@@ -386,11 +386,22 @@ class Bucket:
         self.compute_dtype = self.own_compute_dtype or shard.dtype
         if self.home is not None and self.form.plain and not shard.is_meta and not self.home.holds(shard):
             shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
+        if self.form.plain and not shard.is_meta:
+            self._zero_padding(shard)
         self.shard = shard
         self.forget_buffers()
         self.form.point(self.members, shard)
         for member in self.members:
             take_grad_dtype(member.sharded)
+
+    @torch.no_grad()
+    def _zero_padding(self, shard: torch.Tensor) -> None:
+        """Zero the elements of no parameter: `to_empty` leaves them undefined, and packing looks at whole blocks."""
+        end = 0
+        for begin, numel in (*sorted((m.part.offset, m.part.numel) for m in self.members), (shard.numel(), 0)):
+            if begin > end:
+                shard.narrow(0, end, begin - end).zero_()
+            end = max(end, begin + numel)
 
     def copy_of_shard(self) -> Any:
         """Return a copy of the shard, in memory of the same kind."""

@@ -55,7 +55,8 @@ def gradient_tolerance(dtypes: Iterable[torch.dtype], packed: Iterable[torch.dty
     coarsest = max([d for d in dtypes if unit_roundoff(d)], key=unit_roundoff, default=torch.float32)
     summed_in = torch.float32 if coarsest.is_floating_point and coarsest.itemsize < 4 else coarsest
     chained = 3 * max(depth, 1)
-    sent = [unit_roundoff(dtype) or 0.5 / LARGEST_OF_8_BITS[dtype] for dtype in packed]
+    # Of int8 relative to the block's largest magnitude, which is about four times its root mean square.
+    sent = [unit_roundoff(dtype) or 4 * 0.5 / LARGEST_OF_8_BITS[dtype] for dtype in packed]
     rounding = math.sqrt(chained) * max([unit_roundoff(coarsest), *sent])
     return LAMBDA * (rounding + math.sqrt(chained * max(length, 1)) * unit_roundoff(summed_in))
 
