@@ -240,10 +240,10 @@ def test_goes_on_with_the_state_of_torchs():
         ({"ns_steps": 2.5}, "ns_steps is out of range"),
         ({"ns_steps": 100}, "ns_steps is out of range"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is out of range"),
-        ({"split": True}, "cannot be split so"),
-        ({"split": 5}, "cannot be split so"),
+        ({"split": True}, "split does not fit"),
+        ({"split": 5}, "split does not fit"),
         ({"split": (6, 7)}, "rows that add up to 12"),
-        ({"split": "heads"}, "cannot be split so"),
+        ({"split": "heads"}, "split does not fit"),
     ],
 )
 def test_refused_settings(settings, words):
@@ -258,9 +258,9 @@ def test_refused_parameters(fake_world):
     matrix = nn.Parameter(torch.ones(3, 3))
     with pytest.raises(fullshard.ConfigError, match="lr is out of range"):
         fullshard.Muon([{"params": [matrix], "lr": -1.0}])
-    with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*bias"):
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)not a matrix.*bias"):
         fullshard.Muon(nn.Linear(3, 3).named_parameters())
-    with pytest.raises(fullshard.ConfigError, match=r"(?s)no matrix.*fully_shard and model\.parameters"):
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)not a matrix.*fully_shard and model\.parameters"):
         fullshard.Muon(fullshard.optimizer_view(sharded()))
-    with pytest.raises(fullshard.ConfigError, match="no matrix"):
+    with pytest.raises(fullshard.ConfigError, match="not a matrix"):
         fullshard.Muon(fullshard.FullyShardedDataParallel(build()).parameters())

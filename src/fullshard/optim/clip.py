@@ -1,4 +1,4 @@
-"""Gradient norms and clipping over sharded gradients: local norms, one all-reduce per axis, one scaling."""
+"""Gradient norms and clipping for sharded gradients: local norms, one all-reduce per axis, one scaling."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,8 @@ from ..torch_private.local_tensor import inside
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
 """Attribute of parameters that an optimizer steps during the backward: its `StepsInBackward`."""
+Groups = Sequence[dist.ProcessGroup]
+"""The process groups that the elements of a gradient are split over, one per mesh axis; empty if it is not split."""
 
 
 def clip_grad_norm_(
@@ -28,14 +31,14 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`.
+    """Scale gradients so that their total norm is at most `max_norm`, like `torch.nn.utils.clip_grad_norm_`.
 
     Exact for any mix of sharded (rows, flat) and plain parameters, any norm, and shards that are empty on some
     ranks. Collective: one all-reduce of a scalar per mesh axis in use.
 
     Args:
-        parameters: sharded parameters, `optimizer_view`'s tensors over them, plain ones (whole on every rank), or any
-            of these; a parameter that is given with a view over it counts once.
+        parameters: any mix of sharded parameters, tensors from `optimizer_view`, and plain parameters (whole on every
+            rank). A parameter passed together with a view of it counts once.
         max_norm: the largest total norm allowed.
         norm_type: 1, 2, ..., or `math.inf`.
         error_if_nonfinite: raise if the total norm is not finite.
@@ -45,18 +48,18 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: `norm_type` is not positive.
-        ArgumentTypeError (a TypeError): `parameters` are no tensors: a module, or pairs of names and parameters.
+        ArgumentTypeError (a TypeError): `parameters` is a module or (name, parameter) pairs instead of tensors.
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
     _check_order(norm_type)
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
     refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips in two passes")
     follow_views(tensors)
-    viewed = {id(p): _under_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
-    under = {id(member) for members in viewed.values() for member in members}
-    tensors = [p for p in tensors if p.grad is not None and id(p) not in under]
+    members_by_view = {id(p): _members_of_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
+    in_views = {id(member) for members in members_by_view.values() for member in members}
+    tensors = [p for p in tensors if p.grad is not None and id(p) not in in_views]
     grads = [p.grad for p in tensors if p.grad is not None]
-    total = _norm_of([part for p in tensors for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
+    total = _norm_of([part for p in tensors for part in _gradient_parts(p, members_by_view.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
@@ -67,20 +70,26 @@ def clip_grad_norm_(
 
 
 def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients of total norm `total` in place, so that it is at most `max_norm`."""
-    _scale_down([as_real(inside(grad)) for grad in grads], total, max_norm)
+    """Scale gradients in place by min(1, max_norm / total), where `total` is their total norm."""
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        local = as_real(inside(grad))
+        by_kind.setdefault((local.dtype, local.device), []).append(local)
+    for (dtype, device), tensors in by_kind.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype if dtype == torch.float64 else torch.float32))
 
 
-def refuse_stepped(parameters: Iterable[torch.Tensor], what: str, remedy: str) -> None:
-    """Refuse parameters whose gradients are used and gone when the backward ends.
+def refuse_stepped(parameters: Iterable[torch.Tensor], caller: str, remedy: str) -> None:
+    """Refuse parameters that step during the backward: their gradients are gone when it ends.
 
     Raises:
-        ConfigError: names the first.
+        ConfigError: names the first such parameter.
     """
     for parameter in parameters:
         if STEPPED_KEY in parameter.__dict__:
             raise ConfigError(
-                f"{what} was given a parameter that is stepped during the backward: it comes too late.",
+                f"{caller} cannot be used on a parameter that steps during the backward: its gradient is already gone.",
                 parameter=parameter.__dict__.get(NAME_KEY),
                 remedy=remedy,
                 topic="step-in-backward",
@@ -92,21 +101,11 @@ def _check_order(norm_type: float) -> None:
         raise ConfigError(f"norm_type must be positive, got {norm_type}")
 
 
-def _scale_down(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scale real, local gradients in place by min(1, max_norm / total)."""
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
-    for (dtype, device), tensors in by_kind.items():
-        torch._foreach_mul_(tensors, scale.to(device, dtype if dtype == torch.float64 else torch.float32))
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
+def _as_tensors(parameters: Any) -> list[torch.Tensor]:
     """`parameters` as a list of tensors.
 
     Raises:
-        ArgumentTypeError: something else is among them.
+        ArgumentTypeError: an item is not a tensor.
     """
     tensors = list(parameters) if isinstance(parameters, Iterable) else [parameters]
     for tensor in tensors:
@@ -114,50 +113,46 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
             kind = type(parameters if isinstance(parameters, nn.Module) else tensor).__name__
             raise ArgumentTypeError(
                 "clip_grad_norm_ takes parameters.",
-                expected="a tensor, or tensors",
+                expected="a tensor or an iterable of tensors",
                 got=f"a {kind}",
-                remedy="give model.parameters(), not the model, nor named_parameters()",
+                remedy="pass model.parameters(), not the model or named_parameters()",
             )
     return tensors
 
 
 def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all elements of all gradients together, each element of a sharded one counted once.
+    """The norm over all elements of all gradients. Each element of a sharded gradient counts once.
 
     Returns:
-        A 0-d tensor, float32 (float64 if a gradient is); zero if there are no gradients.
+        A 0-d float32 tensor (float64 if any gradient is float64); zero if there are no gradients.
     """
     return _norm_of([(grad, shard_groups(grad)) for grad in grads], norm_type)
 
 
-def _norm_of(
-    grads: Iterable[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]], norm_type: float
-) -> torch.Tensor:
-    """`total_norm` of gradients, each with the groups over which its elements are split."""
+def _norm_of(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> torch.Tensor:
+    """The total norm of gradients, each with the groups over which its elements are split."""
     return joined_norm(_local_norms(grads, norm_type), norm_type, torch.get_default_device())
 
 
-def local_norms(
-    parameters: Sequence[torch.Tensor], norm_type: float
-) -> list[list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]]]:
-    """For each parameter, norms of this rank's parts of its gradient, for `joined_norm`. No communication."""
+def local_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[tuple[Groups, torch.Tensor]]:
+    """For each parameter, the norm of this rank's part of its gradient, for `joined_norm`. No communication.
+
+    A norm is a tensor of one element, or of none where this rank's part is empty.
+    """
     result = []
     for parameter in parameters:
-        norms = _local_norms(_parts_of(parameter, []), norm_type)
-        holds = parameter.grad is not None and inside(parameter.grad).numel() > 0
-        result.append([(groups, norm if holds else norm[:0]) for groups, norm in norms])
+        ((grad, groups),) = _gradient_parts(parameter, [])
+        ((_, norm),) = _local_norms([(grad, groups)], norm_type)
+        result.append((groups, norm if inside(grad).numel() else norm[:0]))
     return result
 
 
-def _local_norms(
-    grads: Iterable[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]], norm_type: float
-) -> list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]]:
-    by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
+def _local_norms(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> list[tuple[Groups, torch.Tensor]]:
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for grad, groups in grads:
-        entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
-        entry[1].append(_magnitudes(inside(grad), norm_type))
-    norms: list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]] = []
-    for groups, tensors in by_groups.values():
+        by_groups.setdefault(tuple(groups), []).append(_magnitudes(inside(grad), norm_type))
+    norms: list[tuple[Groups, torch.Tensor]] = []
+    for groups, tensors in by_groups.items():
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         filled = [t for t in tensors if t.numel()]
         if filled:
@@ -167,16 +162,14 @@ def _local_norms(
     return norms
 
 
-def joined_norm(
-    norms: Iterable[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]], norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """The norm of everything from 1-D tensors of norms, each summed over its groups. Collective.
+def joined_norm(norms: Iterable[tuple[Groups, torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The total norm, from 1-D tensors of local norms, each reduced over its groups. Collective.
 
     Args:
         device: of the result, if there are no norms.
     """
     infinite = math.isinf(norm_type)
-    op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     parts: list[torch.Tensor] = []
     for groups, local in norms:
         part = local.max() if infinite else torch.linalg.vector_norm(local, norm_type) ** norm_type
@@ -190,14 +183,14 @@ def joined_norm(
 
 
 def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Real numbers with the norm of `grad`: of complex ones absolute values, or their parts where that is the same."""
+    """A real tensor with the same norm as `grad`: for complex numbers their absolute values, or both parts if p = 2."""
     if not grad.is_complex():
         return grad
     return torch.view_as_real(grad) if norm_type == 2 else grad.abs()
 
 
-def _under_view(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The sharded parameters that `parameter` is an optimizer view over; none if it is no view."""
+def _members_of_view(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The sharded parameters that an optimizer view covers; empty if `parameter` is not a view."""
     unit = owner_of(parameter)
     for gradients in unit.gradients if unit is not None else ():
         for view in gradients.delivery.views:
@@ -206,38 +199,36 @@ def _under_view(parameter: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _parts_of(
-    parameter: torch.Tensor, under: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]]:
-    """A parameter's gradient in parts, each split over groups of its own: of a view, if its members differ in that."""
+def _gradient_parts(parameter: torch.Tensor, members: list[torch.Tensor]) -> list[tuple[torch.Tensor, Groups]]:
+    """A parameter's gradient with its groups; for a view whose `members` have different groups, those of each."""
     assert parameter.grad is not None
-    if not under:
-        return [(parameter.grad, _groups_of(parameter))]
-    _groups_of(parameter)  # refused, if it is the wrapper's
-    groups = [shard_groups(one) for one in under]
-    if all([list(map(id, one)) == list(map(id, groups[0])) for one in groups]):
-        return [(parameter.grad, groups[0])]
-    return [(one.grad, group) for one, group in zip(under, groups, strict=True) if one.grad is not None]
+    groups = _groups_of(parameter)
+    if not members:
+        return [(parameter.grad, groups)]
+    member_groups = [shard_groups(member) for member in members]
+    if all(groups == member_groups[0] for groups in member_groups):
+        return [(parameter.grad, member_groups[0])]
+    return [(m.grad, groups) for m, groups in zip(members, member_groups, strict=True) if m.grad is not None]
 
 
-def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
-    """The groups over which a parameter's gradient is split; the wrapper's parameters do not say so themselves.
+def _groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter's gradient is split.
 
     Raises:
-        ConfigError: a part of the wrapper's parameters, whose other parts may be on ranks that pass nothing.
+        ConfigError: it is a parameter of FullyShardedDataParallel, of which other ranks may hold nothing to pass.
     """
     unit = owner_of(parameter)
     if unit is not None and isinstance(unit.buckets[0].form, LocalForm) and unit.buckets[0].axes.shard.size > 1:
         raise ConfigError(
-            "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
-            parameter=parameter.__dict__.get("_fullshard_name"),
+            "clip_grad_norm_ does not take parameters of a FullyShardedDataParallel instance.",
+            parameter=parameter.__dict__.get(NAME_KEY),
             remedy="call model.clip_grad_norm_(max_norm) on the root instance",
         )
     assert parameter.grad is not None
     return shard_groups(parameter.grad)
 
 
-def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
+def shard_groups(grad: torch.Tensor) -> list[dist.ProcessGroup]:
     """The groups over which a gradient's elements are split."""
     if isinstance(grad, FlatShard):
         axis = grad._run.axis
@@ -245,7 +236,7 @@ def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
     if isinstance(grad, DTensor):
         for placement in grad.placements:
             if placement.is_partial():
-                raise ConfigError("a gradient with a partial placement has no norm yet; redistribute it first")
+                raise ConfigError("cannot take the norm of a gradient with a partial placement; redistribute it first")
         mesh = grad.device_mesh
         return [
             mesh.get_group(dim)
@@ -256,19 +247,19 @@ def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
 
 
 def clip_local_gradients(
-    parts: Sequence[tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]],
+    parts: Sequence[tuple[Groups, list[torch.Tensor]]],
     grads: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """As `clip_grad_norm_`, of plain tensors, each this rank's part of a gradient.
+    """Like `clip_grad_norm_`, for plain tensors that each hold this rank's part of a gradient.
 
     Args:
-        parts: the groups over which elements are split (none: they are the same on every rank), and parts; the same
-            groups in the same order on every rank, whatever parts it has.
-        grads: what to scale: the memory that the parts lie in.
-        device: where the ranks talk.
+        parts: groups, and this rank's parts of the gradients that are split over them. Every rank passes the same
+            groups in the same order, even where it has no parts.
+        grads: the tensors to scale, which contain the parts.
+        device: where the collectives run.
 
     Returns:
         The total norm, in the widest dtype of `grads`; float32 if this rank has none.
@@ -279,15 +270,12 @@ def clip_local_gradients(
     _check_order(norm_type)
     grads = [as_real(grad) for grad in grads]
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms: list[tuple[list[torch.distributed.ProcessGroup], torch.Tensor]] = []
+    norms: list[tuple[Groups, torch.Tensor]] = []
     for groups, tensors in parts:
         filled = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
-        # float64 whatever the dtypes here: a rank that holds nothing does not know those of the others
+        # always float64: a rank without gradients does not know the dtypes on other ranks
         local = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
         norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in local])))
     total = joined_norm(norms, norm_type, device)
-    _scale_down(grads, total, max_norm)
-    widest = torch.float32
-    if grads:
-        widest = reduce(torch.promote_types, (grad.dtype for grad in grads))
-    return total.to(widest)
+    scale_gradients(grads, total, max_norm)
+    return total.to(reduce(torch.promote_types, [grad.dtype for grad in grads]) if grads else torch.float32)

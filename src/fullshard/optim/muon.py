@@ -1,4 +1,4 @@
-"""Muon for sharded matrices: momentum on shards, orthogonalisation of whole matrices on their owners."""
+"""Muon for sharded matrices: momentum on shards, orthogonalization of whole matrices on their owners."""
 
 from __future__ import annotations
 
@@ -8,43 +8,45 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY
 from ..mesh import device_of
-from .owners import Cut, OtherCut, Owners, balanced, check_alike, check_gradient, cut_of, keep, local_piece, places_of
+from ..torch_private.local_tensor import inside
+from .owners import Cut, OtherCut, Owners, balanced, check_alike, check_gradient, cut_of, keep, piece_of, places_of
 
 
 class Muon(torch.optim.Optimizer):
-    """As `torch.optim.Muon`, for parameters of `fully_shard` in any layout, and for plain ones.
+    """`torch.optim.Muon` for parameters of `fully_shard` in any layout, and for plain parameters.
 
         matrices = [p for p in model.blocks.parameters() if p.ndim == 2]  # not the embedding, not the head
         muon = fullshard.Muon(matrices, lr=0.02)
         others = [p for p in model.parameters() if p not in {*matrices}]
         adamw = torch.optim.AdamW(others)
 
-    Momentum is kept in shards, so checkpoints of it load on any number of ranks. In each step every matrix is whole on
-    one rank of its shard axis, its owner, which orthogonalises it; owners are balanced over all matrices. A rank sends
-    its pieces to the owners and gets them back, in bfloat16, in which the matrices are orthogonalised: 4 bytes for each
-    number of its shards in all, without padding. `DTensor`s that are split over two mesh axes (tensor parallelism) are
-    gathered on all ranks instead. Steps are collective: ranks must have gradients of the same parameters.
+    The momentum is sharded, so its checkpoints load on any number of ranks. In each step, every matrix is assembled on
+    one rank of its shard axis, its owner, which orthogonalizes it; owners are balanced over all matrices. A rank sends
+    its pieces to the owners and receives the results, both in bfloat16 and without padding: 4 bytes per element of its
+    shards. `DTensor`s that are split over two mesh axes (tensor parallelism) are gathered on all ranks instead. Steps
+    are collective: ranks must have gradients for the same parameters.
 
     Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. Learning rates: as there, or as in Liu et al.
     2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
 
     Args:
-        params: matrices, or groups of them. A group may have `split`: see there.
+        params: matrices, or parameter groups of them; a group may have its own `split`.
         lr, weight_decay: decoupled, as in AdamW.
-        momentum, nesterov: of the gradients.
-        ns_coefficients, ns_steps, eps: of the Newton-Schulz iteration; `eps` is the least norm it divides by.
+        momentum, nesterov: momentum of the gradients.
+        ns_coefficients, ns_steps, eps: of the Newton-Schulz iteration; `eps` is the smallest norm it divides by.
         adjust_lr_fn: "original" (None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n));
             "match_rms_adamw" by 0.2 sqrt(max(m, n)).
-        split: rows of the parts that are orthogonalised, and scaled, each by itself: a number of rows (of a head), or a
-            number for each part (queries, keys and values in one matrix); None: the whole.
+        split: how to split a matrix by rows into parts that are orthogonalized and scaled separately: the number of
+            rows of every part (one attention head), or a list with the rows of each part (queries, keys and values in
+            one matrix); None: not split.
 
     Raises:
-        ConfigError: a setting is out of range, a parameter is no matrix, or its rows are not those of `split`.
+        ConfigError: a setting is out of range, a parameter is not a matrix, or `split` does not fit its rows.
     """
 
     def __init__(
@@ -63,43 +65,29 @@ class Muon(torch.optim.Optimizer):
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
         defaults = {**numbers, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn, "split": split})
-        self._owners: dict[Any, Owners] = {}  # by group of ranks, and the ids of the parameters that are stepped
+        self._owners: dict[Any, Owners] = {}  # by process group and ids of the stepped parameters
         self._places: dict[int, tuple[int, int]] = {}  # see `places_of`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer`'s; checks the settings and the parameters."""
+        """Like `torch.optim.Optimizer.add_param_group`; checks the settings and the parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             _check_settings(group)
+            names = group.get("param_names") or [None] * len(group["params"])
+            for parameter, name in zip(group["params"], names, strict=True):
+                _check_matrix(parameter, name)
+                _part_rows(parameter, group["split"])
         except ConfigError:
             self.param_groups.pop()
             raise
-        names = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], names, strict=True):
-            real = parameter.is_floating_point()
-            if parameter.ndim != 2 or PART_KEY in parameter.__dict__ or not real:
-                self.param_groups.pop()
-                raise ConfigError(
-                    "Muon: a parameter is no matrix of real numbers.",
-                    parameter=name or parameter.__dict__.get(NAME_KEY, "?"),
-                    expected="two dims, and a floating-point dtype",
-                    got=f"shape {tuple(parameter.shape)}, {parameter.dtype}",
-                    remedy="give it to AdamW, say; a matrix of FullyShardedDataParallel or of optimizer_view is a run "
-                    "of its elements: use fully_shard and model.parameters()",
-                )
-            try:
-                _rows(parameter, group["split"])
-            except ConfigError:
-                self.param_groups.pop()
-                raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step. Collective among the ranks of each shard axis.
 
         Returns:
-            What `closure` returns, which is called first, with gradients.
+            The result of `closure`, which is called first, with gradients enabled.
         """
         loss = None
         if closure is not None:
@@ -112,30 +100,30 @@ class Muon(torch.optim.Optimizer):
                     updates.append((parameter, group, self._momentum(parameter, group)))
         if any(id(parameter) not in self._places for parameter, *_ in updates):
             self._places = places_of(parameter for group in self.param_groups for parameter in group["params"])
-        updates.sort(key=lambda update: self._places.get(id(update[0]), (-1, 0)))  # of no unit: as they were given
-        self._finish(updates)
+        updates.sort(key=lambda update: self._places.get(id(update[0]), (-1, 0)))  # those in no unit stay in place
+        self._update(updates)
         return loss
 
     def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum; this rank's piece of what is to be orthogonalised, in bfloat16."""
+        """Update the momentum and return this rank's piece of the matrix to orthogonalize, in bfloat16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         check_gradient(parameter, gradient)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        buffer, piece = local_piece(state["momentum_buffer"]), local_piece(gradient)
+        buffer, piece = inside(state["momentum_buffer"]), inside(gradient)
         buffer.lerp_(piece, 1 - group["momentum"])
         return (piece.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
-    def _finish(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
-        """Orthogonalise, and change the parameters."""
+    def _update(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
+        """Orthogonalize the momentum, and update the parameters."""
         by_group: dict[Any, tuple[list[int], list[Cut]]] = {}
         for index, (parameter, group, piece) in enumerate(updates):
             cut = cut_of(parameter)
             if isinstance(cut, OtherCut):
-                _apply(parameter, group, _of_all(parameter, group, piece))
+                _apply(parameter, group, _orthogonalized_everywhere(parameter, group, piece))
             elif cut is None:
-                _apply(parameter, group, _orthogonal(piece, group))
+                _apply(parameter, group, _orthogonalized(piece, group))
             else:
                 indices, cuts = by_group.setdefault(cut.group, ([], []))
                 indices.append(index)
@@ -147,32 +135,45 @@ class Muon(torch.optim.Optimizer):
                 owners = Owners(cuts, balanced([_cost(cut.shape) for cut in cuts], cuts[0].world))
                 keep(self._owners, key, owners)
             home = device_of(ranks) if owners.world > 1 else updates[indices[0]][2].device
-            pieces = [updates[index][2].to(home) for index in indices]  # offloaded ones lie on the host
+            pieces = [updates[index][2].to(home) for index in indices]  # offloaded pieces are on the CPU
             wholes = owners.gather(pieces)
-            made = [_orthogonal(whole, updates[indices[at]][1]) for at, whole in zip(owners.mine, wholes, strict=True)]
-            for index, piece in zip(indices, owners.scatter(made, pieces), strict=True):
+            results = [_orthogonalized(w, updates[indices[at]][1]) for at, w in zip(owners.mine, wholes, strict=True)]
+            for index, piece in zip(indices, owners.scatter(results, pieces), strict=True):
                 parameter, group, _ = updates[index]
                 _apply(parameter, group, piece)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_owners": {}, "_places": {}}  # of process groups, and by id
+        return {**super().__getstate__(), "_owners": {}, "_places": {}}  # they refer to process groups and ids
+
+
+def _check_matrix(parameter: torch.Tensor, name: str | None) -> None:
+    """Refuse a parameter that is not a whole or sharded matrix of real numbers."""
+    if parameter.ndim != 2 or PART_KEY in parameter.__dict__ or not parameter.is_floating_point():
+        raise ConfigError(
+            "Muon: a parameter is not a matrix of real numbers.",
+            parameter=name or parameter.__dict__.get(NAME_KEY, "?"),
+            expected="two dims and a floating-point dtype",
+            got=f"shape {tuple(parameter.shape)}, {parameter.dtype}",
+            remedy="use AdamW, for example, for this parameter. FullyShardedDataParallel and optimizer_view flatten "
+            "matrices: use fully_shard and model.parameters()",
+        )
 
 
 def _check_settings(group: dict[str, Any]) -> None:
     """Refuse settings of a group that are out of range."""
-    wrong: dict[str, str] = {}
+    expected_by_name: dict[str, str] = {}  # of settings that are out of range
     for name in ("lr", "weight_decay", "momentum", "eps"):
         value = group[name]
         single = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
         if not (single and value >= 0):
-            wrong[name] = "a number of at least 0"
+            expected_by_name[name] = "a number of at least 0"
     if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
-        wrong["ns_steps"] = "an integer from 0 to 99"
+        expected_by_name["ns_steps"] = "an integer from 0 to 99"
     if not (isinstance(group["ns_coefficients"], (tuple, list)) and len(group["ns_coefficients"]) == 3):
-        wrong["ns_coefficients"] = "three numbers"
+        expected_by_name["ns_coefficients"] = "three numbers"
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        wrong["adjust_lr_fn"] = '"original", "match_rms_adamw" or None'
-    for name, expected in wrong.items():
+        expected_by_name["adjust_lr_fn"] = '"original", "match_rms_adamw" or None'
+    for name, expected in expected_by_name.items():
         raise ConfigError(
             f"Muon: {name} is out of range.",
             expected=expected,
@@ -187,37 +188,38 @@ def _cost(shape: Sequence[int]) -> int:
     return 2 * small * small * large + small**3
 
 
-def _rows(parameter: torch.Tensor, split: Any) -> list[int]:
-    """Rows of the parts of a matrix."""
+def _part_rows(parameter: torch.Tensor, split: Any) -> list[int]:
+    """The number of rows of each part of a matrix."""
     rows = parameter.shape[0]
     if split is None:
         return [rows]
     parts = [split] * (rows // split) if type(split) is int and split > 0 else split
     if not isinstance(parts, (list, tuple)) or sum(parts) != rows or min(parts) < 1:
         raise ConfigError(
-            "Muon: a matrix cannot be split so.",
+            "Muon: split does not fit a matrix.",
             parameter=parameter.__dict__.get(NAME_KEY, "?"),
             expected=f"rows that add up to {rows}",
             got=f"split={split!r}",
-            remedy="give the rows of each part, the rows of one head, or None for the whole matrix",
+            remedy="pass the rows of each part, the rows of one head, or None for the whole matrix",
         )
     return list(parts)
 
 
-def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The update of a whole bfloat16 matrix, but for the learning rate; each part scaled by what adjusts that."""
-    parts = whole.split(_rows(whole, group.get("split")))  # torch's Muon, whose state may be loaded, has none
-    made = [newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
-    if len(made) == 1:
-        return made[0]
-    scales = [_adjusted(part.shape, group) / _adjusted(whole.shape, group) for part in parts]
-    return torch.cat([part.mul_(scale) for part, scale in zip(made, scales, strict=True)])
+def _orthogonalized(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The update of a whole bfloat16 matrix without its learning rate; parts are scaled by their own adjustment."""
+    # .get: state of torch's Muon, which has no split, can be loaded
+    parts = whole.split(_part_rows(whole, group.get("split")))
+    updates = [newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
+    if len(updates) == 1:
+        return updates[0]
+    scales = [_lr_factor(part.shape, group) / _lr_factor(whole.shape, group) for part in parts]
+    return torch.cat([update.mul_(scale) for update, scale in zip(updates, scales, strict=True)])
 
 
 def newton_schulz(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """A matrix whose singular vectors are those of a bfloat16 `matrix`, and whose singular values are near 1.
+    """A matrix with the singular vectors of a bfloat16 `matrix` and singular values near 1.
 
     X <- a X + (b X X^T + c (X X^T)^2) X, from X of Frobenius norm 1 (Jordan et al. 2024, "Newton-Schulz iteration").
     """
@@ -231,8 +233,8 @@ def newton_schulz(
     return x.T if tall else x
 
 
-def _adjusted(shape: Sequence[int], group: dict[str, Any]) -> float:
-    """The factor of the learning rate."""
+def _lr_factor(shape: Sequence[int], group: dict[str, Any]) -> float:
+    """The factor by which `adjust_lr_fn` changes the learning rate."""
     rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -241,18 +243,16 @@ def _adjusted(shape: Sequence[int], group: dict[str, Any]) -> float:
 
 def _apply(parameter: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
     """Decay the weights, and add this rank's piece of the update."""
-    local, lr = local_piece(parameter.detach()), group["lr"]
+    local, lr = inside(parameter.detach()), group["lr"]
     local.mul_(1 - lr * group["weight_decay"])
-    local.add_(update.view(local.shape).to(local.device), alpha=-float(lr) * _adjusted(parameter.shape, group))
+    local.add_(update.view(local.shape).to(local.device), alpha=-float(lr) * _lr_factor(parameter.shape, group))
     increment_version(parameter)
 
 
-def _of_all(parameter: Any, group: dict[str, Any], piece: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of the update of a `DTensor` in any placements, gathered whole on all ranks."""
+def _orthogonalized_everywhere(parameter: Any, group: dict[str, Any], piece: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of the update of a `DTensor` in any placements. All ranks gather and orthogonalize it."""
     mesh, placements = parameter.device_mesh, parameter.placements
-    split = DTensor.from_local(
+    sharded = DTensor.from_local(
         piece, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    made = _orthogonal(split.full_tensor(), group)
-    cut = distribute_tensor(made.contiguous(), mesh, placements, src_data_rank=None)
-    return local_piece(cut)
+    return piece_of(parameter, _orthogonalized(sharded.full_tensor(), group))

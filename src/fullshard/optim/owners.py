@@ -1,31 +1,30 @@
-"""Whole matrices for optimizers that need them: each is assembled on one rank, its owner, and its pieces go back.
+"""Whole tensors for optimizers that need them: each is assembled on one rank, its owner, and scattered again.
 
-One exchange (all-to-all) brings all pieces to the owners, and one takes the results back: a rank sends what it holds of
-each matrix and nothing else, so there is no padding, and holds about as many whole numbers as it has in shards.
+One all-to-all brings all pieces to the owners and another brings the results back. A rank sends exactly its pieces,
+without padding; the whole tensors that it owns have about as many elements as its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..comm import objects_of_all
 from ..errors import ConfigError, DivergenceError
 from ..forms import NAME_KEY, FlatShard, owner_of
 from ..forms.run import Run
-from ..torch_private.local_tensor import local_of
+from ..torch_private.local_tensor import inside
 
 
 @dataclass(frozen=True)
 class RowsCut:
-    """A matrix that ranks hold split along one dim, as by `torch.chunk`: a `DTensor`."""
+    """A tensor that is split along one dim, as by `torch.chunk`: a `DTensor`."""
 
     group: dist.ProcessGroup
     shape: torch.Size
@@ -34,32 +33,32 @@ class RowsCut:
     rank: int
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Begin and length of a rank's piece along the dim."""
+        """Start and length of a rank's piece along the dim."""
         size = self.shape[self.dim]
-        each = -(-size // self.world)
-        begin = min(rank * each, size)
-        return begin, min(each, size - begin)
+        chunk = -(-size // self.world)
+        start = min(rank * chunk, size)
+        return start, min(chunk, size - start)
 
     def numel(self, rank: int) -> int:
-        """Of the piece that `rank` of the group holds."""
+        """Number of elements in the piece of `rank` of the group."""
         return self.shape.numel() // max(self.shape[self.dim], 1) * self.bounds(rank)[1]
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A whole matrix without values, with the dtype and the device of `like`."""
+        """An uninitialized whole tensor with the dtype and device of `like`."""
         return like.new_empty(self.shape)
 
     def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """A matrix with memory that `part` can view: as it is, or a copy."""
+        """The tensor in a memory order that `part` can view: itself, or a copy."""
         return whole
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The view of the piece of `rank` in a matrix from `empty` or `laid_out`."""
+        """A view of the piece of `rank` in a whole tensor from `empty` or `laid_out`."""
         return whole.narrow(self.dim, *self.bounds(rank))
 
 
 @dataclass(frozen=True)
 class RunCut:
-    """A matrix of which each rank holds a run of elements: a `FlatShard`."""
+    """A tensor of which each rank holds a run of elements: a `FlatShard`."""
 
     run: Run
 
@@ -81,22 +80,22 @@ class RunCut:
         return torch.Size(self.run.shape)
 
     def numel(self, rank: int) -> int:
-        """As `RowsCut.numel`."""
+        """See `RowsCut.numel`."""
         start, stop = self.run.bounds(rank)
         return stop - start
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """As `RowsCut.empty`."""
+        """See `RowsCut.empty`."""
         order = self.run.order
         inverse = [order.index(dim) for dim in range(len(order))]
         return like.new_empty([self.run.shape[dim] for dim in order]).permute(inverse)
 
     def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """As `RowsCut.laid_out`."""
+        """See `RowsCut.laid_out`."""
         return whole if whole.permute(self.run.order).is_contiguous() else self.empty(whole).copy_(whole)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """As `RowsCut.part`; in one dim."""
+        """See `RowsCut.part`; the view is 1-D."""
         start, stop = self.run.bounds(rank)
         return whole.permute(self.run.order).view(-1)[start:stop]
 
@@ -105,90 +104,91 @@ Cut = RowsCut | RunCut
 
 
 class OtherCut:
-    """A `DTensor` that is split over two mesh axes, or otherwise: it has no owner."""
+    """A `DTensor` that is split over two mesh axes, or in a way that owners do not support."""
 
 
 def cut_of(tensor: torch.Tensor) -> Cut | OtherCut | None:
-    """How a sharded tensor is cut; None for one that this rank holds whole."""
+    """How a tensor is sharded; None if this rank holds all of it."""
     if isinstance(tensor, FlatShard):
         return RunCut(tensor._run)
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
-    split = [at for at, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(at) > 1]
-    if not split:
+    axes = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    if not axes:
         return None
-    (at, *more), placement = split, tensor.placements[split[0]]
-    if more or type(placement) is not Shard:
+    axis, placement = axes[0], tensor.placements[axes[0]]
+    if len(axes) > 1 or type(placement) is not Shard:
         return OtherCut()
-    return RowsCut(
-        mesh.get_group(at), tensor.shape, placement.dim % tensor.dim(), mesh.size(at), mesh.get_local_rank(at)
-    )
+    dim = placement.dim % tensor.dim()
+    return RowsCut(mesh.get_group(axis), tensor.shape, dim, mesh.size(axis), mesh.get_local_rank(axis))
 
 
-def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, sharing memory."""
-    return local_of(tensor) if isinstance(tensor, (DTensor, FlatShard)) else tensor
+def piece_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a whole tensor, split like `parameter`, which is a `DTensor`."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return inside(distribute_tensor(whole.contiguous(), mesh, placements, src_data_rank=None))
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Refuse a gradient that is not split as its parameter, such as a whole one that a program assigned.
+    """Refuse a gradient that is not split like its parameter, such as a whole one that the user assigned.
 
     Raises:
         ConfigError: names the parameter.
     """
-    here, expected = local_piece(gradient).shape, local_piece(parameter).shape
-    if here != expected:
+    shape, expected = inside(gradient).shape, inside(parameter).shape
+    if shape != expected:
         raise ConfigError(
-            "A sharded parameter was given a gradient that is not split as it is.",
+            "The gradient of a sharded parameter is not split like the parameter.",
             parameter=_name(parameter),
-            expected=f"{type(parameter).__name__}, of which this rank holds {tuple(expected)}",
-            got=f"{type(gradient).__name__}, {tuple(here)}",
-            remedy="take torch.zeros_like(parameter), and copy this rank's part into it",
+            expected=f"{type(parameter).__name__}, local shape {tuple(expected)}",
+            got=f"{type(gradient).__name__}, local shape {tuple(shape)}",
+            remedy="start from torch.zeros_like(parameter) and copy this rank's part into it",
         )
 
 
 def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """By id, a place for each parameter of a unit, which all ranks share in whatever order each was given them."""
+    """By id, a sort key for each parameter in a unit: the same on all ranks, whatever the order in the optimizer."""
     places: dict[int, tuple[int, int]] = {}
     for parameter in parameters:
         if id(parameter) not in places and (unit := owner_of(parameter)) is not None:
-            places |= {id(member.sharded): (unit.number, at) for at, member in enumerate(unit.members)}
+            places |= {id(member.sharded): (unit.number, index) for index, member in enumerate(unit.members)}
     return places
 
 
 def check_alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Compare the parameters that ranks are about to exchange. Collective.
+    """Check that all ranks are about to exchange the same parameters. Collective.
 
     Raises:
-        DivergenceError: they differ; names the first that does, on every rank.
+        DivergenceError: they differ. Every rank names the first difference.
     """
     names = [f"{_name(parameter)}, {tuple(parameter.shape)}" for parameter in parameters]
-    everyone = objects_of_all(names, group, "optimizers' state")
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            pairs = zip_longest(everyone[0], theirs, fillvalue="none")
-            expected, got = next((one, other) for one, other in pairs if one != other)
+    names_by_rank = objects_of_all(names, group, "optimizers' state")
+    for rank, other_names in enumerate(names_by_rank):
+        if other_names != names_by_rank[0]:
+            pairs = zip_longest(names_by_rank[0], other_names, fillvalue="none")
+            expected, got = next(pair for pair in pairs if pair[0] != pair[1])
             raise DivergenceError(
-                "Ranks are about to step different parameters, or have gradients of different ones.",
+                "Ranks are about to step different parameters, or have gradients for different parameters.",
                 parameter=expected.partition(",")[0] if expected != "none" else got.partition(",")[0],
                 rank=dist.get_global_rank(group, rank),
                 expected=f"{expected}, as on rank {dist.get_global_rank(group, 0)}",
                 got=got,
-                remedy="build the optimizer from the same parameters on every rank; set .grad to None on all or none",
+                remedy="build the optimizer from the same parameters on every rank; "
+                "set .grad to None on all ranks or on none",
                 topic="ranks-differ",
             )
 
 
 def _name(parameter: torch.Tensor) -> str:
-    """A parameter's name with that of its unit, as far as they are known."""
+    """A parameter's name, qualified with the name of its unit if it has one."""
     unit, name = owner_of(parameter), parameter.__dict__.get(NAME_KEY, "?")
-    known = unit is not None and unit.name not in ("", "?") and not name.startswith(unit.name)
-    return f"{unit.name}.{name}" if known else name
+    is_relative = unit is not None and unit.name not in ("", "?") and not name.startswith(unit.name)
+    return f"{unit.name}.{name}" if is_relative else name
 
 
 def balanced(costs: Sequence[int], world: int) -> list[int]:
-    """An owner for each cost: the largest first, each to the rank that has the least (Graham 1969)."""
+    """An owner for each cost: the largest first, each to the least loaded rank (Graham 1969)."""
     owners, loads = [0] * len(costs), [0] * world
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         owners[index] = min(range(world), key=lambda rank: (loads[rank], rank))
@@ -197,7 +197,7 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
 
 
 def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
-    """Keep a plan of exchanges; of very many kinds of steps (which parameters have gradients), the latest."""
+    """Cache a plan of exchanges. There is one per set of parameters with gradients; past the limit, all are dropped."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -207,60 +207,60 @@ MOST_PLANS = 1024
 
 
 class Owners:
-    """Owners of the matrices of one group of ranks, and the two exchanges.
+    """The owners of tensors that one group of ranks shares, and the two exchanges.
 
     Args:
-        cuts: of the matrices, all of the same group and in the same order on its ranks.
-        owners: rank of the group, for each matrix; see `balanced`.
+        cuts: how each tensor is sharded, in the same order on all ranks of the group.
+        owners: the owner of each tensor, a rank of the group; see `balanced`.
 
     Attributes:
-        mine: indices of the matrices that this rank owns.
+        mine: indices of the tensors that this rank owns.
     """
 
     def __init__(self, cuts: Sequence[Cut], owners: Sequence[int]) -> None:
         self.cuts, self.group = cuts, cuts[0].group
         self.world, self.rank = cuts[0].world, cuts[0].rank
-        of_rank = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(self.world)]
-        self.mine = of_rank[self.rank]
-        self._order = [index for indices in of_rank for index in indices]  # by owner
-        numel = [cut.numel(self.rank) for cut in cuts]
-        self._held = [sum(numel[index] for index in indices) for indices in of_rank]
-        self._owned = [sum(cuts[index].numel(rank) for index in self.mine) for rank in range(self.world)]
+        by_owner = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(self.world)]
+        self.mine = by_owner[self.rank]
+        self._order = [index for indices in by_owner for index in indices]
+        # [world], elements: of this rank's pieces, by owner; and of the tensors that this rank owns, by rank
+        self._piece_sizes = [sum(cuts[index].numel(self.rank) for index in indices) for indices in by_owner]
+        self._owned_sizes = [sum(cuts[index].numel(rank) for index in self.mine) for rank in range(self.world)]
 
     def gather(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The whole matrices that this rank owns, of every rank's pieces. Collective."""
+        """Assemble the whole tensors that this rank owns from all ranks' pieces. Collective."""
         sent = torch.cat([pieces[index].reshape(-1) for index in self._order])
-        received = self._exchange(sent, self._held, self._owned)
-        del sent  # before the matrices are allocated
+        received = self._exchange(sent, self._piece_sizes, self._owned_sizes)
+        del sent  # before the whole tensors are allocated
         wholes = [self.cuts[index].empty(received) for index in self.mine]
-        self._pass(received, lambda part, taken: part.copy_(taken.view_as(part)), wholes)
+        self._copy_parts(wholes, received, lambda part, chunk: part.copy_(chunk.view_as(part)))
         return wholes
 
     def scatter(self, wholes: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's pieces of the owners' matrices, each with the shape of its counterpart in `like`. Collective."""
-        sent = torch.empty(sum(self._owned), dtype=like[0].dtype, device=like[0].device)
+        """Return this rank's pieces of the owners' tensors, each with the shape of its entry in `like`. Collective."""
+        sent = torch.empty(sum(self._owned_sizes), dtype=like[0].dtype, device=like[0].device)
         laid_out = [self.cuts[index].laid_out(whole) for index, whole in zip(self.mine, wholes, strict=True)]
-        self._pass(sent, lambda part, place: place.view_as(part).copy_(part), laid_out)
+        self._copy_parts(laid_out, sent, lambda part, chunk: chunk.view_as(part).copy_(part))
         del laid_out  # before this rank's pieces are allocated
-        received = self._exchange(sent, self._owned, self._held)
+        received = self._exchange(sent, self._owned_sizes, self._piece_sizes)
         parts = received.split([like[index].numel() for index in self._order])
         by_index = dict(zip(self._order, parts, strict=True))
         return [by_index[index].view(piece.shape) for index, piece in enumerate(like)]
 
-    def _pass(self, flat: torch.Tensor, act: Any, wholes: Sequence[torch.Tensor]) -> None:
-        """Call `act(part of a whole, its place in `flat`)` for all ranks and matrices, in the exchange's order."""
-        places = iter(flat.split([self.cuts[index].numel(rank) for rank in range(self.world) for index in self.mine]))
+    def _copy_parts(self, wholes: Sequence[torch.Tensor], flat: torch.Tensor, copy: Callable[..., object]) -> None:
+        """Call `copy(part, chunk)` with each part of the whole tensors and its chunk of `flat`, which is exchanged."""
+        chunks = iter(flat.split([self.cuts[index].numel(rank) for rank in range(self.world) for index in self.mine]))
         for rank in range(self.world):
             for index, whole in zip(self.mine, wholes, strict=True):
-                act(self.cuts[index].part(whole, rank), next(places))
+                copy(self.cuts[index].part(whole, rank), next(chunks))
 
     def _exchange(self, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
         if self.world == 1:
             return sent
         received = sent.new_empty(sum(expected))
         width = sent.dtype.itemsize  # as bytes: backends support different dtypes
-        scaled = partial(map, width.__mul__)
+        input_splits, output_splits = [width * size for size in sizes], [width * size for size in expected]
         dist.all_to_all_single(
-            received.view(torch.uint8), sent.view(torch.uint8), [*scaled(expected)], [*scaled(sizes)], group=self.group
+            received.view(torch.uint8), sent.view(torch.uint8), output_splits, input_splits, group=self.group
         )
         return received
