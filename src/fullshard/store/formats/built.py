@@ -1,42 +1,40 @@
-"""What the calls in a pickle are known to give: dicts, tuples, numbers, and where in a file a tensor lies.
+"""The results of decoding a pickle (`pickled.py`): plain values, and records of tensors, classes and calls.
 
-Nothing here imports anything, calls what it is given, or makes more than it is given.
+Nothing here imports a module, calls anything that a pickle names, or allocates more than its arguments take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
-class Named:
+class Global:
     """A class or function that a pickle names."""
 
     name: str
 
 
 @dataclass(eq=False)
-class Made:
-    """What a pickle would make by calling `name`: never called.
+class Call:
+    """A call in a pickle, recorded but never executed.
 
     Attributes:
-        name: dotted, of the class or function.
-        given: the arguments.
-        state: what its attributes would be set to, usually a dict; None: not said.
-        items: what would be put into it as a dict or list.
+        name: dotted name of the class or function.
+        arguments: its arguments.
+        state: the state to set on the result, usually a dict of attributes; None: none is set.
     """
 
     name: str
-    given: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()
     state: Any = None
-    items: list[Any] = field(default_factory=list)
 
     def attribute(self, name: str) -> Any:
-        """An attribute's value; None where the state does not have it. A (dict, slots) pair is looked through."""
+        """An attribute's value in the state, which is a dict or a pair (dict, slots); None if it is absent."""
         for part in self.state if isinstance(self.state, tuple) else (self.state,):
             if isinstance(part, dict) and name in part:
                 return part[name]
@@ -45,11 +43,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: a view of a record's elements. Offsets, strides and sizes in elements.
+    """A tensor in a file: a strided view of a record. Offsets, sizes and strides in elements.
 
     Attributes:
-        key: of the record.
-        numel: of the record.
+        key: the record's name.
+        numel: the record's size.
     """
 
     key: str
@@ -62,12 +60,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Sharded:
-    """One rank's part of a tensor whose elements several files hold.
+    """One rank's part of a tensor that is split over several files.
 
     Attributes:
         shape, dtype: of the whole tensor.
-        parts: what this file holds: for each rectangle the offset and size of every dim, and where it is.
-        world: ranks that hold parts.
+        parts: the rectangles in this file: offsets and sizes on every dim, and the tensor that holds the elements.
+        world: the number of parts in all files.
     """
 
     shape: tuple[int, ...]
@@ -78,26 +76,26 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Storage:
-    """A record that tensors are views of; dtype None: bytes, of which the tensor says the dtype."""
+    """A record that tensors are views of; dtype None: untyped bytes, whose dtype each tensor gives."""
 
     key: str
     numel: int
     dtype: torch.dtype | None
 
 
-def key_of(one: Any) -> Any:
-    """What may be a key: hashing what is nested could take for ever."""
-    if type(one) not in (str, int, float, bool, bytes, type(None)):
-        raise TypeError(f"a key that is a {type(one).__name__}")
-    return one
+def checked_key(key: Any) -> Any:
+    """A dict key or set item of a plain type: hashing nested containers could take forever."""
+    if type(key) not in (str, int, float, bool, bytes, type(None)):
+        raise TypeError(f"a key of type {type(key).__name__}")
+    return key
 
 
-def build(function: Any, given: tuple[Any, ...]) -> Any:
-    """What calling a named function is known to give; a `Made` for all others."""
-    if not isinstance(function, Named):
-        return Made("(something that is no name)", given)
-    known = BUILDERS.get(function.name)
-    return Made(function.name, given) if known is None else known(*given)
+def build(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """The result of calling one of `BUILDERS`; a `Call` for any other function."""
+    if not isinstance(function, Global):
+        return Call("(something that is not a class or function)", arguments)
+    builder = BUILDERS.get(function.name)
+    return Call(function.name, arguments) if builder is None else builder(*arguments)
 
 
 def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> Stored:
@@ -120,38 +118,37 @@ def _tensor_of_bytes(
 
 def _stored(storage: Storage, numel: int, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Stored:
     shape, stride = tuple(shape), tuple(stride)
-    whole = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(type(one) is not int or not 0 <= one < 2**63 for one in whole):
-        raise ValueError("a tensor without shape, stride or offset")
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise ValueError("a tensor with an invalid shape, stride or offset")
     return Stored(storage.key, numel, dtype, offset, shape, stride)
 
 
 def _ordered(pairs: Any = ()) -> dict[Any, Any]:
-    return {key_of(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
-
-
-def _default(_factory: Any = None, pairs: Any = ()) -> dict[Any, Any]:
-    return _ordered(pairs)
+    return {checked_key(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
 
 
 def _text(text: str, encoding: str = "utf-8") -> bytes:
-    if encoding not in ("utf-8", "latin1"):  # others' names would be looked for among Python's modules
-        raise ValueError("bytes of an unknown encoding")
+    if encoding not in ("utf-8", "latin1"):  # Python imports a module of the encoding's name
+        raise ValueError("bytes in an unsupported encoding")
     return text.encode(encoding)
 
 
-def _of_type(function: Any, _kind: Any, given: tuple[Any, ...], state: Any) -> Any:
-    """A tensor of a class of its own, or with attributes: plain where the class is one of PyTorch's plain ones."""
-    if isinstance(_kind, Named) and _kind.name in ("torch.Tensor", "torch._tensor.Tensor", *_PARAMETERS):
-        return build(function, tuple(given))
-    return Made(_kind.name if isinstance(_kind, Named) else "(a tensor's class)", tuple(given), state)
+_PLAIN_CLASSES = (
+    "torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
+)  # fmt: skip
 
 
-_PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+def _from_type(function: Any, cls: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """A tensor with Python attributes, or of a subclass: attributes of PyTorch's own classes are dropped."""
+    if isinstance(cls, Global) and cls.name in _PLAIN_CLASSES:
+        return build(function, tuple(arguments))
+    return Call(cls.name if isinstance(cls, Global) else "(a tensor's class)", tuple(arguments), state)
+
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _ordered,
-    "collections.defaultdict": _default,
+    "collections.defaultdict": lambda _factory=None, pairs=(): _ordered(pairs),
     "collections.Counter": _ordered,
     "torch.Size": tuple,
     "torch.device": lambda kind="cpu", index=None: kind if index is None else f"{kind}:{index}",
@@ -160,22 +157,24 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
     "_codecs.encode": _text,
-    **{f"{module}.set": lambda items=(): set(map(key_of, items)) for module in ("builtins", "__builtin__")},
-    **{f"{module}.frozenset": lambda items=(): frozenset(map(key_of, items)) for module in ("builtins", "__builtin__")},
-    **{f"{module}.complex": complex for module in ("builtins", "__builtin__")},
+    **dict.fromkeys(("builtins.set", "__builtin__.set"), lambda items=(): set(map(checked_key, items))),
+    **dict.fromkeys(
+        ("builtins.frozenset", "__builtin__.frozenset"), lambda items=(): frozenset(map(checked_key, items))
+    ),
+    **dict.fromkeys(("builtins.complex", "__builtin__.complex"), complex),
 }
-"""What is built, by name."""
+"""The functions whose calls are evaluated, by the name that a pickle uses."""
 
-DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-_OLD = {
+_TYPED = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
 }  # fmt: skip
 STORAGES: dict[str, torch.dtype | None] = {
-    **{f"torch.{name}Storage": dtype for name, dtype in _OLD.items()},
+    **{f"torch.{name}Storage": dtype for name, dtype in _TYPED.items()},
     "torch.storage.UntypedStorage": None,
 }

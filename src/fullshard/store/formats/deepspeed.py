@@ -30,7 +30,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..source import MODEL, OPTIMIZER, Entry, checked_shape
 from .archive import Archive
-from .built import Made, Stored
+from .built import Call, Stored
 from .pieced import PiecedSource, Run
 from .state import State
 
@@ -107,7 +107,7 @@ class DeepSpeedSource(PiecedSource):
 
     def _check(self, rank: int, flat: Mapping[str, Any]) -> None:
         stage, parts = flat.get("zero_stage"), flat.get("partition_count")
-        stage = stage.given[0] if isinstance(stage, Made) and stage.given else stage
+        stage = stage.arguments[0] if isinstance(stage, Call) and stage.arguments else stage
         if stage != 3:
             raise CheckpointError(f"{self._path} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=stage)
         if isinstance(parts, int) and parts != self._world:

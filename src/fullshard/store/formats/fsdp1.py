@@ -19,7 +19,7 @@ import torch
 from ...errors import CheckpointError
 from ..source import MODEL, Entry
 from .archive import Archive
-from .built import Made, Sharded, Stored
+from .built import Call, Sharded, Stored
 from .pieced import PiecedSource, Run
 from .state import State
 
@@ -122,7 +122,7 @@ class PerRankSource(PiecedSource):
         self._add(name, runs, Entry(sharded.shape, sharded.dtype))
 
 
-def sharded_tensor(made: Made) -> Sharded | None:
+def sharded_tensor(made: Call) -> Sharded | None:
     """A ShardedTensor's state, read as data; None: it is something else.
 
     Raises:

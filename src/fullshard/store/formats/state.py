@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
 from ..source import MODEL, MOST_NAME, OPTIMIZER, state_path
-from .built import Made, Named, Sharded, Stored
+from .built import Call, Global, Sharded, Stored
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
@@ -35,7 +35,7 @@ UNNAMED = (
 )
 
 
-def nothing(made: Made) -> Any:
+def nothing(made: Call) -> Any:
     """No class is understood."""
     return None
 
@@ -56,7 +56,7 @@ class State:
 
     what: str
     show: Callable[[str, Stored], torch.Tensor]
-    understand: Callable[[Made], Any] = nothing
+    understand: Callable[[Call], Any] = nothing
     tensors: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     count: int = 0
@@ -155,14 +155,14 @@ class State:
 
     def understood(self, value: Any, path: str) -> Any:
         """What a class stands for; all others as they are."""
-        if isinstance(value, Made):
+        if isinstance(value, Call):
             if value.name == "argparse.Namespace" and isinstance(value.state, dict):
                 return value.state
             meaning = self.understand(value)
             if meaning is None:
                 raise refused(self.what, value.name, path)
             return meaning
-        if isinstance(value, Named):
+        if isinstance(value, Global):
             raise refused(self.what, value.name, path)
         return value
 
