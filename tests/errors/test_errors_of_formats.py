@@ -86,14 +86,14 @@ ASKED = [
     ),
     (
         lambda f: CheckpointSink(f, ENTRIES, {}),
-        "CheckpointError: There is something where a checkpoint is",
+        "CheckpointError: The path of a new checkpoint already exists",
     ),
     (
         lambda f: CheckpointSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
         "CheckpointError: A tensor does not match its entry",
     ),
     (lambda f: CheckpointSink(f / "a", ENTRIES, {}).finish(), "CheckpointError: Not all tensors were written"),
-    (DeepSpeedSource, "CheckpointError: is no folder that DeepSpeed wrote"),
+    (DeepSpeedSource, "CheckpointError: is not a DeepSpeed checkpoint"),
 ]
 
 
@@ -165,18 +165,18 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (put("a/rank-0.safetensors"), "CheckpointError: is an incomplete checkpoint: it has no manifest.json"),
     (lambda f: (f / "a" / SAVING).mkdir(parents=True), "CheckpointError: has no complete checkpoint"),
     (put("a/notes.txt"), "CheckpointError: is not a checkpoint of a known format ... notes.txt"),
-    (truncated, "CheckpointError: is no whole zip file (File is not a zip file)"),
+    (truncated, "CheckpointError: is not a complete zip file (File is not a zip file)"),
     (too_short, "CheckpointError: is truncated ... 1,001,536 bytes"),
-    (lambda f: (f / "a" / ".metadata").mkdir(parents=True), "CheckpointError: There is no checkpoint here"),
+    (lambda f: (f / "a" / ".metadata").mkdir(parents=True), "CheckpointError: There is no complete checkpoint here"),
     (whole_models, "CheckpointError: has 2 files of torch.save, none with parts of sharded tensors"),
-    (lambda f: parts(f, more=2), "CheckpointError: is of another checkpoint than the other files"),
-    (columns, "CheckpointError: a tensor is cut on another dim than the first"),
+    (lambda f: parts(f, more=2), "CheckpointError: belongs to a different checkpoint than the"),
+    (columns, "CheckpointError: a tensor is sharded on a dim other than the first"),
     (lambda f: archive(f / "a", b"(iposix\nsystem\n."), "CheckpointError: the pickle uses INST, an opcode"),
     (no_storage, "CheckpointError: refers to something other than a tensor's storage"),
     (saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}), "CheckpointError: the state of an optimizer is"),
-    (lambda f: parts(f, key="average"), "CheckpointError: a sharded tensor that is of no model or optimizer"),
+    (lambda f: parts(f, key="average"), "CheckpointError: a sharded tensor belongs to neither the model"),
     (saved({"weight": torch.ones(4, dtype=torch.complex64).conj()}), "CheckpointError: a conjugated or negated view"),
-    (saved(["nothing", "of", "a", "model"]), "CheckpointError: holds no state dict"),
+    (saved(["nothing", "of", "a", "model"]), "CheckpointError: does not contain a state dict"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_converted(tmp_path, row):
 def test_a_file_of_a_machine_of_another_byte_order(tmp_path, monkeypatch):
     saved(WHOLE)(tmp_path)
     monkeypatch.setattr(sys, "byteorder", "big")
-    with raises("CheckpointError: was written on a machine of another byte order"):
+    with raises("CheckpointError: was written on a machine with a different byte order"):
         converted(tmp_path)
 
 
@@ -234,20 +234,20 @@ CHANGED: list[tuple[str, Callable[[Content], object], str]] = [
     (
         "optim",
         lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].append(torch.ones(3)),
-        "CheckpointError: has other groups of weights than of parameters",
+        "CheckpointError: has different numbers of parameter groups and flat groups",
     ),
-    ("model", frozen_of_another_size, "CheckpointError: a part of a frozen parameter has another size"),
+    ("model", frozen_of_another_size, "CheckpointError: a partition has the wrong size"),
     (
         "model",
         lambda content: content["module"].update({"more.weight": torch.ones(3)}),
-        "CheckpointError: does not say what a parameter is",
+        "CheckpointError: has no elements of a parameter",
     ),
     (
         "model",
         lambda content: content["module"].update(dict.fromkeys(content["buffer_names"], 7)),
-        "CheckpointError: has something else in place of a tensor",
+        "CheckpointError: has a value that is not a tensor in place of one",
     ),
-    ("model", buffer_that_is_a_parameter, "CheckpointError: says twice what a tensor is"),
+    ("model", buffer_that_is_a_parameter, "CheckpointError: has two tensors of the same name"),
 ]
 
 

@@ -98,11 +98,12 @@ def shorter(content: Any) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
-    "shorter-another size": (shorter, "another size"),
+    "shorter-wrong size": (shorter, "wrong size"),
     "stage-not written by ZeRO-3": (
         lambda content: content["optimizer_state_dict"].update(zero_stage=2), "not written by ZeRO-3"),
-    "fewer-not built as": (lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].pop(), "not built as"),
-    "nothing": (lambda content: content.clear(), "not built as"),
+    "fewer-structure of ZeRO-3": (
+        lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].pop(), "structure of ZeRO-3"),
+    "nothing": (lambda content: content.clear(), "structure of ZeRO-3"),
 }  # fmt: skip
 
 

@@ -144,7 +144,7 @@ ATTACKS = {
     "storage": (under("w", call("torch.storage", "UntypedStorage", 10**12)), FLOATS, "UntypedStorage"),
     "tensor": (under("w", call("torch", "FloatTensor", 10**12)), FLOATS, "FloatTensor"),
     "getattr": (under("w", call("builtins", "getattr", "x")), FLOATS, "getattr"),
-    "record too short": (under("w", tensor(4000, (2, 2), (2, 1))), FLOATS, "another size"),
+    "record too short": (under("w", tensor(4000, (2, 2), (2, 1))), FLOATS, "wrong size"),
     "no record": (under("w", tensor(4, (2, 2), (2, 1))), {}, "no record"),
     "view beyond": (under("w", tensor(4, (2, 2), (2, 1), 1)), FLOATS, "beyond its record"),
     "negative stride": (under("w", tensor(4, (2, 2), (-2, 1), 3)), FLOATS, "damaged"),
@@ -174,7 +174,7 @@ def test_sizes_are_checked_and_nothing_is_called(tmp_path: Path, attack: str) ->
 def test_what_is_nested_without_end_is_refused(tmp_path: Path, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fullshard.store.formats.state.MOST", 10_000)
     torch.save(made(), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"nested too deeply|holds too much"):
+    with pytest.raises(CheckpointError, match=r"nested too deeply|too many values"):
         TorchFileSource(tmp_path / "a.pt")
 
 
@@ -185,13 +185,13 @@ def test_zip_files_that_torch_does_not_write_are_refused(tmp_path: Path) -> None
     data = path.read_bytes()
     for size in (len(data) - 1, len(data) // 2, 40):
         path.write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match="no whole zip file"):
+        with pytest.raises(CheckpointError, match="not a complete zip file"):
             TorchFileSource(path)
     with pytest.raises(CheckpointError, match="compressed"):
         TorchFileSource(archive(path, good, {"0": bytes(16)}, compression=zipfile.ZIP_DEFLATED))
     with zipfile.ZipFile(path, "w") as made:
         made.writestr("x/readme", "hello")
-    with pytest.raises(CheckpointError, match=r"none of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"not one of torch\.save"):
         TorchFileSource(path)
     with zipfile.ZipFile(archive(path, good, FLOATS), "a") as made, pytest.warns(UserWarning, match="Duplicate"):
         made.writestr("archive/data/0", bytes(16))
@@ -205,7 +205,7 @@ def test_records_that_lie_on_one_another_are_refused(tmp_path: Path) -> None:
     first, second = (data.index(b"PK\1\2", at) for at in (data.index(b"archive/data/0", 300) - 60, len(data) - 90))
     data[second + 42 : second + 46] = data[first + 42 : first + 46]  # where the record begins
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="on one another"):
+    with pytest.raises(CheckpointError, match="records overlap"):
         TorchFileSource(path)
 
 

@@ -21,7 +21,7 @@ from ..store.formats.deepspeed import DeepSpeedSource, is_deepspeed
 from ..store.formats.fsdp1 import PerRankSource, is_per_rank
 from ..store.formats.own import CheckpointSink, CheckpointSource
 from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
-from ..store.formats.torch_file import SAVING, TorchFileSink, TorchFileSource
+from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSink, TorchFileSource
 from ..store.metadata import NAME as METADATA
 from ..store.source import Entry, Sink, Source
 from ..store.storage import MANIFEST, LocalStorage
@@ -29,7 +29,6 @@ from ..store.write import RANK_FILE, file_of
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")
 """The formats that can be written."""
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def kind_of(path: Path) -> str:
@@ -155,7 +154,7 @@ def kind_to_write(path: Path, to: str | None) -> str:
         if kind not in WRITTEN:
             raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
         return kind
-    if path.suffix in TORCH_SUFFIXES:
+    if path.suffix in SUFFIXES:
         return "torch"
     return "safetensors" if path.suffix == ".safetensors" else "fullshard"
 

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), for its readers: records of `torch.save`, and `.metadata`."""
+"""Writes folders of `torch.distributed.checkpoint` (DCP): records of `torch.save`, and `.metadata`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FILE = "__0_0.distcp"
 
 
 class DcpSink(OneFileSink):
-    """A folder of DCP's, of one nested state dict: `model`, `optimizer` as PyTorch's programs have it, and values.
+    """A DCP folder with one nested state dict: `model`, `optimizer` as PyTorch programs save it, and values.
 
     Args:
         path, entries: see `FolderSink`.
-        values: what is not a tensor: `optimizer` (`param_groups`, `scalars`), `state`, and others by name.
-        ties: see `Source`. DCP has no ties: both names have one place.
+        values: everything else: `optimizer` (`param_groups`, `scalars`), `state`, and others by name.
+        ties: see `Source`. DCP has no ties: both names refer to the same bytes.
     """
 
     def __init__(
@@ -49,43 +49,44 @@ class DcpSink(OneFileSink):
         self._parameters = {name for group in groups for name in group["params"]}
 
     def _append(self, tensor: torch.Tensor) -> None:
-        whole = tensor.detach().contiguous()
-        if whole.untyped_storage().nbytes() != whole.numel() * whole.element_size():
-            whole = whole.clone()  # `torch.save` writes whole storages
-        torch.save(whole, self._file)
+        contiguous = tensor.detach().contiguous()
+        if contiguous.untyped_storage().nbytes() != contiguous.nbytes:
+            contiguous = contiguous.clone()  # `torch.save` writes whole storages
+        torch.save(contiguous, self._file)
 
     def _path_of(self, name: str) -> tuple[Any, ...]:
-        """The keys that lead to a tensor in the nested state dict."""
+        """The path of a tensor in the nested state dict."""
         if name.startswith(MODEL):
             return "model", name.removeprefix(MODEL)
         path = state_path(name, self._parameters) if name.startswith(OPTIMIZER) else None
         return (name,) if path is None else ("optimizer", "state", *path)
 
     def _end(self) -> None:
-        listed: dict[str, Any] = {}
+        descriptions: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         paths = {name: self._path_of(name) for name in (*self._entries, *self._ties)}
         for name in paths:
             part = self._stored[self._ties.get(name, name)]
             entry, corner = self._entries[part.name], torch.Size(part.offsets)
             chunk = ChunkStorageMetadata(corner, torch.Size(part.sizes))
-            listed[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), [chunk])
+            properties = TensorProperties(dtype=entry.dtype)
+            descriptions[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), [chunk])
             places[MetadataIndex(name, corner)] = StorageInfo(_FILE, part.begin, part.nbytes)
         for path, value in self._values.items():
             name = ".".join(map(str, path))
             begin = self._file.tell()
             torch.save(value, self._file)
-            paths[name], listed[name] = path, BytesStorageMetadata()
+            paths[name], descriptions[name] = path, BytesStorageMetadata()
             places[MetadataIndex(name)] = StorageInfo(_FILE, begin, self._file.tell() - begin)
         self._file.flush()
         sync(self.folder / _FILE)
-        metadata = Metadata(state_dict_metadata=listed, planner_data=paths, storage_data=places)
+        metadata = Metadata(state_dict_metadata=descriptions, planner_data=paths, storage_data=places)
         metadata.version = CURRENT_DCP_VERSION
         write_synced(self.folder / METADATA, pickle.dumps(metadata))
 
 
 def _by_path(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
-    """Values by the keys that lead to them in the nested state dict: settings of optimizers one by one."""
+    """Values by their paths in the nested state dict. Each optimizer setting is a value."""
     optimizer = values.get("optimizer", {})
     by_path: dict[tuple[Any, ...], Any] = {
         ("optimizer", "param_groups", number, key): value
@@ -94,6 +95,6 @@ def _by_path(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     }
     for parameter, scalars in optimizer.get("scalars", {}).items():
         by_path |= {("optimizer", "state", parameter, key): value for key, value in scalars.items()}
-    for key, value in values.get("state", {}).items():  # what modules add to a state dict is with the model
+    for key, value in values.get("state", {}).items():  # modules' extra state belongs to the model
         by_path[("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)] = value
     return by_path | {(key,): value for key, value in values.items() if key not in ("optimizer", "state")}

@@ -1,16 +1,17 @@
-"""Folders of files that each rank wrote by `torch.save`, of PyTorch's first FSDP: SHARDED_STATE_DICT.
+"""Folders with one file of `torch.save` per rank: PyTorch FSDP1's SHARDED_STATE_DICT. Read only.
 
-FULL_STATE_DICT is one file of `torch.save`, and a SHARDED_STATE_DICT that DCP saved is a folder of DCP; both are read
-elsewhere. LOCAL_STATE_DICT is refused: it holds flat parameters, which do not say what they are made of.
+A FULL_STATE_DICT is a single file (`torch_file.py`), and a SHARDED_STATE_DICT that DCP saved is a DCP folder. A
+LOCAL_STATE_DICT is refused: it holds flat parameters, and does not record which parameters they consist of.
 
-Files of `torch.save` that hold ShardedTensors are not for `torch.load(weights_only=True)`, as they say that `getattr`
-be called: here they are read as data, see `pickled.py`, and process groups are not needed.
+`torch.load(weights_only=True)` rejects ShardedTensors, because their pickles call `getattr`. Here pickles are decoded
+as data (`pickled.py`), and no process group is needed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,30 @@ from ...errors import CheckpointError
 from ..source import MODEL, Entry
 from .archive import Archive
 from .built import Call, Sharded, Stored
-from .pieced import PiecedSource, Run
+from .pieced import Piece, PiecedSource
 from .state import State
+from .torch_file import SUFFIXES
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 FLAT = "_flat_param"
-"""The name of a parameter that others lie in."""
+"""FSDP1's name for a flat parameter."""
 
 
 def is_per_rank(path: Path) -> bool:
-    """Whether a folder holds files of `torch.save`, and nothing that says that it is of another format."""
-    return path.is_dir() and bool(_files(path))
+    """Whether a folder contains files of `torch.save`."""
+    return bool(_files(path))
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(one for one in path.iterdir() if one.suffix in (".pt", ".pth", ".bin") and one.is_file())
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 class PerRankSource(PiecedSource):
-    """A folder of files, one a rank, with ShardedTensors in them.
+    """A folder with one file of ShardedTensors per rank.
 
     Args:
-        path: of the folder.
-        model_only: leave everything else out.
+        path: the folder.
+        model_only: read only parameters and buffers.
 
     Raises:
         CheckpointError: parts are missing, or parameters are flat.
@@ -69,26 +71,26 @@ class PerRankSource(PiecedSource):
         flat = [name for name in read if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
         if flat:
             raise CheckpointError(
-                f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
+                f"{self._path} contains flat parameters (LOCAL_STATE_DICT), which do not name the parameters in them.",
                 parameter=flat[0].removeprefix(MODEL),
-                remedy="load it with PyTorch's FSDP, wrapped as it was, and save a FULL or SHARDED state dict",
+                remedy="load it with PyTorch's FSDP, wrapped the same way, and save a FULL or SHARDED state dict",
             )
         for name in read:
-            self._read_named(name, [of_file.get(name) for of_file in tensors])
+            self._add_merged(name, [of_file.get(name) for of_file in tensors])
         if self._model_only:
             return
         self.values = states[0].values
         if "warning" in self.values.get("optimizer", {}):
             raise CheckpointError(
-                f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
+                f"{self._path}: optimizer state refers to each rank's own parts by number, and cannot be merged.",
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
             )
 
-    def _read_named(self, name: str, of_files: Sequence[Stored | Sharded | None]) -> None:
-        """Add a tensor that is whole in a file, or of which files have rows: what each has of it is in `of_files`."""
+    def _add_merged(self, name: str, tensors: Sequence[Stored | Sharded | None]) -> None:
+        """Add a tensor, given its contents in each file: the whole tensor, some of its rows, or nothing."""
         sharded: Sharded | None = None
-        parts: dict[int, tuple[int, Run]] = {}  # by their first row: how many, and where they are
-        for archive, tensor in zip(self._archives, of_files, strict=True):
+        parts: dict[int, tuple[int, Piece]] = {}  # first row -> the number of rows, and their elements
+        for archive, tensor in zip(self._archives, tensors, strict=True):
             if isinstance(tensor, Stored):
                 self._add_whole(name, archive, tensor)
                 return
@@ -96,51 +98,54 @@ class PerRankSource(PiecedSource):
                 continue
             sharded = sharded or tensor
             if (tensor.shape, tensor.dtype) != (sharded.shape, sharded.dtype):
-                raise CheckpointError(f"{archive.path} is of another checkpoint than the other files.", parameter=name)
+                raise CheckpointError(
+                    f"{archive.path} belongs to a different checkpoint than the other files.", parameter=name
+                )
             for offsets, sizes, stored in tensor.parts:
                 archive.check(name, stored)
                 if any(offsets[1:]) or sizes[1:] != tensor.shape[1:] or not _contiguous(stored):
                     raise CheckpointError(
-                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name
+                        f"{archive.path}: a tensor is sharded on a dim other than the first.", parameter=name
                     )
-                line = Stored(stored.key, stored.numel, stored.dtype, stored.offset, (math.prod(sizes),), (1,))
-                parts.setdefault(offsets[0], (sizes[0], Run(archive, line, 0, math.prod(sizes))))
+                flat = replace(stored, shape=(math.prod(sizes),), stride=(1,))
+                parts.setdefault(offsets[0], (sizes[0], Piece(archive, flat)))
         assert sharded is not None
-        at = 0
-        for start, (rows, _) in sorted(parts.items()):
-            if start != at:
+        pieces: list[Piece] = []
+        next_row = 0
+        for first_row, (rows, piece) in sorted(parts.items()):
+            if first_row != next_row:
                 break
-            at += rows
-        if at != sharded.shape[0]:
+            pieces.append(piece)
+            next_row += rows
+        if next_row != sharded.shape[0]:
             raise CheckpointError(
                 f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
                 parameter=name,
                 expected=f"{sharded.world} parts",
                 got=f"{len(parts)} parts",
             )
-        runs = [run for _, (_, run) in sorted(parts.items())]
-        self._add(name, runs, Entry(sharded.shape, sharded.dtype))
+        self._add(name, pieces, Entry(sharded.shape, sharded.dtype))
 
 
-def sharded_tensor(made: Call) -> Sharded | None:
-    """A ShardedTensor's state, read as data; None: it is something else.
+def sharded_tensor(call: Call) -> Sharded | None:
+    """The contents of a pickled ShardedTensor; None for any other class.
 
     Raises:
-        TypeError: its state is built in another way than PyTorch 2.13's.
+        TypeError: its state differs from that of PyTorch 2.13.
     """
-    if made.name != SHARDED_TENSOR:
+    if call.name != SHARDED_TENSOR:
         return None
-    shards, metadata = made.state[:2]
+    shards, metadata = call.state[:2]
     parts = []
     for shard in shards:
-        tensor, where = shard.attribute("tensor"), shard.attribute("metadata")
-        offsets, sizes = _integers(where.attribute("shard_offsets")), _integers(where.attribute("shard_sizes"))
+        tensor, box = shard.attribute("tensor"), shard.attribute("metadata")
+        offsets, sizes = _integers(box.attribute("shard_offsets")), _integers(box.attribute("shard_sizes"))
         if not isinstance(tensor, Stored) or tensor.shape != sizes:
-            raise TypeError("a shard's tensor has another shape than its metadata say")
+            raise TypeError("the shape of a shard differs from its metadata")
         parts.append((offsets, sizes, tensor))
     dtype = metadata.attribute("tensor_properties").state[0]
     if not isinstance(dtype, torch.dtype) or any(part[2].dtype != dtype for part in parts):
-        raise TypeError("a shard's tensor has another dtype than its metadata say")
+        raise TypeError("the dtype of a shard differs from its metadata")
     return Sharded(
         _integers(metadata.attribute("size")), dtype, tuple(parts), len(metadata.attribute("shards_metadata"))
     )

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: Fullshard's own, read and written; and those of `torch.distributed.checkpoint`, read."""
+"""Folders of checkpoints: reads and writes Fullshard's own, and reads those of `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ from .state import put_nested
 
 
 class CheckpointSource(Source):
-    """See the module's docstring, and `Source`.
+    """A checkpoint of Fullshard or DCP. See `Source`.
 
     Args:
-        path: a checkpoint; or a folder of Fullshard's checkpoints, of which the newest is meant.
+        path: a checkpoint; or a folder of Fullshard's checkpoints, of which the newest is read.
         hashes: see `Files`.
 
     Attributes:
-        files: what is read.
+        files: the checkpoint's files.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], hashes: bool = True) -> None:
-        where = Folder(path)
-        name = where.newest()
+        folder = Folder(path)
+        name = folder.newest()
         if name is None:
-            raise CheckpointError("There is no checkpoint here.", got=str(path))
-        self.files = Files(LocalStorage(where.at(name)), hashes)
+            raise CheckpointError("There is no complete checkpoint here.", got=str(path))
+        self.files = Files(LocalStorage(folder.at(name)), hashes)
         index, manifest = self.files.index, self.files.manifest
-        self._prefix = "" if any(n.startswith((MODEL, OPTIMIZER)) for n in index.entries) else MODEL
+        prefixes = (MODEL, OPTIMIZER)
+        self._prefix = "" if any(n.startswith(prefixes) for n in index.entries) else MODEL
         ties: Mapping[str, str] = {} if manifest is None else manifest.ties
         self.ties = {self._prefix + name: self._prefix + first for name, first in ties.items()}
         if manifest is None:
             self.entries = {self._prefix + n: entry for n, entry in index.entries.items()}
             self.values = self._nested()
         else:
-            prefixes = (MODEL, OPTIMIZER)
             self.entries = {n: e for n, e in index.entries.items() if n.startswith(prefixes) and n not in ties}
             ranks = [from_json(v, partial(self.files.read_of_rank, r)) for r, v in enumerate(manifest.ranks)]
             self.values = {"step": manifest.step, **from_json(manifest.values, self.files.read)}
             self.values |= {"ranks": ranks} if ranks else {}
 
     def _nested(self) -> dict[str, Any]:
-        """What is not a tensor, as `Source.values` has it, by the keys that led to it."""
+        """The values of a DCP checkpoint, as in `Source.values`."""
         state: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
         values: dict[str, Any] = {"state": state, "optimizer": optimizer}
@@ -91,17 +91,17 @@ class CheckpointSource(Source):
 
 
 class FolderSink(Sink):
-    """A folder, written beside its path and put in its place by one rename. See `Sink`.
+    """A folder, written under a temporary name and renamed to its path. See `Sink`.
 
     Args:
         path: the folder, which must not exist.
         entries: all tensors.
 
     Attributes:
-        folder: where files are until `finish`: others that are put there become part of the checkpoint.
+        folder: the temporary folder; all files in it become part of the checkpoint.
 
     Raises:
-        CheckpointError: something is there.
+        CheckpointError: the path exists.
     """
 
     def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, Entry]) -> None:
@@ -109,11 +109,11 @@ class FolderSink(Sink):
         self._path = Path(path).absolute()
         self._refuse_existing()
         self.folder = self._path.with_name(f".{self._path.name}.saving-{secrets.token_hex(4)}")
-        self._made_folders = make_folders(self.folder)
+        self._created_folders = make_folders(self.folder)
 
     def _refuse_existing(self) -> None:
         if self._path.exists():
-            raise CheckpointError("There is something where a checkpoint is to be written.", got=str(self._path))
+            raise CheckpointError("The path of a new checkpoint already exists.", got=str(self._path))
 
     def finish(self) -> None:
         super().finish()
@@ -122,11 +122,11 @@ class FolderSink(Sink):
 
     def abort(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        remove_empty(self._made_folders)
+        remove_empty(self._created_folders)
 
 
 class OneFileSink(FolderSink):
-    """A folder with one file of tensors, one after the other, and what is written after them. See `FolderSink`.
+    """A folder in which one file contains all tensors, in order. See `FolderSink`.
 
     Args:
         path, entries: see `FolderSink`.
@@ -162,11 +162,11 @@ class OneFileSink(FolderSink):
 
 
 class CheckpointSink(OneFileSink):
-    """A checkpoint, as one rank saves it. See `OneFileSink`.
+    """A Fullshard checkpoint, as saved with one rank. See `OneFileSink`.
 
     Args:
         path, entries: see `FolderSink`.
-        values: what is not a tensor: `step`, `optimizer` (`param_groups`, `scalars`), `state`.
+        values: everything else: `step`, `optimizer` (`param_groups`, `scalars`), `state`.
         ties: see `Source`.
     """
 
@@ -177,7 +177,7 @@ class CheckpointSink(OneFileSink):
         values: Mapping[str, Any],
         ties: Mapping[str, str] | None = None,
     ) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}  # in the values
+        self._tensors: dict[str, torch.Tensor] = {}  # the values' tensors
         optimizer = values.get("optimizer", {})
         values_as_json = {
             "optimizer": {
@@ -201,8 +201,8 @@ class CheckpointSink(OneFileSink):
         )
         self._stream = Hashed(self._file)
         try:
-            listed = {key_of(n, (0,) * len(e.shape), e.shape): shown(e) for n, e in entries.items()}
-            self._stream.write(make_header(listed, {"format": "fullshard"})[0])
+            described = {key_of(n, (0,) * len(e.shape), e.shape): shown(e) for n, e in entries.items()}
+            self._stream.write(make_header(described, {"format": "fullshard"})[0])
         except BaseException:
             self.abort()
             raise

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors lie in runs in several files: what FSDP1's and DeepSpeed's have in common.
+"""Checkpoints whose tensors are split over several files: the common base of FSDP1's and DeepSpeed's formats.
 
 file of rank 0    [ weight 0 .. 7 | bias 0 .. 2 |pad]
 file of rank 1    [ weight 7 ..14 | bias 2 .. 3 |pad]
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +22,30 @@ from .built import Stored
 
 
 @dataclass(frozen=True)
-class Run:
-    """Elements [start, start + count) of a one-dimensional tensor in a file."""
+class Piece:
+    """A tensor in one of the files."""
 
     archive: Archive
     stored: Stored
-    start: int
-    count: int
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the run. One-dimensional."""
-        return self.archive.read(self.stored, (self.start + start,), (stop - start,))
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor that one file holds."""
-
-    archive: Archive
-    stored: Stored
+    def run(self, start: int, count: int) -> Piece:
+        """Elements [start, start + count) of a one-dimensional tensor."""
+        offset = self.stored.offset + start * self.stored.stride[0]
+        return Piece(self.archive, replace(self.stored, offset=offset, shape=(count,)))
 
 
 class PiecedSource(Source):
     """A checkpoint of several files of `torch.save`.
 
     Args:
-        path: of the folder.
+        path: the folder.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._archives: list[Archive] = []
-        self._where: dict[str, Sequence[Run] | Whole] = {}  # the runs that a tensor is made of, in order; checked
+        # By name: one piece with the whole tensor, or one-dimensional pieces that follow one another. Checked.
+        self._pieces: dict[str, Piece | Sequence[Piece]] = {}
         self.entries: dict[str, Entry] = {}
         self.values: Mapping[str, Any] = {}
         self.ties: dict[str, str] = {}
@@ -65,54 +57,53 @@ class PiecedSource(Source):
 
     @abstractmethod
     def _open(self) -> None:
-        """Open the files, and read what they say of tensors and values."""
+        """Open the files, and read the lists of tensors and the values."""
 
-    def _add(self, name: str, runs: Sequence[Run], entry: Entry) -> None:
+    def _add(self, name: str, pieces: Piece | Sequence[Piece], entry: Entry) -> None:
         if name in self.entries:
-            raise CheckpointError(f"{self._path} says twice what a tensor is.", parameter=name)
-        self._where[name], self.entries[name] = runs, entry
+            raise CheckpointError(f"{self._path} has two tensors of the same name.", parameter=name)
+        self._pieces[name], self.entries[name] = pieces, entry
 
     def _add_whole(self, name: str, archive: Archive, stored: Any) -> None:
-        """Add a tensor that one file holds."""
+        """Add a tensor that is whole in one file."""
         if not isinstance(stored, Stored):
-            raise CheckpointError(f"{archive.path} has something else in place of a tensor.", parameter=name)
+            raise CheckpointError(f"{archive.path} has a value that is not a tensor in place of one.", parameter=name)
         archive.check(name, stored)
-        self._add(name, (), Entry(stored.shape, stored.dtype))
-        self._where[name] = Whole(archive, stored)
+        self._add(name, Piece(archive, stored), Entry(stored.shape, stored.dtype))
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        place, shape = self._where[name], self.entries[name].shape
-        if isinstance(place, Whole):
-            return place.archive.read(place.stored, offsets, sizes)
+        pieces, shape = self._pieces[name], self.entries[name].shape
+        if isinstance(pieces, Piece):
+            return pieces.archive.read(pieces.stored, offsets, sizes)
         if not shape:
-            return _elements(place, 0, 1, self.entries[name].dtype).reshape(())
+            return _elements(pieces, 0, 1, self.entries[name].dtype).reshape(())
         offsets = [0] * len(shape) if offsets is None else offsets
         sizes = [full - at for full, at in zip(shape, offsets, strict=True)] if sizes is None else sizes
         row = math.prod(shape[1:])
         start, stop = offsets[0] * row, (offsets[0] + sizes[0]) * row
-        rows = _elements(place, start, stop, self.entries[name].dtype).reshape(sizes[0], *shape[1:])
+        rows = _elements(pieces, start, stop, self.entries[name].dtype).reshape(sizes[0], *shape[1:])
         for dim in range(1, len(shape)):
             rows = rows.narrow(dim, offsets[dim], sizes[dim])
         return rows
 
     def files_of(self, name: str) -> list[str]:
-        """Names of the files that hold an entry."""
-        place = self._where[name]
-        parts = [place] if isinstance(place, Whole) else place
-        return list(dict.fromkeys(part.archive.path.name for part in parts))
+        """The names of the files that hold an entry."""
+        pieces = self._pieces[name]
+        return [piece.archive.path.name for piece in ([pieces] if isinstance(pieces, Piece) else pieces)]
 
     def close(self) -> None:
         for archive in self._archives:
             archive.close()
 
 
-def _elements(runs: Sequence[Run], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Elements [start, stop) of what the runs are together. One-dimensional."""
+def _elements(pieces: Sequence[Piece], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements [start, stop) of the concatenated pieces. One-dimensional."""
     elements = torch.empty(stop - start, dtype=dtype, device="cpu")
-    at = 0  # where a run begins in the whole
-    for run in runs:
-        first, last = max(start, at), min(stop, at + run.count)
+    begin = 0  # of the piece, in the concatenation
+    for piece in pieces:
+        end = begin + piece.stored.shape[0]
+        first, last = max(start, begin), min(stop, end)
         if first < last:
-            elements[first - start : last - start] = run.read(first - at, last - at)
-        at += run.count
+            elements[first - start : last - start] = piece.archive.read(piece.stored, (first - begin,), (last - first,))
+        begin = end
     return elements

@@ -1,14 +1,14 @@
-"""What a nested state dict holds, under the names that checkpoints have here; and the nested state dict of such names.
+"""Converts nested state dicts of training scripts to entries and values of a `Source`, and back.
 
 {"model": {...}, "optimizer": {"state": {...}, "param_groups": [...]}, "epoch": 3, "rng": tensor}
 
-model.layers.0.weight                           tensors of the model, however deep they were nested
-optimizer.state.layers.0.weight.exp_avg         of the optimizer
+model.layers.0.weight                           tensors of the model, at any depth of nesting
+optimizer.state.layers.0.weight.exp_avg         tensors of the optimizer
 values["optimizer"]["param_groups"]             settings of the optimizer's groups
-values["optimizer"]["scalars"][parameter][key]  its state that is no tensor
-values["step"]                                  a number of that name
-values["state"]["epoch"]                        everything else, with the tensors that are in it
-values["state"]["model.norm._extra_state"]      what a module adds to a state dict that is no tensor
+values["optimizer"]["scalars"][parameter][key]  optimizer state that is not a tensor
+values["step"]                                  an integer of that name
+values["state"]["epoch"]                        everything else, including its tensors
+values["state"]["model.norm._extra_state"]      a module's extra state that is not a tensor
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
 GROUPS = "param_groups"
 DEEPEST = 64  # containers within containers
-MOST = 2_000_000  # tensors and values: one dict may be in a pickle a million times, and each is one more name
+MOST = 2_000_000  # tensors and values: a pickle can refer to the same dict a million times
 
 UNNAMED = (
-    "parameters of the optimizer's state have numbers in place of names, as the file does not say which is which; "
-    "an optimizer that was made of model.named_parameters() does"
+    "optimizer state has numbers in place of names, because the file does not record the names; "
+    "it does if the optimizer is created from model.named_parameters()"
 )
-
-
-def nothing(made: Call) -> Any:
-    """No class is understood."""
-    return None
 
 
 @dataclass(eq=False)
@@ -45,90 +40,86 @@ class State:
     """See the module's docstring.
 
     Args:
-        what: the file, for errors.
-        show: makes of a tensor in the file one for `values`.
-        understand: what a class that a library wraps its tensors in stands for; None: it is refused.
+        file: its name, for error messages.
+        read: reads a tensor in the file, for `values`.
+        decode_call: the value of an instance of a library's tensor class; None: the class is refused.
 
     Attributes:
         tensors: by name.
-        values: what is none of these.
+        values: everything else, see `Source`.
     """
 
-    what: str
-    show: Callable[[str, Stored], torch.Tensor]
-    understand: Callable[[Call], Any] = nothing
+    file: str
+    read: Callable[[str, Stored], torch.Tensor]
+    decode_call: Callable[[Call], Any] = lambda call: None
     tensors: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     count: int = 0
 
-    def add_model(self, model: Mapping[Any, Any]) -> None:
-        """A model's state dict, flat or nested."""
-        self._flatten(model, MODEL.removesuffix("."), 0)
-
-    def _flatten(self, tree: Mapping[Any, Any], path: str, depth: int) -> None:
-        for key, value in tree.items():
-            self.counted(depth)
-            name = f"{path}.{key}"
+    def add_model(self, model: Mapping[Any, Any], prefix: str = MODEL, depth: int = 0) -> None:
+        """Add a model's state dict, flat or nested."""
+        for key, value in model.items():
+            self._count(depth)
+            name = f"{prefix}{key}"
             if isinstance(value, dict) and not str(key).endswith("_extra_state"):
-                self._flatten(value, name, depth + 1)
+                self.add_model(value, f"{name}.", depth + 1)
             else:
-                self.add(name, value)
+                self._add(name, value)
 
-    def add(self, name: str, value: Any) -> None:
-        """A tensor, or what is in place of one."""
+    def _add(self, name: str, value: Any) -> None:
+        """Add a tensor, or a value in place of one."""
         if len(name) > MOST_NAME:
             raise CheckpointError(
-                f"{self.what}: the name of a tensor is too long to be one.",
+                f"{self.file}: the name of a tensor is too long.",
                 parameter=f"{name[:100]}...",
                 expected=f"at most {MOST_NAME} characters",
                 got=len(name),
             )
-        value = self.understood(value, name)
+        value = self._decoded(value, name)
         if isinstance(value, Stored | Sharded):
             if name in self.tensors:
-                raise CheckpointError(f"{self.what}: two tensors would have the same name.", parameter=name)
+                raise CheckpointError(f"{self.file}: two tensors have the same name.", parameter=name)
             self.tensors[name] = value
         else:
             self.values.setdefault("state", {})[name] = self.plain(value, name)
 
     def add_optimizer(self, optimizer: Mapping[Any, Any]) -> None:
-        """An optimizer's state dict: `state`, by name or number, and `param_groups`."""
+        """Add an optimizer's state dict: `state`, by name or number, and `param_groups`."""
         names = _names_by_number(optimizer[GROUPS])
-        into = self.values.setdefault("optimizer", {})
+        values = self.values.setdefault("optimizer", {})
         for key, state in optimizer["state"].items():
             name = names.get(key, key)
             if not isinstance(state, dict):
-                raise CheckpointError(f"{self.what}: the state of an optimizer is no dict.", parameter=str(name))
+                raise CheckpointError(f"{self.file}: the state of an optimizer is not a dict.", parameter=str(name))
             if not isinstance(name, str):
-                into["warning"] = UNNAMED
-            left = self._state_of_one(state, f"{OPTIMIZER}{name}", 0)
-            if left:
-                into.setdefault("scalars", {})[str(name)] = left
-        into[GROUPS] = []
+                values["warning"] = UNNAMED
+            if scalars := self._add_state(state, f"{OPTIMIZER}{name}", 0):
+                values.setdefault("scalars", {})[str(name)] = scalars
+        values[GROUPS] = []
         for index, group in enumerate(optimizer[GROUPS]):
             settings = {key: value for key, value in group.items() if key != "param_names" or not names}
             settings["params"] = [names.get(number, number) for number in group["params"]]
-            into[GROUPS].append(self.plain(settings, f"optimizer.{GROUPS}.{index}"))
+            values[GROUPS].append(self.plain(settings, f"optimizer.{GROUPS}.{index}"))
         for key in optimizer.keys() - {"state", GROUPS}:
-            into[str(key)] = self.plain(optimizer[key], f"optimizer.{key}")
+            values[str(key)] = self.plain(optimizer[key], f"optimizer.{key}")
 
-    def _state_of_one(self, state: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-        """Take the tensors, however nested; what is left."""
-        left: dict[str, Any] = {}
+    def _add_state(self, state: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        """Add the tensors of one parameter's state, at any depth; returns the values that are not tensors."""
+        scalars: dict[str, Any] = {}
         for key, value in state.items():
-            self.counted(depth)
-            name, value = f"{path}.{key}", self.understood(value, f"{path}.{key}")
+            self._count(depth)
+            name, value = f"{path}.{key}", self._decoded(value, f"{path}.{key}")
             if isinstance(value, Stored | Sharded):
-                self.add(name, value)
+                self._add(name, value)
             elif isinstance(value, dict) and value:
-                if inner := self._state_of_one(value, name, depth + 1):
-                    left[str(key)] = inner
+                if inner := self._add_state(value, name, depth + 1):
+                    scalars[str(key)] = inner
             else:
-                left[str(key)] = self.plain(value, name)
-        return left
+                scalars[str(key)] = self.plain(value, name)
+        return scalars
 
     def add_other(self, key: str, value: Any) -> None:
-        """Anything else of a checkpoint."""
+        """Add any other value of a checkpoint."""
         plain = self.plain(value, key)
         if key == "step" and type(plain) is int:
             self.values["step"] = plain
@@ -136,52 +127,56 @@ class State:
             self.values.setdefault("state", {})[key] = plain
 
     def plain(self, value: Any, path: str, depth: int = 0) -> Any:
-        """A value with everything in it shown.
+        """A value as plain Python objects and tensors.
 
         Raises:
-            CheckpointError: it holds a class, or is nested too deeply.
+            CheckpointError: it contains an instance of a class, or is nested too deeply.
         """
-        self.counted(depth)
-        value = self.understood(value, path)
+        self._count(depth)
+        value = self._decoded(value, path)
         if isinstance(value, Stored):
-            return self.show(path, value)
+            return self.read(path, value)
         if isinstance(value, Sharded):
-            raise CheckpointError(f"{self.what}: a sharded tensor that is of no model or optimizer.", parameter=path)
+            raise CheckpointError(
+                f"{self.file}: a sharded tensor belongs to neither the model nor the optimizer.", parameter=path
+            )
         if isinstance(value, dict):
             return {key: self.plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self.plain(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value))
         return value
 
-    def understood(self, value: Any, path: str) -> Any:
-        """What a class stands for; all others as they are."""
+    def _decoded(self, value: Any, path: str) -> Any:
+        """The value of an instance of a supported class; any other value unchanged."""
         if isinstance(value, Call):
             if value.name == "argparse.Namespace" and isinstance(value.state, dict):
                 return value.state
-            meaning = self.understand(value)
-            if meaning is None:
-                raise refused(self.what, value.name, path)
-            return meaning
-        if isinstance(value, Global):
-            raise refused(self.what, value.name, path)
+            if (decoded := self.decode_call(value)) is not None:
+                return decoded
+        if isinstance(value, Call | Global):
+            raise CheckpointError(
+                f"{self.file} contains {value.name}, not a tensor or plain value. Loading it would execute code.",
+                parameter=path or None,
+                topic="not-plain-values",
+            )
         return value
 
-    def counted(self, depth: int) -> None:
-        """One more value, so deep."""
+    def _count(self, depth: int) -> None:
+        """Count a value at this depth, and limit both."""
         self.count += 1
         if depth > DEEPEST or self.count > MOST:
-            raise CheckpointError(f"{self.what} is nested too deeply, or holds too much, to be a checkpoint.")
+            raise CheckpointError(f"{self.file} is nested too deeply, or contains too many values, for a checkpoint.")
 
     def add_all(self, root: Any) -> None:
-        """What a file of `torch.save` holds.
+        """Add the contents of a file of `torch.save`.
 
         Raises:
-            CheckpointError: it is no state dict, or holds classes.
+            CheckpointError: it is not a state dict, or contains instances of classes.
         """
-        root = self.understood(root, "")
+        root = self._decoded(root, "")
         if not isinstance(root, dict):
             got = "a tensor" if isinstance(root, Stored | Sharded) else f"a {type(root).__name__}"
-            raise CheckpointError(f"{self.what} holds no state dict.", expected="a dict", got=got)
+            raise CheckpointError(f"{self.file} does not contain a state dict.", expected="a dict", got=got)
         model = next((key for key in MODEL_KEYS if isinstance(root.get(key), dict)), None)
         optimizer = next((key for key in OPTIMIZER_KEYS if _is_optimizer(root.get(key))), None)
         if _is_optimizer(root):
@@ -198,15 +193,6 @@ class State:
                     self.add_other(str(key), value)
 
 
-def refused(what: str, name: str, path: str) -> CheckpointError:
-    """What is said of a class or function that a file names and that is not loaded."""
-    return CheckpointError(
-        f"{what} holds more than tensors and plain values: {name}, which is not loaded, as that would execute it.",
-        parameter=path or None,
-        topic="not-plain-values",
-    )
-
-
 def _is_optimizer(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
@@ -217,30 +203,30 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _are_names(names: Any) -> TypeGuard[list[int | str]]:
-    """Whether these are a group's parameters: names or numbers."""
+    """Whether this is a list of parameter names or numbers."""
     return isinstance(names, list) and all(type(name) in (int, str) for name in names)
 
 
 def _names_by_number(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
-    """Names of parameters by the numbers that plain PyTorch gives them; empty where a group does not say."""
+    """Parameter names by PyTorch's parameter numbers; empty if any group lacks names."""
     names: dict[Any, str] = {}
     for group in groups:
-        numbers, its_names = group["params"], group.get("param_names")
-        if not _are_names(its_names) or len(its_names) != len(numbers):
+        numbers, group_names = group["params"], group.get("param_names")
+        if not _are_names(group_names) or len(group_names) != len(numbers):
             return {}
-        names |= {number: name for number, name in zip(numbers, its_names, strict=True) if isinstance(name, str)}
+        names |= {number: name for number, name in zip(numbers, group_names, strict=True) if isinstance(name, str)}
     return names if len(set(names.values())) == len(names) else {}
 
 
 def nested(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that `torch.save` is given: a plain one of the model if there is nothing else.
+    """The state dict to pass to `torch.save`: the model's own if there is nothing else.
 
     Args:
         tensors: by name; ties are the same tensor.
-        values: what is none of these, with the tensors that are in it.
+        values: everything else, see `Source`; may contain tensors.
 
     Raises:
-        CheckpointError: a value of a name that means something else in such a file.
+        CheckpointError: a value has a name that is reserved in such a file.
     """
     state = dict(values.get("state", {}))
     model: dict[str, Any] = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
@@ -258,40 +244,40 @@ def nested(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> di
         root["optimizer"] = _optimizer(optimizer, states, model)
     root |= others | further
     if taken := root.keys() & state.keys():
-        raise CheckpointError("A file of torch.save has no place for a value of this name.", parameter=min(taken))
+        raise CheckpointError("A file of torch.save has no place for a value with this name.", parameter=min(taken))
     return root | state
 
 
 def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], model: Iterable[str]) -> dict[str, Any]:
     groups = [dict(group) for group in values.get(GROUPS, [])]
-    listed = [one for group in groups for one in group.get("params", [])]
-    known = {*model, *map(str, listed)}
-    state: dict[Any, dict[str, Any]] = {name: dict(own) for name, own in values.get("scalars", {}).items()}
+    listed = [parameter for group in groups for parameter in group.get("params", [])]
+    parameters = {*model, *map(str, listed)}
+    state: dict[Any, dict[str, Any]] = {name: dict(scalars) for name, scalars in values.get("scalars", {}).items()}
     for name, tensor in tensors.items():
         last_dot = name.removeprefix(OPTIMIZER).rpartition(".")[::2]
-        parameter, key = state_path(name, known) or last_dot
+        parameter, key = state_path(name, parameters) or last_dot
         put_nested(state, [parameter, *key.split(".")], tensor)
-    numbers = {str(one): one for one in listed if isinstance(one, int)}
+    numbers = {str(number): number for number in listed if isinstance(number, int)}
     other = {key: value for key, value in values.items() if key not in (GROUPS, "scalars", "warning")}
-    return {"state": {numbers.get(name, name): own for name, own in state.items()}, GROUPS: groups, **other}
+    return {"state": {numbers.get(name, name): entries for name, entries in state.items()}, GROUPS: groups, **other}
 
 
 def put_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
     """Put a value into nested dicts.
 
     Raises:
-        DamagedCheckpointError: on its path there is a value.
+        DamagedCheckpointError: its path leads through another value.
     """
     *outer, last = path
     for key in outer:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path))
+            raise DamagedCheckpointError("Two values of a checkpoint have the same name.", got=".".join(path))
     tree[last] = value
 
 
 def leaves(root: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested dicts, lists and tuples, with the keys that lead to it."""
+    """The leaves of nested dicts, lists and tuples, with their paths."""
     if isinstance(root, dict):
         for key, value in root.items():
             yield from leaves(value, (*path, key))
@@ -303,7 +289,7 @@ def leaves(root: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def replaced(root: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested dicts, lists and tuples, with other tensors."""
+    """A copy of nested dicts, lists and tuples in which `tensor` replaces each tensor."""
     if isinstance(root, torch.Tensor):
         return tensor(root)
     if isinstance(root, dict):

@@ -1,7 +1,7 @@
-"""Files of `torch.save`: read as data, written tensor by tensor into space that `torch.save` reserved.
+"""Files of `torch.save`: decoded as data, and written tensor by tensor into space that `torch.save` reserved.
 
-{"weight": tensor, ...}                             a plain state dict: names begin with "model." here
-{"model": {...}, "optimizer": {...}, "epoch": 3}    and what else training scripts write, see `state.py`
+{"weight": tensor, ...}                             a plain state dict: entries get the prefix "model."
+{"model": {...}, "optimizer": {...}, "epoch": 3}    and other dicts that training scripts write, see `state.py`
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from ..write import bytes_of
 from .archive import Archive
 from .state import State, leaves, nested, replaced
 
+SUFFIXES = (".pt", ".pth", ".bin")
 SAVING = ".saving"
-"""What the name of a file that is not finished ends with."""
+"""The last suffix of an unfinished file."""
 
 
 class TorchFileSource(Source):
     """A file of `torch.save` in the zip format (PyTorch 1.6 and later). Nothing in it is executed.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        CheckpointError: it is damaged, or holds more than tensors and plain values.
+        CheckpointError: it is damaged, or contains anything but tensors and plain values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,10 +45,9 @@ class TorchFileSource(Source):
         except BaseException:
             self._archive.close()
             raise
-        first: dict[Any, str] = {}
-        self.ties = {
-            name: known for name, one in state.tensors.items() if (known := first.setdefault(one, name)) != name
-        }
+        first_names: dict[Any, str] = {}
+        originals = {name: first_names.setdefault(stored, name) for name, stored in state.tensors.items()}
+        self.ties = {name: original for name, original in originals.items() if name != original}
         self._stored = {name: stored for name, stored in state.tensors.items() if name not in self.ties}
         self.entries = {name: Entry(stored.shape, stored.dtype) for name, stored in self._stored.items()}
         self.values = state.values
@@ -60,16 +60,16 @@ class TorchFileSource(Source):
 
 
 class TorchFileSink(Sink):
-    """A file of `torch.save`. A model alone is a plain state dict; with more, a dict with `model`, `optimizer`, ...
+    """A file of `torch.save`: a plain state dict if there is only a model, else a dict with `model`, `optimizer`, ...
 
-    `torch.save` writes the file without the tensors' elements, and those are put in where it left space for them: no
-    more memory is taken than for one tensor.
+    `torch.save` writes the file with empty space for the elements, which are then written one tensor at a time. This
+    takes the memory of one tensor.
 
     Args:
-        path: of the file; until `finish` it is beside it, with `.saving` at the end.
+        path: the file. Until `finish`, `.saving` is appended to its name.
         entries: all tensors.
-        values: what is none of them: plain Python values, and tensors in these.
-        ties: other names of entries: saved as one tensor.
+        values: everything else: plain Python values, which may contain tensors.
+        ties: see `Source`. Both names are saved as one tensor.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class TorchFileSink(Sink):
         ties: Mapping[str, str] | None = None,
     ) -> None:
         self._path, self._saving = path, path.with_name(path.name + SAVING)
-        self._places: dict[str, tuple[int, int]] = {}  # by name: where its record begins, and its size, in bytes
+        self._places: dict[str, tuple[int, int]] = {}  # by name: position and size of the record, in bytes
         self._file: IO[bytes] | None = None
-        inner = [leaf.detach() for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
-        unnamed = {f"\0{i}": tensor for i, tensor in enumerate(inner)}
+        in_values = [leaf.detach() for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+        unnamed = {f"\0{i}": tensor for i, tensor in enumerate(in_values)}
         super().__init__({**entries, **{n: Entry(tuple(t.shape), t.dtype) for n, t in unnamed.items()}})
         try:
             self._reserve(entries, unnamed, values, ties or {})
@@ -97,17 +97,17 @@ class TorchFileSink(Sink):
     def _reserve(
         self, entries: Iterable[str], unnamed: Iterable[str], values: Mapping[str, Any], ties: Mapping[str, str]
     ) -> None:
-        """Let `torch.save` write everything but the elements."""
+        """Write everything except the elements."""
         spaces = {name: _space(entry) for name, entry in self._unwritten.items()}
         in_order = iter([spaces[name] for name in unnamed])
         values = replaced(values, lambda _: next(in_order))
-        whole = nested({name: spaces[ties.get(name, name)] for name in (*entries, *ties)}, values)
+        root = nested({name: spaces[ties.get(name, name)] for name in (*entries, *ties)}, values)
         with skip_data():
-            torch.save(whole, self._saving)
+            torch.save(root, self._saving)
         names = {id(space): name for name, space in spaces.items()}
         with contextlib.closing(Archive(self._saving)) as archive:
             written = dict(leaves(archive.root))
-            for path, leaf in leaves(whole):
+            for path, leaf in leaves(root):
                 if isinstance(leaf, torch.Tensor):
                     self._places[names[id(leaf)]] = archive.place(written[path])
 
@@ -131,6 +131,6 @@ class TorchFileSink(Sink):
 
 
 def _space(entry: Entry) -> torch.Tensor:
-    """A tensor of its own storage, whose memory is reserved but never touched."""
+    """A tensor with its own storage, whose memory is allocated but never touched."""
     storage = torch.UntypedStorage(entry.nbytes, device="cpu")
     return torch.empty(0, dtype=entry.dtype, device="cpu").set_(storage, 0, (entry.numel,), (1,)).view(entry.shape)
