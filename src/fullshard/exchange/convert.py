@@ -160,7 +160,7 @@ def _lost(source: Source) -> list[tuple[str, str]]:
     ]
 
 
-HELD = {kind: {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()} for kind in ("fullshard", "dcp")}
+STORABLE = {kind: {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()} for kind in ("fullshard", "dcp")}
 """Format -> the values that it can hold -> the keys in each, () for all. A file of torch.save holds everything."""
 
 
@@ -177,7 +177,7 @@ def _values(values: Mapping[str, Any], kind: str, bare: bool, model_only: bool) 
             elif model_state:
                 converted[key] = model_state
             continue
-        places = HELD.get(kind, {key: ()}).get(key)
+        places = STORABLE.get(kind, {key: ()}).get(key)
         if bare or places is None:
             lost.append(key)
         elif places and isinstance(value, Mapping):

@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 5 * 2**30
 class SafetensorsSource(Source):
     """A folder of safetensors files, or one file.
 
-    Only what is asked for is read, into memory of its own.
+    Only the requested elements are read, into new memory.
 
     Args:
         path: the folder, or a file whose name ends in `.safetensors`.
@@ -55,27 +55,27 @@ class SafetensorsSource(Source):
         self._renamed: dict[str, str] = {}  # by the entry's name: what files call it
         entries: dict[str, Entry] = {}
         try:
-            for file, real, names in _files_of(Path(path), stem):
-                one = _File(file, real)
-                self._files.append(one)
-                self._check(one, names)
-                for name, entry in one.header.entries.items():
+            for named_path, real_path, names in _files_of(Path(path), stem):
+                file = _File(named_path, real_path)
+                self._files.append(file)
+                self._check(file, names)
+                for name, entry in file.header.entries.items():
                     if name in self._where:
-                        raise _disagree(one.path, name, f"in {self._where[name].path.name} alone", "here, too")
-                    self._where[name], entries[MODEL + name] = one, entry
+                        raise _disagree(file.path, name, f"in {self._where[name].path.name} alone", "here, too")
+                    self._where[name], entries[MODEL + name] = file, entry
         except BaseException:
             self.close()
             raise
         self.entries: Mapping[str, Entry] = entries
 
     def _check(self, file: _File, names: set[str] | None) -> None:
-        """A file must hold what the index says of it, and nothing else."""
-        held = set(file.header.entries)
-        if names is not None and held != names:
-            name = min(held ^ names)
+        """Check that a file contains exactly the tensors that the index lists for it."""
+        actual = set(file.header.entries)
+        if names is not None and actual != names:
+            name = min(actual ^ names)
             said = "in this file" if name in names else "in another file, or in none"
             raise _disagree(
-                file.path, name, f"{said}, as the index says", "it is there" if name in held else "it is not"
+                file.path, name, f"{said}, as the index says", "it is there" if name in actual else "it is not"
             )
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -89,10 +89,10 @@ class SafetensorsSource(Source):
         return self._where[self._renamed.get(name, name).removeprefix(MODEL)].path.name
 
     def rename(self, new_name: Callable[[str], str]) -> None:
-        """Call entries otherwise than files do.
+        """Rename entries.
 
         Args:
-            new_name: given what files call a tensor, without `model.`'s mark; two tensors must not get one name.
+            new_name: maps the name in the files, without `model.`, to the new name; must be injective.
         """
         renamed = {MODEL + new_name(name.removeprefix(MODEL)): name for name in self.entries}
         self.entries = {new: self.entries[old] for new, old in renamed.items()}
@@ -261,8 +261,8 @@ class SafetensorsSink(FolderSink):
         stem: str = "model",
     ) -> None:
         files = [
-            _PlannedFile(name, own, *make_header(own, {"format": "pt"}))
-            for name, own in _split(entries, max_file_bytes, stem)
+            _PlannedFile(name, tensors, *make_header(tensors, {"format": "pt"}))
+            for name, tensors in _split(entries, max_file_bytes, stem)
         ]
         self._files = {name: file for file in files for name in file.entries}
         super().__init__(path, entries)

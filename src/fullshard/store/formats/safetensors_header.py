@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it says, and whether that can be.
+"""The header of a safetensors file, parsed and validated.
 
     8 bytes        length N of the header, little-endian
     N bytes        JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, and
@@ -95,7 +95,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> He
         raise _damaged(called, "names in UTF-8", str(error)) from None
     data = _LENGTH.size + length
     tensors = sorted(
-        ((*_offsets(name, facts, called), name) for name, facts in listed.items()), key=lambda one: one[:2]
+        ((*_offsets(name, facts, called), name) for name, facts in listed.items()), key=lambda tensor: tensor[:2]
     )
     entries, at = {}, 0
     for begin, end, name in tensors:
@@ -104,8 +104,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> He
         entries[name] = _entry(name, listed[name], end - begin, called)
         at = end
     if data + at != size:
-        what = "truncated" if data + at > size else "longer than its header says"
-        raise _damaged(called, f"{data + at} bytes", f"{size}: it is {what}")
+        problem = "truncated" if data + at > size else "longer than its header says"
+        raise _damaged(called, f"{data + at} bytes", f"{size}: it is {problem}")
     return Header(entries, {name: data + begin for begin, _, name in tensors})
 
 
