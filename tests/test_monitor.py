@@ -272,8 +272,8 @@ def test_an_accelerator_is_asked_how_long_its_stream_waited(monkeypatch):
 )
 def test_known_peaks(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert module.known_peak_flops(torch.device("cuda", 0)) == peak
-    assert module.known_peak_flops(torch.device("cpu")) is None
+    assert module.device_peak_flops(torch.device("cuda", 0)) == peak
+    assert module.device_peak_flops(torch.device("cpu")) is None
 
 
 # -- outputs

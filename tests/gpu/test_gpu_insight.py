@@ -149,11 +149,11 @@ def test_a_monitor_waits_for_nothing_in_steps_it_does_not_report(one_rank: Devic
 
 
 def test_peak_flops_are_known_for_this_device(one_rank: DeviceMesh) -> None:
-    from fullshard.insight.monitor.monitor import known_peak_flops
+    from fullshard.insight.monitor.monitor import device_peak_flops
 
-    known = known_peak_flops(torch.device("cuda"))
-    assert known is None or 1e13 < known < 1e16
-    assert known or not any(name in torch.cuda.get_device_name() for name in ("H100", "H200", "A100", "B200"))
+    peak = device_peak_flops(torch.device("cuda"))
+    assert peak is None or 1e13 < peak < 1e16
+    assert peak or not any(name in torch.cuda.get_device_name() for name in ("H100", "H200", "A100", "B200"))
 
 
 @pytest.fixture

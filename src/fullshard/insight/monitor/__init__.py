@@ -1,4 +1,4 @@
-"""What a run does while it runs: `Monitor` measures and gathers, `report` computes, `outputs` writes."""
+"""Monitors a running training loop: `Monitor` measures and gathers, `report` computes, `outputs` writes."""
 
 from .monitor import Monitor
 from .report import Report

@@ -1,4 +1,4 @@
-"""The wording of the monitor's errors."""
+"""The monitor's errors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ...errors import ConfigError, DivergenceError, PhaseError
 
 
 def invalid_argument(name: str, expected: str, got: object) -> ConfigError:
-    """The error for an argument that `Monitor` cannot take."""
+    """The error for an invalid argument of `Monitor`."""
     return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}")
 
 
-def no_folder(name: str, path: object, error: OSError) -> ConfigError:
+def cannot_write(name: str, path: object, error: OSError) -> ConfigError:
     """The error for an output that cannot be written."""
     return ConfigError(f"Monitor: {name} cannot be written.", got=f"{path}: {error.strerror or error}")
 
 
 def no_tensorboard(error: ImportError) -> ConfigError:
-    """The error for `tensorboard=` where TensorBoard is not installed."""
+    """The error for `tensorboard=` when TensorBoard is not installed."""
     return ConfigError(
         "Monitor: tensorboard= needs TensorBoard, which is not installed.",
         got=str(error),
@@ -27,9 +27,9 @@ def no_tensorboard(error: ImportError) -> ConfigError:
 
 
 def different_steps(ranks: Sequence[int], steps: Sequence[int]) -> DivergenceError:
-    """The error for ranks that report different steps."""
+    """The error for ranks whose step numbers differ in a report."""
     return DivergenceError(
-        "Ranks call Monitor.step() a different number of times.",
+        "Ranks called Monitor.step() a different number of times.",
         expected="the same step on all ranks",
         got=", ".join(f"rank {rank}: step {step:,}" for rank, step in list(zip(ranks, steps, strict=True))[:8]),
         remedy="call step() once per optimizer step on every rank, with the same start_step and every",

@@ -1,4 +1,4 @@
-"""`Monitor`: what a run does while it runs, measured in one step out of many."""
+"""`Monitor`: reports on a training loop while it runs, from measurements of one step in many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import astuple
 from types import TracebackType
 from typing import Any, Self
@@ -39,13 +38,13 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-"""By a part of the device's name, of which the first counts: dense bfloat16 FLOPs/s, from NVIDIA's data sheets."""
+"""Dense bfloat16 FLOPs/s, from NVIDIA's data sheets, by a part of the device's name. The first match counts."""
 
 now = time.perf_counter
 
 
 class Monitor:
-    """Reports speed, memory, waits and late ranks of a training loop, once in `every` steps.
+    """Reports speed, memory, waits and late ranks of a training loop, once every `every` steps.
 
         with fullshard.Monitor(model, optimizer, tokens_per_step=batch.numel()) as monitor:
             for batch in batches:
@@ -53,31 +52,31 @@ class Monitor:
                 optimizer.step()
                 monitor.step(loss=loss)
 
-    A step in which the engine's events are listened to costs the host more time, so this is done in one step out of
-    `every`: the last one before a report. In all other steps nothing is done but to count steps and tokens. A report
-    reads the loss, which waits for the device, and exchanges about 20 numbers between the ranks.
+    Listening to the engine's events costs host time, so the monitor listens only in the step before a report. In all
+    other steps it only counts steps and tokens. A report reads the loss, which synchronizes with the device, and
+    exchanges about 20 numbers between the ranks.
 
-    Time between two calls of `step` counts as the step's, evaluation and saving included. `docs/monitor.md` says what
-    each number means, and what cannot be known from it.
+    The time between two calls of `step` counts as the step's, including evaluation and saving. `docs/monitor.md`
+    explains what each number means, and what it cannot show.
 
     Args:
         model: sharded by either front-end, or not at all.
         optimizer: its state counts as memory.
-        tokens_per_step: this rank's tokens in a step for which `step` is given none.
+        tokens_per_step: this rank's tokens per step, where `step` is called without `tokens`.
         flops_per_token: of forward and backward. None: 6 for each trainable parameter and 2 for each frozen one, an
-            estimate that leaves out attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models",
+            estimate that ignores attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models",
             section 2.1).
-        peak_flops: of one rank's device, per second, in the dtype of the matrix products. None: known for some GPUs if
-            all units compute in 16 bits (`PEAK_FLOPS`), else unknown, and no MFU is reported.
-        every: steps from one report to the next; step numbers that it divides are reported.
-        start_step: number of the last step done before, after a resume.
-        line: print a line per report, on the first rank: in colours if rich is installed and stdout is a terminal.
+        peak_flops: of one rank's device, per second, in the dtype of the matrix products. None: looked up for some
+            GPUs if all units compute in 16 bits (`PEAK_FLOPS`); for others no MFU is reported.
+        every: steps between reports; step numbers divisible by it are reported.
+        start_step: number of the last completed step, after a resume.
+        line: whether the first rank prints a line per report: in color if rich is installed and stdout is a terminal.
         jsonl: a file to which the first rank appends one JSON object per report.
-        tensorboard: a folder to which the first rank writes scalars; needs `pip install tensorboard`.
+        tensorboard: a directory to which the first rank writes scalars; needs `pip install tensorboard`.
         group: the ranks that report together; None: all. Without a process group this process reports alone.
 
     Raises:
-        ConfigError: an invalid argument, a path that cannot be written, or TensorBoard is not installed.
+        ConfigError: an argument is invalid, a path cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(
@@ -103,13 +102,8 @@ class Monitor:
             "an int of at least 1",
             tokens_per_step is None or _is_int(tokens_per_step, 1),
         )
-        _check(
-            "flops_per_token",
-            flops_per_token,
-            "a number above 0",
-            flops_per_token is None or _is_positive(flops_per_token),
-        )
-        _check("peak_flops", peak_flops, "a number above 0", peak_flops is None or _is_positive(peak_flops))
+        for name, flops in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            _check(name, flops, "a number above 0", flops is None or _is_positive(flops))
         _check("every", every, "an int of at least 1", _is_int(every, 1))
         _check("start_step", start_step, "an int of at least 0", _is_int(start_step, 0))
         _check("line", line, "True or False", isinstance(line, bool))
@@ -125,14 +119,14 @@ class Monitor:
         buckets = [bucket for bucket, _, _ in members_of(model)]
         device = buckets[0].axes.device if buckets else torch.device("cpu")
         if peak_flops is None and buckets and all(bucket.compute_dtype.itemsize == 2 for bucket in buckets):
-            peak_flops = known_peak_flops(device)
+            peak_flops = device_peak_flops(device)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._model, self._optimizer = model, optimizer
         self._tokens_per_step, self._every = tokens_per_step or 0, every
         self._late_reports: Counter[int] = Counter()
         self._reports = 0
         self._waits = Waits(device)
-        self._unlisten = weakref.finalize(self, self._waits.end)  # the engine's stream holds no monitor alive
+        weakref.finalize(self, self._waits.end)  # a monitor that is dropped, not closed, stops listening
         self._closed = False
         self._step = start_step
         self._begin()
@@ -146,50 +140,48 @@ class Monitor:
         """Count a step; call it once after each optimizer step, on every rank.
 
         Args:
-            tokens: this rank's in the step, in all its micro-batches; None: `tokens_per_step`.
-            loss, grad_norm: read in steps that are reported only. A gradient norm that is a `DTensor` is gathered.
+            tokens: this rank's tokens in all micro-batches of the step; None: `tokens_per_step`.
+            loss, grad_norm: read only in steps with a report. A `DTensor` is gathered.
 
         Returns:
-            The report if this step has one, on every rank; else None.
+            The report, on every rank, in a step that has one; else None.
 
         Raises:
-            DivergenceError: ranks have called it a different number of times.
+            DivergenceError: ranks called it a different number of times.
             PhaseError: the monitor is closed.
         """
         if self._closed:
             raise messages.closed()
         self._step += 1
         self._tokens += self._tokens_per_step if tokens is None else tokens
-        if self._step == self._due:
+        if self._step == self._next_report:
             return self._report(loss, grad_norm)
-        if self._step == self._due - 1:
+        if self._step == self._next_report - 1:
             self._waits.begin()
         return None
 
     def _begin(self) -> None:
-        """Begin to count for the next report."""
-        self._begun, self._last, self._tokens = now(), self._step, 0
-        self._due = (self._step // self._every + 1) * self._every
-        if self._due == self._step + 1:
+        """Start counting for the next report."""
+        self._start_time, self._reported_step, self._tokens = now(), self._step, 0
+        self._next_report = (self._step // self._every + 1) * self._every
+        if self._step == self._next_report - 1:
             self._waits.begin()
 
     def _report(self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None) -> Report:
-        norm = None if grad_norm is None else _number(grad_norm)
-        value = 0.0 if loss is None else _number(loss)
-        listened, waits, waited = self._waits.end()
-        steps = self._step - self._last
-        row = Row(
-            self._step, steps, now() - self._begun, self._tokens, loss is not None, value, listened, waits, waited
-        )
-        rows = self._of_all([*row, *astuple(memory_use(self._model, self._optimizer))])
-        measured = [Row(*numbers[: len(row)]) for numbers in rows]
-        if len({other.step for other in measured}) > 1:
-            raise messages.different_steps(self._ranks, [int(other.step) for other in measured])
+        norm = None if grad_norm is None else _as_float(grad_norm)
+        has_loss, loss_value = (False, 0.0) if loss is None else (True, _as_float(loss))
+        waits = self._waits.end()
+        steps, seconds = self._step - self._reported_step, now() - self._start_time
+        row = Row(self._step, steps, seconds, self._tokens, has_loss, loss_value, *waits)
+        gathered = self._gather([*row, *astuple(memory_use(self._model, self._optimizer))])
+        rows = [Row(*numbers[: len(row)]) for numbers in gathered]
+        if len({row.step for row in rows}) > 1:
+            raise messages.different_steps(self._ranks, [int(row.step) for row in rows])
         self._reports += 1
         report = report_of(
-            measured,
+            rows,
             self._ranks,
-            MemoryUse(*(int(max(kind)) for kind in list(zip(*rows, strict=True))[len(row) :])),
+            MemoryUse(*(int(max(kind)) for kind in list(zip(*gathered, strict=True))[len(row) :])),
             self._late_reports,
             self._reports,
             grad_norm=norm,
@@ -200,7 +192,7 @@ class Monitor:
         self._begin()
         return report
 
-    def _of_all(self, numbers: list[float]) -> list[list[float]]:
+    def _gather(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order."""
         if self._group is None:
             return [numbers]
@@ -209,7 +201,7 @@ class Monitor:
         return gathered
 
     def close(self) -> None:
-        """Stop listening and close files. Nothing is reported about steps since the last report."""
+        """Stop listening and close files. Steps since the last report are not reported."""
         self._closed = True
         self._waits.end()
         self._outputs.close()
@@ -226,33 +218,31 @@ class Monitor:
 class Waits:
     """Listens to events, and adds up how long this rank waits for collectives.
 
-    On a CPU the host waits. On an accelerator the device's stream does, so marks are put into it and read at the end.
+    On a CPU the host waits. On an accelerator the device's stream waits, so timed events are recorded on it and read at
+    the end. Below, a time is in seconds on a CPU, and such an event on an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._by_host = device, device.type == "cpu"
-        self._began: Any = None  # the mark at which the wait in progress began
-        self._pairs: list[tuple[Any, Any]] = []
-        self._listens = False
+        self._began: Any = None  # when the wait in progress began
+        self._pairs: list[tuple[Any, Any]] = []  # begin and end of each wait
         self._start: Any = None
-        self._listener: Callable[[Event], None] = self._listen
 
     def begin(self) -> None:
         """Listen from now on."""
-        self._listens, self._start = True, self._mark(now())
-        stream.listeners.append(self._listener)
+        self._start = self._mark(now())
+        stream.listeners.append(self._listen)
 
     def end(self) -> tuple[float, int, float]:
-        """Stop listening. Returns the seconds listened, the number of waits, and their seconds together.
+        """Stop listening. Returns the seconds listened, the number of waits, and their total seconds.
 
-        All by one clock: an accelerator may begin the step long after the host has.
+        All by one clock: an accelerator may begin the step long after the host did.
         """
-        if not self._listens:
+        if self._listen not in stream.listeners:
             return 0.0, 0, 0.0
-        stream.listeners.remove(self._listener)
+        stream.listeners.remove(self._listen)
         start, stop = self._start, self._mark(now())
         pairs, self._pairs, self._began = self._pairs, [], None
-        self._listens, self._start = False, None
         if start is None or stop is None:  # a graph is being captured
             return 0.0, 0, 0.0
         if not self._by_host:
@@ -269,11 +259,11 @@ class Waits:
                 self._pairs.append((began, end))
 
     def _mark(self, moment: float) -> Any:
-        """The moment; on an accelerator the place that its stream has reached, None in a capture."""
+        """`moment`; on an accelerator a timed event on its stream, or None during a graph capture."""
         return moment if self._by_host else timed_event(self._device)
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks."""
+        """Seconds between two times."""
         return float(end - begin if self._by_host else begin.elapsed_time(end) / 1000)
 
 
@@ -282,26 +272,27 @@ def _check(name: str, value: object, expected: str, valid: bool) -> None:
         raise messages.invalid_argument(name, expected, value)
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _number(value: torch.Tensor | float) -> float:
+def _as_float(value: torch.Tensor | float) -> float:
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def estimated_flops_per_token(model: nn.Module) -> float:
-    """The estimate that is described in `Monitor`."""
+    """6 for each trainable parameter and 2 for each frozen one; see `Monitor`."""
     counts = [(m.slot.numel, m.sharded.requires_grad) for _, _, m in members_of(model)]
     counts += [(p.numel(), p.requires_grad) for p in model.parameters() if owner_of(p) is None]
     return float(sum(numel * (6 if trains else 2) for numel, trains in counts))
 
 
-def known_peak_flops(device: torch.device) -> float | None:
+def device_peak_flops(device: torch.device) -> float | None:
+    """The entry of `PEAK_FLOPS` for a device; None if there is none."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

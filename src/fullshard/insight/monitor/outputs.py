@@ -1,4 +1,4 @@
-"""Where reports go, on the first rank: a line, a file of JSON lines, TensorBoard."""
+"""Writes reports on the first rank: printed lines, a JSON Lines file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +20,13 @@ STYLES = {r"^step +[\d,]+": "bold", r"loss [^ ]+": "green", r"late: .*": "yellow
 
 
 class Outputs:
-    """The outputs of one monitor. Opened at once, so that an invalid path is found before the first step.
+    """The outputs of one monitor. Opened at once, so that an invalid path fails before the first step.
 
     Args:
-        line: print each report.
-        jsonl: a file, to which lines are appended.
-        tensorboard: the folder of a run.
-        is_first: False: check the arguments, and write nothing.
+        line: whether to print each report.
+        jsonl: the file to append lines to.
+        tensorboard: the run's log directory.
+        is_first: whether this is the first rank; others check the arguments and write nothing.
 
     Raises:
         ConfigError: a path cannot be written, or TensorBoard is not installed.
@@ -39,7 +40,7 @@ class Outputs:
         is_first: bool,
     ) -> None:
         self._writes: list[Callable[[Report], None]] = []
-        self._closes: list[Callable[[], None]] = []
+        self._open_files = ExitStack()
         if tensorboard is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -54,36 +55,34 @@ class Outputs:
                 Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
                 file = Path(jsonl).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by `close`
             except OSError as error:
-                raise messages.no_folder("jsonl", jsonl, error) from error
+                raise messages.cannot_write("jsonl", jsonl, error) from error
             self._writes.append(lambda report: print(json.dumps(_as_json(asdict(report))), file=file))
-            self._closes.append(file.close)
+            self._open_files.callback(file.close)
         if tensorboard is not None:
             try:
                 writer = SummaryWriter(os.fspath(tensorboard))
             except OSError as error:
-                raise messages.no_folder("tensorboard", tensorboard, error) from error
+                raise messages.cannot_write("tensorboard", tensorboard, error) from error
 
             def write(report: Report) -> None:
                 for name, value in _scalars(asdict(report)):
                     writer.add_scalar(f"fullshard/{name}", value, report.step)
 
             self._writes.append(write)
-            self._closes.append(writer.close)
+            self._open_files.callback(writer.close)
 
     def write(self, report: Report) -> None:
-        """Give a report to all outputs."""
+        """Write a report to all outputs."""
         for write in self._writes:
             write(report)
 
     def close(self) -> None:
         """Close files."""
-        for close in self._closes:
-            close()
-        self._writes, self._closes = [], []
+        self._open_files.close()
 
 
 def _printer() -> Callable[[Report], None]:
-    """In colours on a terminal, if rich is installed; plain text elsewhere."""
+    """Returns a function that prints a report: in color on a terminal if rich is installed, else as plain text."""
     if not (sys.stdout.isatty() and find_spec("rich")):
         return lambda report: print(report, flush=True)
     from rich.console import Console
@@ -101,14 +100,14 @@ def _printer() -> Callable[[Report], None]:
 
 
 def _as_json(value: Any) -> Any:
-    """As JSON can say it: numbers that are not finite become their names."""
+    """Replaces numbers that JSON cannot represent (infinities, NaN) by their names."""
     if isinstance(value, dict):
         return {str(key): _as_json(entry) for key, entry in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The known numbers, with names such as `memory/parameters`."""
+    """The numbers that are not None, with names such as `memory/parameters`."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{prefix}{name}/")

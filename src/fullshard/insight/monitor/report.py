@@ -1,4 +1,4 @@
-"""What a report says, computed from what each rank measured. Pure: numbers in, a frozen report out."""
+"""Computes a report from each rank's measurements. Pure: numbers in, a frozen report out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ...names import size
 from ..memory import MemoryUse
 
 LATE = 0.1
-"""A rank counts as late if it waits less than every other rank by more than this part of a step."""
+"""A rank is late if it waited less than every other rank, by more than this fraction of a step."""
 
 
 class Row(NamedTuple):
-    """What a rank measured since the report before. All numbers are exchanged as float64.
+    """One rank's measurements since the previous report. All numbers are exchanged as float64.
 
     Attributes:
         step: number of the last step.
-        steps, seconds, tokens: since the report before; tokens are this rank's.
-        losses, loss: 1 and this rank's loss at the last step, or 0 and 0 if it was given none.
-        listened, waits, waited: seconds of the last step, how often it waited for a collective in it, and how long.
+        steps, seconds, tokens: since the previous report; this rank's tokens.
+        losses, loss: 1 and this rank's loss at the last step, or 0 and 0 if the loop passed none.
+        listened, waits, waited: of the last step: its seconds, its number of waits for collectives, their seconds.
     """
 
     step: float
@@ -37,23 +37,23 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did since the report before; the same on every rank, but for `grad_norm`. None: unknown.
+    """Speed, memory and waits since the previous report. The same on every rank except `grad_norm`. None: unknown.
 
     Attributes:
         step: number of the last step.
-        steps: how many steps the report is about.
-        seconds_per_step: their mean, on the slowest rank.
+        steps: number of steps that the report covers.
+        seconds_per_step: mean over these steps, on the slowest rank.
         tokens_per_second: of all ranks together.
-        mfu: model FLOPs utilization, a fraction: FLOPs per token times tokens per second, over the peak of all ranks.
-        loss: at the last step, the mean over the ranks that gave one.
-        grad_norm: as given to this rank at the last step.
-        exposed_communication: the part of the last step in which a rank waited for gathers and reductions and for
-            copies of their results, the mean over ranks.
+        mfu: model FLOPs utilization, a fraction: FLOPs per token times tokens per second, over all ranks' peak FLOPs.
+        loss: at the last step, the mean over the ranks that passed one.
+        grad_norm: at the last step, as passed on this rank.
+        exposed_communication: the fraction of the last step that a rank spent waiting for gathers, reductions, and
+            copies of their results; mean over ranks.
         late_rank: the rank that waited less than all others in the last step, by more than 10% of the step.
         late_seconds: by how much; 0 if no rank was late.
-        late_reports: by rank, in how many reports so far it was the late one.
-        reports: how many reports there were so far, this one included.
-        memory: the most that any rank holds, kind by kind.
+        late_reports: by rank, the number of reports so far in which it was late.
+        reports: number of reports so far, including this one.
+        memory: the maximum over ranks, separately for each kind.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Report:
     memory: MemoryUse
 
     def __str__(self) -> str:
-        """One line; what is unknown is left out."""
+        """One line; omits unknown numbers."""
         words = [
             f"step {self.step:>6,}",
             "" if self.loss is None else f"loss {self.loss:.4f}",
@@ -90,20 +90,13 @@ class Report:
         return "  ".join(word for word in words if word)
 
 
-class Late(NamedTuple):
-    """A rank's place among those compared, and the seconds by which it was late."""
-
-    place: int
-    seconds: float
-
-
-def late_rank(rows: Sequence[Row]) -> Late | None:
-    """The rank for which the others waited: it waited less than each of them, by more than `LATE` of the step."""
+def late_rank(rows: Sequence[Row]) -> tuple[int, float] | None:
+    """The index of the late rank's row (see `LATE`), and by how many seconds it was late; None: no rank was."""
     if len(rows) < 2:
         return None
     order = sorted(range(len(rows)), key=lambda index: rows[index].waited)
     seconds = rows[order[1]].waited - rows[order[0]].waited
-    return Late(order[0], seconds) if seconds > LATE * max(row.listened for row in rows) else None
+    return (order[0], seconds) if seconds > LATE * max(row.listened for row in rows) else None
 
 
 def report_of(
@@ -120,12 +113,12 @@ def report_of(
     """Compute a report.
 
     Args:
-        rows: each rank's measurements, which are about the same step.
-        ranks: the global ranks that they are of.
-        memory: of all ranks.
-        late_reports: by global rank, counted in the reports before; the late rank of this report is added.
-        reports: with this one.
-        grad_norm: this rank's.
+        rows: each rank's measurements, all of the same step.
+        ranks: the global rank of each row.
+        memory: the maximum over ranks.
+        late_reports: by global rank, the number of earlier reports in which it was late; this report is added.
+        reports: number of reports, including this one.
+        grad_norm: on this rank.
         flops_per_token: of forward and backward.
         peak_flops: of a rank's device, per second; None: unknown.
     """
@@ -133,9 +126,10 @@ def report_of(
     rate = tokens / seconds if tokens and seconds else None
     losses = [row.loss for row in rows if row.losses]
     waits = [row.waited / row.listened for row in rows if row.waits and row.listened]
-    late = late_rank(rows)
-    if late is not None:
-        late_reports[ranks[late.place]] += 1
+    late, late_seconds = None, 0.0
+    if (late_row := late_rank(rows)) is not None:
+        late, late_seconds = ranks[late_row[0]], late_row[1]
+        late_reports[late] += 1
     return Report(
         step=int(rows[0].step),
         steps=int(rows[0].steps),
@@ -145,8 +139,8 @@ def report_of(
         loss=sum(losses) / len(losses) if losses else None,
         grad_norm=grad_norm,
         exposed_communication=sum(waits) / len(waits) if waits else None,
-        late_rank=None if late is None else ranks[late.place],
-        late_seconds=0.0 if late is None else late.seconds,
+        late_rank=late,
+        late_seconds=late_seconds,
         late_reports=dict(late_reports),
         reports=reports,
         memory=memory,
