@@ -68,7 +68,7 @@ def test_a_search_ranks_what_fits_by_time():
     assert plans.fits and all(p.fits for p in plans.ranked)
     seconds = [p.seconds for p in plans.ranked]
     assert seconds == sorted(seconds)
-    assert {p.strategy for p in plans.ranked} == set(strategies(8, 8, 4, Strategy()))
+    assert {p.strategy for p in plans.ranked} == set(strategies(8, 8, 4))
     least = min(p.reserved for p in plans.ranked)
     tight = plan(gpt, **HOW, device="cpu", device_memory=least)
     assert tight.fits and tight.best.reserved == least

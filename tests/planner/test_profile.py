@@ -46,9 +46,9 @@ def test_the_peak_is_what_the_allocator_reports(recompute):
 
 
 def test_moments_come_in_the_order_of_the_step():
-    moments = [(m.what, m.unit) for m in profile(models.GPT(3), BLOCKS, step, 2, 12).moments]
-    forward = [(what, unit) for unit in BLOCKS for what in ("enter", "leave")]
-    backward = [(what, unit) for unit in reversed(BLOCKS) for what in ("back", "done")]
+    moments = [(m.kind, m.unit) for m in profile(models.GPT(3), BLOCKS, step, 2, 12).moments]
+    forward = [(kind, unit) for unit in BLOCKS for kind in ("enter", "leave")]
+    backward = [(kind, unit) for unit in reversed(BLOCKS) for kind in ("back", "done")]
     assert moments == [("enter", ""), *forward, ("leave", ""), ("back", ""), *backward, ("done", "")]
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import models
-from fullshard import MixedPrecisionPolicy, fully_shard, memory_use, record_events
+from fullshard import MixedPrecisionPolicy, Strategy, fully_shard, memory_use, record_events
 from fullshard.insight.planner.costs import axes_of, unit_costs
 from fullshard.insight.planner.profile import profile
-from fullshard.insight.planner.schedule import Order, run
+from fullshard.insight.planner.schedule import run
 
 VERBS = ("gather", "gathered", "free", "reduce", "reduced")
 WORLD = 8
@@ -132,8 +132,8 @@ def test_the_planned_step_is_the_engines(fake_world, name):
         outline = case.build()
     step = profile(outline, case.units, case.step, 2, 12, dtype=policy.param_dtype)
     costs = unit_costs(outline, case.units, axes_of(WORLD // case.replicate, case.replicate, "fake"), layout, policy)
-    order = Order(how.get("reshard_after_forward", True), how.get("prefetch", 1), case.micro_batches)
-    planned = run(step, costs, order)
+    strategy = Strategy(reshard_after_forward=how.get("reshard_after_forward", True), prefetch=how.get("prefetch", 1))
+    planned = run(step, costs, strategy, case.micro_batches)
 
     model = case.build()
     if case.replicate > 1:

@@ -104,7 +104,7 @@ def _plan(options: Arguments) -> int:
     chosen: list[Strategy] | None = None
     if fixed:
         node = options.ranks_per_node or min(8, options.ranks)
-        candidates = strategies(options.ranks, node, options.batch, Strategy())
+        candidates = strategies(options.ranks, node, options.batch)
         chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in candidates))
     plans = plan(build, strategy=chosen, **common)
     if options.json:

@@ -1,4 +1,4 @@
-"""What an optimizer holds on a rank, and allocates in its step: run on fake tensors of the rank's shards."""
+"""Measures an optimizer's state and temporary memory by running it on fake tensors of the rank's shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from .profile import Tracker
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def optimizer_bytes(units: Sequence[UnitCosts], make: MakeOptimizer, device: str) -> tuple[int, int]:
-    """Bytes of state, and the most that a step allocates besides.
+def optimizer_bytes(units: Sequence[UnitCosts], make: MakeOptimizer) -> tuple[int, int]:
+    """Bytes of state, and of the most temporary memory that a step allocates.
 
-    Shards of one shape and dtype are alike: one of each is run, then two of each, which shows whether temporary memory
-    grows with the number of parameters (`foreach`) or not (a loop, `fused`).
+    Runs a single shard of each shape and dtype, then two of each, which shows whether temporary memory grows with the
+    number of parameters (`foreach`) or not (a loop, `fused`).
 
     Args:
-        units: whose shards are trained.
-        make: makes the optimizer of a list of parameters.
-        device: of the shards.
+        units: the units whose shards it trains.
+        make: creates the optimizer for a list of parameters.
 
     Raises:
         Exception: whatever the optimizer raises.
@@ -36,23 +35,23 @@ def optimizer_bytes(units: Sequence[UnitCosts], make: MakeOptimizer, device: str
     kinds = list(counts)
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
     with fake_tensors():
-        states, once = _run(kinds, make, device)
-        _, twice = _run([*kinds, *kinds], make, device)
+        states, once = _run(kinds, make)
+        _, twice = _run([*kinds, *kinds], make)
     whole = sum(size * counts[kind] for kind, size in zip(kinds, sizes, strict=True))
     grows = (whole - sum(sizes)) / max(sum(sizes), 1)
     state = sum(nbytes * counts[kind] for kind, nbytes in zip(kinds, states, strict=True))
     return state, round(once + (twice - once) * grows)
 
 
-def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer, device: str) -> tuple[list[int], int]:
+def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer) -> tuple[list[int], int]:
     """Take two steps; returns each parameter's bytes of state, and the temporary bytes of the second step."""
-    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in kinds]
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu")) for shape, dtype in kinds]
     optimizer = make(parameters)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     states = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters]
-    known = [t for p, state in zip(parameters, states, strict=True) for t in (p, p.grad, *state) if t is not None]
-    with Tracker(known) as tracker:
+    existing = [t for p, state in zip(parameters, states, strict=True) for t in (p, p.grad, *state) if t is not None]
+    with Tracker(existing) as tracker:
         optimizer.step()
     return [sum(tensor.nbytes for tensor in state) for state in states], tracker.peak

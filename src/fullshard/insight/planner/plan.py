@@ -20,7 +20,7 @@ from . import messages
 from .costs import UnitCosts, axes_of, unit_costs
 from .optimizer import MakeOptimizer, optimizer_bytes
 from .profile import Profile, Step, profile
-from .schedule import KINDS, Order, Rates, run
+from .schedule import KINDS, Rates, run
 from .strategy import Strategy, strategies
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
@@ -30,9 +30,9 @@ H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 GLOO = Rates(flops=50e9, bandwidth=1e9, between=1e9, latency=300e-6, copy=8e9, overlap=0.0, large=0.5)
 """Rates that are assumed for "cpu": one core, gloo over loopback. Estimates."""
 
-RESERVE = {"cuda": (1.05, 2**30, 5 * 2**30), "cpu": (1.0, 0, 0)}
-"""By device: what the caching allocator reserves over what is allocated, a factor; and the bytes of the context and of
-NCCL's buffers, and how far both together may be off (docs/plan.md has the measurements)."""
+RESERVE = {"cuda": (1.05, 2**30), "cpu": (1.0, 0)}
+"""By device: the ratio of bytes that the caching allocator reserves to bytes allocated, and the bytes of the context
+and of NCCL's buffers (docs/plan.md has the measurements)."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def plan(
     node = min(8, ranks) if ranks_per_node is None else ranks_per_node
     _check_counts(ranks_per_node=node)
     if strategy is None:
-        chosen = list(strategies(ranks, node, batch, Strategy()))
+        chosen = list(strategies(ranks, node, batch))
     else:
         chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
     for choice in chosen:
@@ -390,7 +390,7 @@ class Planner:
 
     def _optimizer(self, units: Any, layout: Any, shard: int, replicate: int) -> tuple[int, int]:
         try:
-            return optimizer_bytes(self.costs(units, layout, shard, replicate), self.make, "cpu")
+            return optimizer_bytes(self.costs(units, layout, shard, replicate), self.make)
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
@@ -403,10 +403,9 @@ class Planner:
         units = self.costs(*key)
         state, temporary = self.optimizer(*key)
         step = self.profile(strategy.units, strategy.micro_batch, strategy.checkpointing)
-        order = Order(strategy.reshard_after_forward, strategy.prefetch, micro_batches, strategy.offload)
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        timeline = run(step, units, order, rates, besides=buffers, state=state, temporary=temporary)
-        factor, context, _ = RESERVE[self.device]
+        timeline = run(step, units, strategy, micro_batches, rates, besides=buffers, state=state, temporary=temporary)
+        factor, context = RESERVE[self.device]
         return Plan(
             strategy=strategy,
             memory=timeline.peak,
@@ -422,7 +421,7 @@ class Planner:
             compute=timeline.compute,
             exposed=timeline.exposed,
             waits=timeline.waits,
-            tokens=step.tokens * micro_batches * ranks,
+            tokens=batch * self.sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,
             units=units,

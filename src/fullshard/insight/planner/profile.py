@@ -1,12 +1,12 @@
-"""What one step of a model computes and keeps, without sharding: run once on fake tensors, unit by unit.
+"""Profiles one step of an unsharded model, unit by unit, on fake tensors: operations and memory.
 
-A step is cut at its moments, in the order in which they happen:
+A step is divided at these moments:
 
-    enter   a unit's forward begins            back   its backward begins: an output got its gradient
-    leave   its forward ended                  done   its backward ended: its input got its gradient
+    enter   a unit's forward begins            back   its backward begins: an output received its gradient
+    leave   its forward ended                  done   its backward ended: its input received its gradient
 
-Bytes count whole storages, from the operation that allocates to the moment when nothing refers to them. Parameters are
-not among them; their gradients are, until the unit is done, which is when a reduction takes them.
+Bytes count whole storages, from their allocation until nothing refers to them. Parameters do not count. Their gradients
+count until the unit is done, when a reduction takes them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,19 +35,19 @@ Step = Callable[[nn.Module, int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment, and the stretch of the step that follows it.
+    """A moment of a step, and the interval until the next one.
 
     Attributes:
-        what: "enter", "leave", "back" or "done".
+        kind: "enter", "leave", "back" or "done".
         unit: the module's path; "" for the model itself.
-        held: bytes alive at the moment.
+        live: bytes alive at the moment.
         peak: most bytes alive until the next moment.
         flops: floating-point operations until the next moment.
     """
 
-    what: str
+    kind: str
     unit: str
-    held: int
+    live: int
     peak: int
     flops: int
 
@@ -57,17 +58,15 @@ class Profile:
 
     Attributes:
         moments: in order, from the model's "enter" to its "done".
-        tokens: micro-batch times sequence.
         logits: bytes of the model's largest output.
     """
 
     moments: tuple[Moment, ...]
-    tokens: int
     logits: int
 
     @property
     def flops(self) -> int:
-        """Of the whole step, recomputation included."""
+        """Floating-point operations of the whole step, including recomputation."""
         return sum(moment.flops for moment in self.moments)
 
 
@@ -81,41 +80,39 @@ def profile(
     dtype: torch.dtype | None = None,
     casts_inputs: bool = True,
     checkpointing: bool = False,
-    device: str = "cpu",
 ) -> Profile:
-    """Run one step on fake tensors. The model is left as it was.
+    """Run one step on fake tensors. Leaves the model unchanged.
 
     Args:
-        model: on any device, meta included; nothing of it is read but shapes, dtypes and `requires_grad`.
+        model: on any device, including meta; only shapes, dtypes and `requires_grad` are read.
         units: paths of the modules that are units.
         step: see `Step`.
         micro_batch, sequence: passed to `step`.
-        dtype: of floating-point parameters while they are computed with; None: their own.
+        dtype: in which floating-point parameters are computed with; None: their own.
         casts_inputs: whether floating-point inputs of units are cast to `dtype`.
         checkpointing: whether the units' activations are recomputed in the backward.
-        device: on which the fake tensors are.
 
     Raises:
         Exception: whatever the model raises.
     """
     modules = {path: model.get_submodule(path) for path in units if path}
     with fake_tensors(), contextlib.ExitStack() as undo:
-        fakes = undo.enter_context(_faked(model, dtype, device))
+        fakes = undo.enter_context(_faked(model, dtype))
         tracker = Tracker(fakes)
         recorder = _Recorder(tracker)
         cast = None if dtype is None or not casts_inputs else partial(_cast, dtype)
         for path, module in {**modules, "": model}.items():
             inner = [m for p, m in modules.items() if p != path and (not path or p.startswith(path + "."))]
-            below = {id(parameter) for m in inner for parameter in m.parameters()}
-            own = [p for p in module.parameters() if id(p) not in below]
-            undo.enter_context(recorder.watch(module, path, own, checkpointing and bool(path), cast))
+            inner_parameters = {id(parameter) for m in inner for parameter in m.parameters()}
+            parameters = [p for p in module.parameters() if id(p) not in inner_parameters]
+            undo.enter_context(recorder.watch(module, path, parameters, checkpointing and bool(path), cast))
         with tracker:
             loss = step(model, micro_batch, sequence)
             logits = recorder.logits
             loss.backward()
             del loss
             recorder.finish()
-    return Profile(tuple(recorder.moments()), micro_batch * sequence, logits)
+    return Profile(tuple(recorder.moments()), logits)
 
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
@@ -126,28 +123,23 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype | None, device: str) -> Iterator[list[torch.Tensor]]:
-    """Put fake tensors in the places of parameters and buffers, for a while; yields them."""
-    fakes: dict[int, torch.Tensor] = {}
-    places: list[tuple[Any, str, Any]] = []
-
-    def fake(tensor: torch.Tensor, kind: torch.dtype | None) -> torch.Tensor:
-        made = fakes.get(id(tensor))
-        if made is None:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = made
-        return made
-
-    for module in model.modules():
-        tables: tuple[Any, ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None:
-                    casts = dtype is not None and tensor.is_floating_point() and table is module._parameters
-                    places.append((table, name, tensor))
-                    table[name] = fake(tensor, dtype if casts else tensor.dtype)
+def _faked(model: nn.Module, dtype: torch.dtype | None) -> Iterator[list[torch.Tensor]]:
+    """Replace parameters and buffers by fake tensors while the block runs; yields these."""
+    fakes: dict[int, torch.Tensor] = {}  # by id of the real tensor
+    places: list[tuple[Any, str, torch.Tensor]] = [
+        (table, name, tensor)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    for table, name, tensor in places:
+        if id(tensor) not in fakes:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fake_dtype = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device="cpu")
+            fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        table[name] = fakes[id(tensor)]
     try:
         yield list(fakes.values())
     finally:
@@ -156,21 +148,21 @@ def _faked(model: nn.Module, dtype: torch.dtype | None, device: str) -> Iterator
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of storages that operations allocate, while anything refers to them.
+    """Counts the bytes of storages that operations allocate, as long as anything refers to them.
 
     Args:
-        others: tensors that exist already and do not count.
+        uncounted: tensors that exist already and do not count.
 
     Attributes:
         live, peak: bytes alive now; most since `restart`.
-        flops: floating-point operations so far, by torch's formulas (`torch.utils.flop_counter`). Its own mode is not
-            used: it keeps what a checkpoint recomputes alive.
+        flops: floating-point operations so far, by torch's formulas (`torch.utils.flop_counter`). FlopCounterMode is
+            not used: it keeps tensors alive that checkpointing recomputes.
     """
 
-    def __init__(self, others: Sequence[torch.Tensor]) -> None:
+    def __init__(self, uncounted: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.flops = 0
-        self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in others}
+        self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -188,62 +180,55 @@ class Tracker(TorchDispatchMode):
         if key in self._storages:
             return
         nbytes = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, partial(self._gone, key, nbytes))
+        self._storages[key] = weakref.ref(storage, partial(self._remove, key, nbytes))
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, nbytes: int, reference: object) -> None:
+    def _remove(self, key: int, nbytes: int, reference: object) -> None:
         del self._storages[key]
         self.live -= nbytes
 
     def restart(self) -> int:
-        """Return the peak since the last call."""
+        """Start a new peak; returns the previous one."""
         peak, self.peak = self.peak, self.live
         return peak
 
 
 class _Recorder:
-    """Notes the moments of a step."""
+    """Records the moments of a step."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._marks: list[tuple[str, str, int, int, int]] = []  # what, unit, held, peak before, flops so far
-        self._open: dict[str, list[nn.Parameter]] = {}  # units whose backward runs, and their own parameters
-        self._own: dict[str, list[nn.Parameter]] = {}
-        self._calls: Counter[str] = Counter()  # forwards whose backward is not over
+        self._marks: list[tuple[str, str, int, int, int]] = []  # kind, unit, live, peak before, flops so far
+        self._parameters: dict[str, list[nn.Parameter]] = {}  # by unit, without those of units inside it
+        self._in_backward: set[str] = set()
+        self._calls: Counter[str] = Counter()  # forwards whose backward has not ended
         self.logits = 0
 
-    def mark(self, what: str, unit: str) -> None:
-        self._marks.append((what, unit, self._tracker.live, self._tracker.restart(), self._tracker.flops))
+    def mark(self, kind: str, unit: str) -> None:
+        self._marks.append((kind, unit, self._tracker.live, self._tracker.restart(), self._tracker.flops))
 
     @contextlib.contextmanager
     def watch(
-        self, module: nn.Module, path: str, own: list[nn.Parameter], recompute: bool, cast: Cast | None
+        self, module: nn.Module, path: str, parameters: list[nn.Parameter], recompute: bool, cast: Cast | None
     ) -> Iterator[None]:
-        """Note the moments of one unit, which is recomputed in its backward if `recompute`; `cast` its inputs first."""
-        forward, self._own[path] = module.forward, own
-        running: list[bool] = []
+        """Record the moments of one unit while the block runs.
+
+        Args:
+            parameters: of the unit, without those of units inside it.
+            recompute: whether its activations are recomputed in its backward.
+            cast: applied to its inputs first.
+        """
+        forward, self._parameters[path] = module.forward, parameters
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if running:  # recomputed: the moments of this unit are noted already
-                return forward(*args, **kwargs)
             self.mark("enter", path)
             self._calls[path] += 1
             if cast is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
             args, kwargs = self._watch_inputs(args, kwargs, path)
             if recompute and torch.is_grad_enabled():
-                again: list[bool] = []
-
-                def recomputed(*args: Any, **kwargs: Any) -> Any:
-                    running.extend(again)
-                    again.append(True)
-                    try:
-                        return forward(*args, **kwargs)
-                    finally:
-                        running.clear()
-
-                output = checkpoint(recomputed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             self._watch_outputs(output, path)
@@ -254,10 +239,10 @@ class _Recorder:
         try:
             yield
         finally:
-            del module.forward  # the class's own shows again
+            del module.forward  # reveals the class's method again
 
     def _watch_inputs(self, args: Any, kwargs: Mapping[str, Any], path: str) -> tuple[Any, Any]:
-        """Put a view of its own in the place of the first differentiable input; its gradient ends the backward."""
+        """Replace the first differentiable input by a view; the backward ends when the view gets its gradient."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
@@ -276,25 +261,25 @@ class _Recorder:
                 tensor.register_hook(lambda gradient: self.back(path))
 
     def back(self, path: str) -> None:
-        if path not in self._open:
-            self._open[path] = self._own[path]
+        if path not in self._in_backward:
+            self._in_backward.add(path)
             self.mark("back", path)
 
     def done(self, path: str) -> None:
-        if path in self._open:
+        if path in self._in_backward:
             self.mark("done", path)
             self._calls[path] -= 1
-            parameters = self._open.pop(path)
-            for parameter in parameters if not self._calls[path] else ():
+            self._in_backward.remove(path)
+            for parameter in self._parameters[path] if not self._calls[path] else ():
                 parameter.grad = None
             self._tracker.restart()
 
     def finish(self) -> None:
-        """The backward is over: units whose inputs got no gradient are done, the model last."""
-        for path in sorted(self._open, reverse=True):
+        """The backward ended: units whose inputs received no gradient are done, the model last."""
+        for path in sorted(self._in_backward, reverse=True):
             self.done(path)
         self.mark("end", "")
 
     def moments(self) -> Iterator[Moment]:
-        for (what, unit, held, _, flops), (_, _, _, peak, total) in zip(self._marks, self._marks[1:], strict=False):
-            yield Moment(what, unit, held, peak, total - flops)
+        for (kind, unit, live, _, flops), (_, _, _, peak, total) in pairwise(self._marks):
+            yield Moment(kind, unit, live, peak, total - flops)

@@ -1,4 +1,4 @@
-"""The order of one optimizer step, with the bytes alive and the time at each place.
+"""Simulates one optimizer step: the order of its events, with the bytes alive and the time at each of them.
 
     enter   gather, unless prefetched; wait; prefetch the next units      back    the same, in the order of the backward
     leave   free                                                          done    free; finish the oldest reduction;
@@ -6,10 +6,10 @@
 
 The same rules as `runtime/step.py` and `runtime/reducer.py`; `tests/planner` compares them event by event.
 
-Time: compute and communication are two queues. A collective starts when it was issued and those before it are over; a
-wait lasts until its collective has ended. What of a collective computation cannot hide (`Rates.overlap`) delays the
-computation at once. Copies into and out of collectives are computation; what element-wise operations of the model cost
-has to be part of `Rates.flops`.
+Time: computation and communication are two queues. A collective starts once it is issued and earlier ones have ended; a
+wait lasts until its collective has ended. The part of a collective that computation cannot hide (`Rates.overlap`)
+delays computation at once. Copies into and out of collectives count as computation; `Rates.flops` must account for the
+model's element-wise operations.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from dataclasses import dataclass, field, fields, replace
 from .costs import UnitCosts
 from .messages import not_a_rate
 from .profile import Profile
+from .strategy import Strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations")
-"""Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state, and what its step allocates;
-gathered units and gathers in flight; reductions in flight; activations, and gradients before they are reduced."""
+"""Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state and temporaries of its step;
+gathered units and gathers in flight; reductions in flight; activations and unreduced gradients."""
+
+PLACES = {"enter": "forward of", "leave": "forward, after", "back": "backward of", "done": "backward, after"}
+"""The words for each kind of moment; the unit's name follows."""
 
 LARGE = 32 * 2**20
-"""Bytes from which on a buffer is large (`Rates.large`)."""
+"""Bytes of the smallest buffer that is large (`Rates.large`)."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +39,21 @@ class Rates:
     """How fast a rank computes and sends.
 
     Attributes:
-        flops: floating-point operations per second that a model of this kind reaches, not the device's peak.
+        flops: floating-point operations per second that a model of this kind achieves, not the device's peak.
         bandwidth: bytes per second that a rank sends in a gather among the ranks of one machine.
-        between: bytes per second of a rank's own link to other machines. Ranks of one machine use theirs together: the
-            rings of a gather over several machines pass each of these links (nccl-tests, PERFORMANCE.md).
+        between: bytes per second of a rank's own link to other machines. A gather over several machines uses the links
+            of all ranks of a machine together (nccl-tests, PERFORMANCE.md).
         latency: seconds per collective.
         host: bytes per second between host and device, for what is offloaded.
         copy: bytes per second that a copy on the device reads and writes.
         reduce: bytes per second that a rank sends in a reduce-scatter within a machine; None: `bandwidth`.
-        overlap: part of a collective's time in which the rank computes as fast as without it. 0 where as many ranks as
-            cores share a CPU: the collective's threads take the time from the computation.
+        overlap: fraction of a collective's time that computation can hide. 0 where as many ranks as cores share a CPU:
+            the collective's threads take their time from the computation.
         large: factor of the three bandwidths for buffers of 32 MiB and more. Less than 1 on a CPU: malloc maps memory
             of this size anew for each buffer (mallopt(3), M_MMAP_THRESHOLD), and the first access to a page is slow.
 
     Raises:
-        ConfigError: a rate is not a positive number, or `overlap` not between 0 and 1.
+        ConfigError: a rate is not a positive number, or `overlap` is not between 0 and 1.
     """
 
     flops: float
@@ -82,27 +86,9 @@ class Rates:
         )
 
     def of(self, verb: str, buffer: int) -> float:
-        """The bandwidth of a collective whose larger buffer has so many bytes; see `on`."""
-        of = {"gather": self.bandwidth, "reduce": self.reduce or self.bandwidth, "all_reduce": self.between}
-        return of[verb] * (self.large if buffer >= LARGE else 1.0)
-
-
-@dataclass(frozen=True)
-class Order:
-    """How the units of a step are run.
-
-    Attributes:
-        reshard: whether units other than the root are freed after their forward.
-        prefetch: units gathered ahead.
-        micro_batches: forwards and backwards before the optimizer's step, each of which reduces.
-        offload: whether shards, gradients and optimizer state are in host memory. A gather then copies the shard to the
-            device first, in the dtype it is gathered in, and a reduced slice is copied to the host.
-    """
-
-    reshard: bool = True
-    prefetch: int = 1
-    micro_batches: int = 1
-    offload: bool = False
+        """The bandwidth of a collective whose larger buffer has `buffer` bytes; call it on the result of `on`."""
+        bandwidths = {"gather": self.bandwidth, "reduce": self.reduce or self.bandwidth, "all_reduce": self.between}
+        return bandwidths[verb] * (self.large if buffer >= LARGE else 1.0)
 
 
 @dataclass
@@ -140,25 +126,24 @@ class Timeline:
 
 
 class _Step:
-    def __init__(self, profile: Profile, units: Sequence[UnitCosts], order: Order, rates: Rates | None) -> None:
-        self.profile, self.order, self.rates = profile, order, rates
+    def __init__(self, profile: Profile, units: Sequence[UnitCosts], strategy: Strategy, rates: Rates | None) -> None:
+        self.profile, self.strategy, self.rates = profile, strategy, rates
         self.units = {costs.name: costs for costs in units}
         self.timeline = Timeline()
         self.now = dict.fromkeys(KINDS, 0)
-        self.now["parameters"] = 0 if order.offload else sum(costs.parameters for costs in units)
+        self.now["parameters"] = 0 if strategy.offload else sum(costs.parameters for costs in units)
         self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
         self.gathered: set[str] = set()
-        self.reducing: tuple[UnitCosts, int, float] | None = (
-            None  # the unit, bytes besides its buffer, and when it ends
-        )
-        self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, over the replicate axis
-        self.ahead: set[str] = set()  # prefetched in the forward, not entered yet
+        # The reduction in flight: its unit, its bytes besides the buffer, and when it ends.
+        self.reducing: tuple[UnitCosts, int, float] | None = None
+        self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, for all-reduces
+        self.ahead: set[str] = set()  # prefetched in the forward, not yet entered
         self.free_at = 0.0  # when the network has sent all that was issued
 
     # Account.
 
     def note(self, where: str, activations: int = 0, extra: int = 0) -> None:
-        """Compare the bytes alive with the most so far. `extra`: gathered bytes alive for this moment only."""
+        """Update the peaks. `extra`: gathered bytes alive only at this moment."""
         now, timeline = self.now, self.timeline
         now["activations"] = activations
         now["gathered"] += extra
@@ -169,7 +154,7 @@ class _Step:
         now["gathered"] -= extra
 
     def send(self, costs: UnitCosts, verb: str) -> float:
-        """Issue a unit's collectives; returns when they have ended."""
+        """Issue a unit's collectives; returns the time at which they end."""
         nbytes, count = costs.sent.get(verb, (0, 0))
         self.timeline.sent[verb] = self.timeline.sent.get(verb, 0) + nbytes
         self.timeline.collectives[verb] = self.timeline.collectives.get(verb, 0) + count
@@ -179,7 +164,7 @@ class _Step:
             seconds = count * self.rates.latency + nbytes / self.rates.of(verb, buffer)
             self.lose((1 - self.rates.overlap) * seconds, costs.name)
             seconds *= self.rates.overlap
-            if self.order.offload:
+            if self.strategy.offload:
                 seconds += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
         self.free_at = max(self.timeline.seconds, self.free_at) + seconds
         return self.free_at
@@ -188,7 +173,7 @@ class _Step:
         self.lose(max(0.0, until - self.timeline.seconds), unit)
 
     def lose(self, seconds: float, unit: str) -> None:
-        """The rank does not compute for so long, because of this unit's communication."""
+        """Add time in which the rank does not compute because of this unit's communication."""
         if seconds:
             self.timeline.exposed += seconds
             self.timeline.waits[unit] = self.timeline.waits.get(unit, 0.0) + seconds
@@ -209,11 +194,11 @@ class _Step:
         self.event("gather", unit)
 
     def in_flight(self, costs: UnitCosts) -> int:
-        """Bytes while a gather is in flight; casts happen on the way to the device."""
-        return costs.in_flight - costs.cast + costs.computed if self.order.offload else costs.in_flight
+        """Bytes while a gather is in flight; with offloading, casts happen on the way to the device."""
+        return costs.in_flight - costs.cast + costs.computed if self.strategy.offload else costs.in_flight
 
     def open(self, unit: str, where: str, activations: int) -> None:
-        """Gather, unless it is in flight or gathered; wait for it."""
+        """Wait for a unit's gather; issues it first if it is not in flight."""
         costs = self.units[unit]
         if unit in self.gathered or not costs.elements:
             return
@@ -221,7 +206,7 @@ class _Step:
             self.issue(unit)
         self.note(where, activations)
         self.wait(self.gathers.pop(unit), unit)
-        self.note(where, activations, costs.opening - costs.in_flight)  # the same memory is freed then
+        self.note(where, activations, costs.opening - costs.in_flight)  # freed at the same time
         self.now["gathered"] += costs.gathered - self.in_flight(costs)
         self.compute_copy(costs.opening - costs.in_flight)
         self.gathered.add(unit)
@@ -255,19 +240,19 @@ class _Step:
         self.now["reducing"] -= scratch
         self.event("reduced", costs.name)
 
-    def reduce(self, unit: str, again: bool, held: int) -> None:
+    def reduce(self, unit: str, again: bool, activations: int) -> None:
         costs = self.units[unit]
         if not costs.gradients:
             return
         self.finish_reduction()
         self.compute_copy(costs.buffer)
         scratch = costs.scratch_again if again else costs.scratch
-        if self.order.offload and not again:
+        if self.strategy.offload and not again:
             scratch += costs.gradients  # the slice, until it is on the host
         self.now["reducing"] += costs.buffer
-        self.note(f"gradients of {unit or 'the root'} are collected", held)
+        self.note(f"gradients of {unit or 'the root'} are collected", activations)
         self.now["reducing"] += scratch
-        if not again and not self.order.offload:
+        if not again and not self.strategy.offload:
             self.now["gradients"] += costs.gradients
         self.reducing = costs, scratch, self.send(costs, "reduce")
         self.event("reduce", unit)
@@ -275,8 +260,8 @@ class _Step:
     # The step.
 
     def prefetch(self, forward: Sequence[str], following: int) -> int:
-        """Gather ahead from this place of a forward on; returns the place of the next unit to gather."""
-        while following < len(forward) and len(self.ahead) < self.order.prefetch:
+        """Prefetch the units of a forward from index `following` on; returns the index of the first not prefetched."""
+        while following < len(forward) and len(self.ahead) < self.strategy.prefetch:
             if not self.is_sharded(forward[following]):
                 break
             self.issue(forward[following])
@@ -285,34 +270,31 @@ class _Step:
         return following
 
     def micro_batch(self, again: bool) -> None:
-        moments, order = self.profile.moments, self.order
-        forward = [moment.unit for moment in moments if moment.what == "enter" and self.units[moment.unit].elements]
-        backward = [moment.unit for moment in moments if moment.what == "back"]
+        moments, strategy = self.profile.moments, self.strategy
+        forward = [moment.unit for moment in moments if moment.kind == "enter" and self.units[moment.unit].elements]
+        backward = [moment.unit for moment in moments if moment.kind == "back"]
         entered = following = returned = 0
         for moment in moments:
-            unit, what = moment.unit, moment.what
-            where = {"enter": "forward", "leave": "forward, after", "back": "backward", "done": "backward, after"}[what]
-            where += f" of {unit or 'the root'}" if not where.endswith("after") else f" {unit or 'the root'}"
-            if what == "enter":
-                self.open(unit, where, moment.held)
+            unit = moment.unit
+            where = f"{PLACES[moment.kind]} {unit or 'the root'}"
+            if moment.kind == "enter":
+                self.open(unit, where, moment.live)
                 entered += bool(self.units[unit].elements)
                 self.ahead.discard(unit)
                 following = self.prefetch(forward, max(following, entered))
-            elif what == "leave":
-                if unit and order.reshard:
+            elif moment.kind == "leave":
+                if unit and strategy.reshard_after_forward:
                     self.free(unit)
-            elif what == "back":
+            elif moment.kind == "back":
                 returned += 1
-                self.open(unit, where, moment.held)
-                for upcoming in backward[returned : returned + order.prefetch]:
+                self.open(unit, where, moment.live)
+                for upcoming in backward[returned : returned + strategy.prefetch]:
                     if self.is_sharded(upcoming):
                         self.issue(upcoming)
             else:
                 self.free(unit)
-                if (
-                    unit not in backward[returned:]
-                ):  # called more than once, it is reduced when all its gradients are there
-                    self.reduce(unit, again, moment.held)
+                if unit not in backward[returned:]:  # the last backward of a unit that is called several times
+                    self.reduce(unit, again, moment.live)
             self.note(where, moment.peak)
             if self.rates is not None:
                 self.timeline.compute += moment.flops / self.rates.flops
@@ -324,30 +306,33 @@ class _Step:
 def run(
     profile: Profile,
     units: Sequence[UnitCosts],
-    order: Order,
+    strategy: Strategy,
+    micro_batches: int,
     rates: Rates | None = None,
     *,
     besides: int = 0,
     state: int = 0,
     temporary: int = 0,
 ) -> Timeline:
-    """Follow one optimizer step: forwards, backwards, reductions, and the optimizer.
+    """Simulate one optimizer step: forwards, backwards, reductions, and the optimizer.
 
     Args:
-        profile: of one micro-batch, without sharding.
-        units: costs of all units of the profile, the root's included.
-        order: how they are run.
+        profile: of a single micro-batch, without sharding.
+        units: costs of all units of the profile, including the root.
+        strategy: how the units are run. With offloading, a gather first copies the shard to the device, in the dtype it
+            is gathered in, and a reduced slice is copied to the host.
+        micro_batches: forwards and backwards before the optimizer's step, each of which reduces.
         rates: None: no times.
-        besides: bytes of buffers and parameters that no unit holds.
-        state, temporary: bytes of the optimizer's state, and of its temporary tensors in its step; on the host, where
-            they do not count, if `order` offloads.
+        besides: bytes of buffers and parameters outside of units.
+        state, temporary: bytes of the optimizer's state, and of temporary tensors in its step. With offloading they are
+            on the host and do not count.
     """
-    step = _Step(profile, units, order, rates)
+    step = _Step(profile, units, strategy, rates)
     step.now["parameters"] += besides
-    if order.offload:
+    if strategy.offload:
         state = temporary = 0
     step.now["optimizer"] = state
-    for index in range(order.micro_batches):
+    for index in range(micro_batches):
         step.micro_batch(index > 0)
     step.now["optimizer"] += temporary
     step.note("the optimizer's step")

@@ -1,9 +1,10 @@
-"""The choices of a run, and those among which the planner searches."""
+"""Strategies: how a model is sharded and run, and which the planner searches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ...api.functional.arguments import LAYOUTS
@@ -13,17 +14,17 @@ from .messages import not_a_divisor, not_positive, unknown_layout
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is sharded and run; each field as the argument of `fully_shard` that it names, or a loop's setting.
+    """How a model is sharded and run. Fields are arguments of `fully_shard` or settings of the training loop.
 
     Attributes:
-        replicate: ranks that hold copies of each shard (hybrid sharding); the others split the elements.
+        replicate: number of copies of each shard (hybrid sharding).
         layout: "rows", "flat", "owner" or `Blocks`.
         reshard_after_forward: whether units other than the root are freed after their forward.
         prefetch: units gathered ahead.
         checkpointing: whether each unit's activations are recomputed in its backward.
         micro_batch: sequences in one forward.
         offload: whether shards, gradients and optimizer state are in host memory.
-        units: which modules are units: "auto" (the repeated blocks), "model" (all is one), or a wrap policy.
+        units: which modules are units: "auto" (the repeated blocks), "model" (a single unit), or a wrap policy.
     """
 
     replicate: int = 1
@@ -36,7 +37,7 @@ class Strategy:
     units: Any = "auto"
 
     def check(self, ranks: int, batch: int) -> None:
-        """Check against the world and the sequences of a rank and step.
+        """Check against the world size and the sequences of a rank and step.
 
         Raises:
             ConfigError: a number is invalid.
@@ -65,26 +66,21 @@ class Strategy:
         return ", ".join(words)
 
 
-def strategies(ranks: int, ranks_per_node: int, batch: int, base: Strategy) -> Iterator[Strategy]:
-    """The strategies that a search compares: all combinations of these, with everything else as in `base`.
+def strategies(ranks: int, ranks_per_node: int, batch: int) -> Iterator[Strategy]:
+    """The strategies that a search compares.
 
     Args:
-        ranks, ranks_per_node: copies are kept on each node, if there are several.
+        ranks, ranks_per_node: with several nodes, a copy of all shards on each node is also tried.
         batch: sequences of a rank and optimizer step; micro-batches are it and its divisors that are powers of two.
-        base: the strategy whose other fields are taken over.
     """
     replicas = [1, ranks // ranks_per_node] if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0 else [1]
     sizes = sorted({size for size in (2**power for power in range(batch.bit_length())) if batch % size == 0} | {batch})
-    for micro_batch in sizes:
-        for checkpointing in (False, True):
-            for replicate in replicas:
-                for layout in ("rows", "flat"):
-                    for reshard in (True, False):
-                        yield replace(
-                            base,
-                            replicate=replicate,
-                            layout=layout,
-                            reshard_after_forward=reshard,
-                            checkpointing=checkpointing,
-                            micro_batch=micro_batch,
-                        )
+    choices = product(sizes, (False, True), replicas, ("rows", "flat"), (True, False))
+    for micro_batch, checkpointing, replicate, layout, reshard in choices:
+        yield Strategy(
+            replicate=replicate,
+            layout=layout,
+            reshard_after_forward=reshard,
+            checkpointing=checkpointing,
+            micro_batch=micro_batch,
+        )
