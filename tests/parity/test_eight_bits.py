@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.comm import packed_bytes
-from fullshard.optim.owners import local_piece
 from fullshard.shard import units_of
+from fullshard.torch_private.local_tensor import inside
 from raising import raises
 
 WIDE = 24
@@ -242,7 +242,7 @@ def computed_after_to_empty(layout: Any) -> list[float]:
         model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            local_piece(parameter).fill_(0.5)
+            inside(parameter).fill_(0.5)
     model.unshard()
     ends = [end(parameter.detach()).item() for parameter in model.parameters() for end in (torch.min, torch.max)]
     return [min(ends), max(ends)]
