@@ -145,7 +145,7 @@ CALLS = [
         wrapped,
         step,
         lambda m: clip_grad_norm_(list(m.parameters())[:1], 1.0),
-        "ConfigError: clip_grad_norm_ was given parameters of a ... model.clip_grad_norm_",
+        "ConfigError: clip_grad_norm_ does not take parameters of a ... model.clip_grad_norm_",
     ),
     (wrapped, step, lambda m: m.clip_grad_norm_(1.0, norm_type=0), "ConfigError: norm_type must be positive, got 0.0"),
     (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0], "PhaseError: the instance wraps nothing yet"),
