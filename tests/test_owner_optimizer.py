@@ -242,6 +242,36 @@ def test_what_else_programs_do(run_ranks):
     assert run_ranks(other_ways, world=2) == [[]] * 2
 
 
+class Gained(torch.optim.SGD):
+    """SGD that multiplies gradients by a setting of its own, which no group shows."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        self.gain = settings.pop("gain")
+        super().__init__(params, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=self.gain * group["lr"])
+
+
+def moved_by_a_copy() -> bool:
+    model = sharded()
+    optimizer = fullshard.OwnerOptimizer(model.parameters(), Gained, lr=0.5, gain=2.0)
+    both, other = copy.deepcopy((model, optimizer))
+    set_gradients(both, 0)
+    before = [whole(p.detach()).clone() for p in both.parameters()]
+    other.step()
+    pairs = zip(both.parameters(), before, strict=True)
+    return all(torch.allclose(whole(p.detach()), value - whole(p.grad), atol=1e-6) for p, value in pairs)
+
+
+@pytest.mark.gloo("processes")
+def test_a_copy_has_settings_that_only_the_constructor_knows(run_ranks):
+    assert run_ranks(moved_by_a_copy, world=2) == [True, True]
+
+
 def held_bytes() -> tuple[int, int, int, list[int]]:
     """State on this rank, whole and by `memory_use`; all of it; and tensors alive after each of some steps."""
     import gc

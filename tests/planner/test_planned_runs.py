@@ -63,6 +63,13 @@ def test_bytes_sent_are_those_of_the_engine(fake_world, packed):
         assert best.collectives[verb] == len(calls)
 
 
+def test_a_unit_without_parameters_sends_nothing():
+    """The root, whose parameters are all in blocks."""
+    blocks = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])  # noqa: E731
+    units = plan(blocks, ranks=4, step=lambda m, b, s: m(torch.ones(b, 8)).sum(), strategy=Strategy()).best.units
+    assert {unit.name: bool(unit.sent) for unit in units} == {"": False, "0": True, "1": True, "2": True}
+
+
 def test_a_search_ranks_what_fits_by_time():
     plans = plan(gpt, **HOW, device="cpu", device_memory=10**9)
     assert plans.fits and all(p.fits for p in plans.ranked)
@@ -190,6 +197,7 @@ def test_a_large_world_takes_seconds():
 BAD = {
     "ranks": ({"ranks": 0}, "ranks must be a positive integer"),
     "a bool": ({"batch": True}, "batch must be a positive integer"),
+    "a bool in a strategy": ({"strategy": Strategy(micro_batch=True)}, "micro_batch must be"),
     "a float": ({"sequence": 1.5}, "sequence must be a positive integer"),
     "micro-batch": ({"strategy": Strategy(micro_batch=3)}, "micro_batch must divide batch"),
     "replicas": ({"strategy": Strategy(replicate=3)}, "replicate must divide ranks"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from files import Runs, same
 from fullshard import CheckpointError, convert
+from fullshard.store.formats.built import Sharded, Stored
 from fullshard.store.formats.fsdp1 import PerRankSource
 
 WORLD = 2
@@ -126,6 +128,17 @@ def test_files_of_ranks_that_are_missing_are_noticed(folder: Path, tmp_path: Pat
         (where / "a.pt").write_bytes((folder / "SHARDED-True" / f"rank{rank}.pt").read_bytes())
         with pytest.raises(CheckpointError, match="incomplete checkpoint"):
             PerRankSource(where)
+
+
+def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
+    def part(offset: int, rows: int) -> Sharded:
+        stored = Stored("0", 3 * rows, torch.float32, 0, (rows, 3), (3, 1))
+        return Sharded((4, 3), torch.float32, (((offset, 0), (rows, 3), stored),), 3)
+
+    source: Any = mock.Mock(_archives=[mock.Mock(), mock.Mock(), mock.Mock()])
+    PerRankSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])
+    ((name, pieces, entry), _) = source._add.call_args
+    assert name == "weight" and [piece.stored.shape for piece in pieces] == [(6,), (6,)] and entry.shape == (4, 3)
 
 
 def test_pickles_do_not_run(folder: Path, tmp_path: Path) -> None:

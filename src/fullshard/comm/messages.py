@@ -21,7 +21,7 @@ def no_exchange(kind: str) -> ConfigError:
         "MixedPrecisionPolicy(scatter_dtype=...) needs collectives that exchange bytes between ranks.",
         expected='comm="torch", or a fullshard.Comm with a method exchange(axis, out, buffer)',
         got=f"comm {kind!r}",
-        remedy="set scatter_dtype=None; or do without the custom reduce-scatter or comm",
+        remedy="set scatter_dtype=None, or remove the custom reduce-scatter or comm",
     )
 
 

@@ -134,7 +134,7 @@ class Full(Protocol):
         axis: Axis,
         source: Any,
         keeps: bool = False,
-        packs: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         """Add the gather of every rank's `source` over `axis` to a plan, all but its `frees`.
 
@@ -143,7 +143,7 @@ class Full(Protocol):
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
-            packs: the 8-bit dtype in which it is sent; None: the compute dtype.
+            gather_dtype: the 8-bit dtype in which it is sent; None: the compute dtype.
             keeps: whether the memory of unsharded parameters may be allocated already.
         """
 
@@ -236,6 +236,7 @@ class PlainFull:
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
         self._sent: Scratch | None = None  # [S], while gathering: the shard cast to compute dtype; or packed, in bytes
         self._received: Scratch | None = None  # while gathering: all ranks' packed shards, in bytes
+        self._unpack: Callable[[], object] = bool  # from there into `_outs`
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -315,24 +316,22 @@ class PlainFull:
         axis: Axis,
         source: torch.Tensor,
         keeps: bool = False,
-        packs: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         whole, copied, shard, outs = self.whole, self.copied, source, self._outs
         passing = [self.staging] if self.staging.nbytes else []
         prepares: Callable[[], object] | None = None
-        if packs is not None:
+        if gather_dtype is not None:
             lengths = [segment.slice_numel for segment in self.layout.segments]
-            nbytes = sum(map(packed_bytes, lengths))
-            received = self._received = _sized(self._received, axis.size * nbytes, torch.uint8, whole.tensor.device)
-            sent = self._sent = _sized(self._sent, nbytes, torch.uint8, source.device)
-            with _allocated(whole, self.staging, received, sent):
-                floats = [out.view(axis.size, -1) for out in outs]
-                to.fills.append(Packing(packs, floats, received.tensor.view(axis.size, -1)).unpack)
-                if source.dtype != torch.uint8:  # else the home has packed it
-                    shard = sent.tensor
-                    prepares = Packing(packs, source.view(1, -1).split(lengths, 1), shard.view(1, -1)).pack
+            received, unpack = self._unpacking(gather_dtype, axis.size, lengths)
             passing.append(received)
             outs = [received.tensor]
+            to.fills.append(unpack)
+            if source.dtype != torch.uint8:  # else the home has packed it
+                sent = self._sent = _sized(self._sent, sum(map(packed_bytes, lengths)), torch.uint8, source.device)
+                with _allocated(sent):
+                    shard = sent.tensor
+                    prepares = Packing(gather_dtype, source.view(1, -1).split(lengths, 1), shard.view(1, -1)).pack
         elif source.dtype != self.dtype:
             self._sent = _sized(self._sent, source.numel(), self.dtype, source.device)
             shard = self._sent.tensor
@@ -367,6 +366,18 @@ class PlainFull:
             to.offsets += offsets
         to.addresses += [buffer.storage.data_ptr for buffer in (whole, copied) if buffer.nbytes]
         to.ends += [versions.restore, *[buffer.free for buffer in passing]]
+
+    def _unpacking(
+        self, dtype: torch.dtype, world: int, lengths: Sequence[int]
+    ) -> tuple[Scratch, Callable[[], object]]:
+        """The buffer for all ranks' packed slices, and what unpacks it into `_outs`; made at the first call."""
+        if self._received is None:
+            self._received = Scratch(world * sum(map(packed_bytes, lengths)), torch.uint8, self.whole.tensor.device)
+            with _allocated(self.whole, self.staging):
+                floats = [out.view(world, -1) for out in self._outs]
+                self._unpack = Packing(dtype, floats, self._received.tensor.view(world, -1)).unpack
+            self._received.free()
+        return self._received, self._unpack
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
         buffers = [self.staging, self._sent, self._received, *(() if keep else (self.whole, self.copied))]

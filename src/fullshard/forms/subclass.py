@@ -210,7 +210,7 @@ class SubclassFull:
         axis: Axis,
         source: Chunks,
         keeps: bool = False,
-        packs: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         to.begins.append(partial(self._begin, comm, axis, self._mesh(), source))
         to.gathers.append(partial(self._gather, comm, axis))

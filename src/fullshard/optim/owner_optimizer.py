@@ -65,7 +65,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], **settings: Any) -> None:
         _check_class(optimizer_class)
-        self.optimizer_class = optimizer_class
+        self.optimizer_class, self._arguments = optimizer_class, settings
         self._shared = False  # whether `state` is sharded
         # By id of the parameter:
         self._wholes: dict[int, nn.Parameter] = {}  # the whole parameters that the inner optimizer steps
@@ -234,7 +234,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             **super().__getstate__(),
             "_copied": (
                 self.optimizer_class,
-                _arguments(self.defaults, self.optimizer_class),
+                self._arguments,
                 [self._classes.get(id(parameter), {}) for parameter in self._listed()],
             ),
         }
@@ -513,12 +513,6 @@ def _not_one_by_one(got: str, remedy: str) -> ConfigError:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _arguments(defaults: Mapping[str, Any], optimizer_class: type) -> dict[str, Any]:
-    """The defaults of an optimizer that its constructor takes as arguments."""
-    names = inspect.signature(optimizer_class).parameters
-    return {key: value for key, value in defaults.items() if key in names}
 
 
 def _empty(whole: nn.Parameter) -> None:

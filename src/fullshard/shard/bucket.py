@@ -236,7 +236,7 @@ class Bucket:
         """
         home, axis, source = self.home, self.axes.shard, self.shard
         gathers: Gathers = comm
-        packs = self.gather_dtype
+        gather_dtype = self.gather_dtype
         if home is not None:
             home.begin(unit)
         with torch.inference_mode(False):  # these tensors must serve training later
@@ -246,11 +246,12 @@ class Bucket:
                 self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
-                axis, source, to.comm, packs = kept_axis, self.kept, None, None
+                axis, source, to.comm, gather_dtype = kept_axis, self.kept, None, None  # kept as unpacked
             elif home is not None and self.form.plain:
                 source, gathers, to.comm = home.to_device(source, self._as_sent), home.gathering(comm), None
                 to.passing_bytes += source.numel() * source.element_size()
-            self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage, packs)
+            over = apart_of(axis, comm) if apart else axis
+            self.full.plan(to, gathers, over, source, self.keeps_storage, gather_dtype)
 
     def _as_sent(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, which is on the compute device, as gathers send it."""
@@ -419,8 +420,8 @@ class Bucket:
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
-        packs = self.gather_dtype, self.scatter_dtype
-        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *packs)
+        dtypes = self.gather_dtype, self.scatter_dtype
+        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *dtypes)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             take_grad_dtype(new.sharded, old.sharded)

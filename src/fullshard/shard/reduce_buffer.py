@@ -301,11 +301,11 @@ class PackedReduction:
 
     def wait(self) -> None:
         """Wait for the exchange, and sum in the order of ranks."""
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            self._pending.wait()
-            self._pending = None
+            pending.wait()
             self._unpack()
             for out, slices in zip(self._outs, self._slices, strict=True):
                 out.copy_(slices.sum(0, dtype=torch.float32).mul_(self._scale))

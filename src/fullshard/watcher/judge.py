@@ -15,6 +15,9 @@ from .process import OF_STEPS
 
 Status = dict[str, Any]
 
+FORMAT = 1
+"""The number of the format of reports in files, which begin with it."""
+
 UNKNOWN = ("unreachable", "absent")
 """States of a rank whose watcher did not answer, or never started."""
 BY_ITSELF = "by itself"

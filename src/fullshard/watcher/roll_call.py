@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import messages, process
-from .judge import Status, stuck, sure, unheard
+from .judge import FORMAT, Status, stuck, sure, unheard
 from .log import Record, records_of
 from .process import Call, Frame
 from .rank import SLICE, Rank, Wait, note_at_the_end
@@ -404,7 +404,7 @@ class Watcher:
 
     def _write(self, folder: Path, report: str, statuses: Sequence[Status]) -> None:
         """Write the report to a file, whole or not at all."""
-        text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
+        text = json.dumps({"format": FORMAT, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f".{os.getpid()}.partial"

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...store.pickles import read_pickle
-from ...watcher.judge import Status
+from ...watcher.judge import FORMAT, Status
 from . import messages
 
 _MAX_BYTES = 512 << 20  # of a file
 _NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files that may be reports or dumps
-FORMAT = 1
-"""The newest format of watchers' reports that this version reads."""
 
 _NUMBER = (int, float)
 _STATUS: dict[str, tuple[type, ...]] = {

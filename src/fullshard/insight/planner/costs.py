@@ -204,8 +204,8 @@ def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
     layouts = [bucket.layout for bucket in buckets]
     gathered_as = [(bucket.gather_dtype or bucket.compute_dtype, bucket.sent_bytes) for bucket in buckets]
     in_flight = opening = gathered = 0
+    comm.sent = {}
     if unit.buckets:
-        comm.sent = {}
         unit.issue_gather(comm)
         in_flight = ledger.gathered
         ledger.peak = 0

@@ -44,13 +44,13 @@ class Strategy:
         """
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
             raise unknown_layout(self.layout, LAYOUTS)
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+        if type(self.prefetch) is not int or self.prefetch < 0:
             raise not_positive("prefetch", self.prefetch)
         for name, value, whole, total in (
             ("micro_batch", self.micro_batch, "batch", batch),
             ("replicate", self.replicate, "ranks", ranks),
         ):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise not_positive(name, value)
             if total % value:
                 raise not_a_divisor(name, value, whole, total)

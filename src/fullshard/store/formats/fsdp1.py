@@ -107,6 +107,8 @@ class PerRankSource(PiecedSource):
                     raise CheckpointError(
                         f"{archive.path}: a tensor is sharded on a dim other than the first.", parameter=name
                     )
+                if not sizes[0]:  # it begins where another rank's part does
+                    continue
                 flat = replace(stored, shape=(math.prod(sizes),), stride=(1,))
                 parts.setdefault(offsets[0], (sizes[0], Piece(archive, flat)))
         assert sharded is not None
@@ -140,7 +142,7 @@ def sharded_tensor(call: Call) -> Sharded | None:
     for shard in shards:
         tensor, box = shard.attribute("tensor"), shard.attribute("metadata")
         offsets, sizes = _integers(box.attribute("shard_offsets")), _integers(box.attribute("shard_sizes"))
-        if not isinstance(tensor, Stored) or tensor.shape != sizes:
+        if not isinstance(tensor, Stored) or tensor.shape != sizes or len(offsets) != len(sizes) or not sizes:
             raise TypeError("the shape of a shard differs from its metadata")
         parts.append((offsets, sizes, tensor))
     dtype = metadata.attribute("tensor_properties").state[0]
