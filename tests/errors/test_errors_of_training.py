@@ -142,7 +142,10 @@ CALLS = [
     ),
     # Optimizers.
     (lambda: optimizer_view(nn.Linear(4, 4)), "ConfigError: optimizer_view needs a model that fully_shard was applied"),
-    (lambda: optimizer_view(sharded(layout="flat"), [torch.ones(4)]), "ConfigError: optimizer_view was given a tensor"),
+    (
+        lambda: optimizer_view(sharded(layout="flat"), [torch.ones(4)]),
+        "ConfigError: optimizer_view: a tensor in params is not",
+    ),
     (
         lambda: optimizer_view(fully_shard(nn.Linear(4, 4, device="meta"), layout="flat")),
         "ConfigError: An optimizer view was requested while parameters are on",

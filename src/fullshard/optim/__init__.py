@@ -1,4 +1,4 @@
-"""Optimizer views, Muon, and optimizers on owners; gradient clipping, scaling, and a look for what is not finite."""
+"""Optimizer views, Muon and OwnerOptimizer; gradient clipping, gradient scaling, and detection of nonfinite values."""
 
 from .clip import clip_grad_norm_, total_norm
 from .in_backward import StepsInBackward, step_in_backward

@@ -1,9 +1,9 @@
-"""Every optimizer is looked at before its first step, and every step is noticed: units know that parameters changed.
+"""Check every optimizer before its first step, and notify units of every step, so that they know of new values.
 
-Refused are optimizers that were built before `fully_shard` or while a unit was gathered, and those that look at whole
-tensors but were given runs of elements: they would train nothing, or something else. Warned of are those that step
-parameters of no unit beside sharded ones: usually `fully_shard` was applied to a model's blocks and never to the model,
-whose embedding, norm and head each rank then trains on its own data alone.
+Optimizers built before `fully_shard` or while a unit was gathered raise an error, and so do those that need whole
+tensors but have flat runs of elements: they would train nothing, or incorrectly. A warning is issued for optimizers
+that step sharded parameters and others in no unit: usually `fully_shard` was applied to a model's blocks but not to the
+model, so that each rank trains the embedding, norm and head on its own data only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,32 +40,31 @@ FAIL_ON_DTENSORS = {
         *("NovoGrad",),
     },
 }
-"""By package: classes whose step raises torch's own errors where parameters are `DTensor`s, whatever their settings."""
+"""By package: classes whose step raises errors of torch on `DTensor`s, whatever their settings."""
 FAIL_IN_LISTS = {
     "pytorch_optimizer": {"Adan", "ADOPT", "AdaSmooth", "DiffGrad", "FTRL", "LARS", "MADGRAD", "MARS", "SRMM"},
 }
-"""By package: classes whose step does so unless `foreach=False`."""
+"""By package: classes whose step raises errors of torch on `DTensor`s unless `foreach=False`."""
 
-_checked: weakref.WeakKeyDictionary[Optimizer, Seen] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, Checked] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
-_installed: list[Any] = []
 
 
+@cache
 def install() -> None:
-    """Check every optimizer of this process at its first step, and again when it gains parameters. Once."""
-    if not _installed:
-        # Dynamo cannot follow the hook, nor may a compiled step go without it: it breaks the graph here.
-        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
+    """Check every optimizer of this process at its first step, and again when it gains parameters."""
+    # Dynamo cannot trace the hook, and a compiled step must not skip it: this breaks the graph.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_check))
 
 
 @dataclass(slots=True)
-class Seen:
-    """An optimizer that was looked at.
+class Checked:
+    """An optimizer that was checked.
 
     Attributes:
-        count: of its parameters then.
-        units: whose parameters it steps, on every rank alike.
-        settings: of its groups at the last step, as values, as a number and in words.
+        count: number of its parameters at the check.
+        units: the units whose parameters it steps, the same on every rank.
+        settings, number, words: settings of its groups at the last step: as values, as a checksum, and as text.
     """
 
     count: int
@@ -74,7 +74,7 @@ class Seen:
     words: str = ""
 
     def step(self, optimizer: Optimizer) -> None:
-        """Tell the units of a step, which ranks compare at the end of the next backward."""
+        """Notify the units of a step. Ranks compare their steps at the end of the next backward."""
         settings = tuple([tuple([v for v in group.values() if type(v) in _PLAIN]) for group in optimizer.param_groups])
         if settings != self.settings or not self.words:
             self.settings, self.words = settings, _described(optimizer)
@@ -82,7 +82,7 @@ class Seen:
         for reference in self.units:
             if (unit := reference()) is not None:
                 views = [gradients for gradients in unit.gradients if gradients.delivery.views]
-                if unit.touched.assigned or (views and unit.replaced()):  # optimizer views are of the memory before
+                if unit.touched.assigned or (views and unit.replaced()):  # optimizer views share the old memory
                     unit.refresh()
                 for gradients in views:
                     gradients.delivery.follow()
@@ -95,31 +95,31 @@ _PLAIN = (int, float, bool, str, tuple, type(None))
 def _described(optimizer: Optimizer) -> str:
     groups = []
     for group in optimizer.param_groups:
-        told = [f"{key}={group[key]!r}" for key in sorted(group) if key != "params" and type(group[key]) in _PLAIN]
-        groups.append(", ".join(told))
+        settings = [f"{key}={group[key]!r}" for key in sorted(group) if key != "params" and type(group[key]) in _PLAIN]
+        groups.append(", ".join(settings))
     return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
-    seen = _checked.get(optimizer)
-    if seen is None or seen.count != count:
+    checked = _checked.get(optimizer)
+    if checked is None or checked.count != count:
         for group in groups:
             for parameter in group["params"]:
                 if isinstance(parameter, torch.Tensor):
-                    _check_one(optimizer, group, parameter)
-        seen = _checked[optimizer] = Seen(count, _stepped_by(groups))
+                    _check_parameter(optimizer, group, parameter)
+        checked = _checked[optimizer] = Checked(count, _stepped_by(groups))
         _warn_of_outside(groups)
-    if seen.units:
-        seen.step(optimizer)
+    if checked.units:
+        checked.step(optimizer)
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
 
 
 def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:
-    """The units of which an optimizer has parameters, but for those of which some rank may have no gradient at all.
+    """The units whose parameters an optimizer steps, except those for which some rank may have no gradient at all.
 
-    An optimizer of one parameter, stepped where that has a gradient, rests on ranks that hold nothing of it.
+    For example, an optimizer of one parameter may not be stepped on ranks that hold no elements of it.
     """
     owned: dict[Any, list[torch.Tensor]] = {}
     for parameter in [p for group in groups for p in group["params"]]:
@@ -129,10 +129,10 @@ def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:
 
 
 def _warn_of_outside(groups: Sequence[dict[str, Any]]) -> None:
-    """Warn, once in a process, of parameters beside sharded ones with gradients that nothing known to us averages.
+    """Warn, once per process, if an optimizer of sharded parameters also steps some whose gradients nothing averages.
 
-    Not meant are those that a unit was told to ignore, those with hooks of the user's on their gradients, and
-    `DTensor`s, which some other plan distributes.
+    Ignored parameters, parameters with hooks on their gradients, and `DTensor`s, which something else distributes, are
+    exempt.
     """
     named = [(name, p) for group in groups for name, p in _named(group) if isinstance(p, torch.Tensor)]
     units = {unit for _, parameter in named if (unit := owner_of(parameter)) is not None}
@@ -162,13 +162,13 @@ _SHOWN = 5  # names in a warning
 
 
 def _named(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """A group's parameters with their names, if the optimizer was given any, else their shapes."""
+    """A group's parameters with their names, or with their shapes if the optimizer has no names."""
     names = group.get("param_names") or [f"of shape {tuple(getattr(p, 'shape', ()))}" for p in group["params"]]
     return zip(names, group["params"], strict=True)
 
 
 def _is_local(parameter: torch.Tensor) -> bool:
-    """Whether it is a leaf of one rank alone that has a gradient, which nothing looks at on its way."""
+    """Whether a parameter is local to this rank and has a gradient that no hook has processed."""
     return (
         isinstance(parameter, nn.Parameter)
         and not isinstance(parameter, DTensor)
@@ -178,10 +178,10 @@ def _is_local(parameter: torch.Tensor) -> bool:
     )
 
 
-def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Raise, or warn, if this optimizer must not be given `parameter`."""
-    known = parameter.__dict__
-    if SUCCESSOR_KEY in known:
+    attributes = parameter.__dict__
+    if SUCCESSOR_KEY in attributes:
         raise ConfigError(
             f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
             "parameters that were replaced since, and would train nothing.",
@@ -191,11 +191,11 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
             "the model with use_orig_params=True, which keeps Parameter objects",
             topic="optimizer-built-early",
         )
-    if WHOLE_KEY in known:
+    if WHOLE_KEY in attributes:
         raise ConfigError(
             f"This {type(optimizer).__name__} was built while a unit was gathered: it holds what the unit computes "
             "with, which is given back after use, and would train nothing.",
-            parameter=known[WHOLE_KEY],
+            parameter=attributes[WHOLE_KEY],
             expected="an optimizer built from the sharded parameters",
             got="one built between unshard() and reshard(), or inside a forward",
             remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
@@ -203,13 +203,13 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
         )
     if isinstance(parameter, RowShard):
         _check_rows(optimizer, group, parameter)
-    if (part := known.get(PART_KEY)) is None:
+    if (part := attributes.get(PART_KEY)) is None:
         return
     name, verdict = type(optimizer).__name__, treats_elements(optimizer)
     if verdict is False:
         raise ConfigError(
             f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
-            parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
+            parameter=attributes.get(NAME_KEY) or ", ".join(attributes.get("_fqns", ())) or "?",
             expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
             got=f"{name} with {part}",
             remedy=f"shard the model with fully_shard, and run {name} on owners, fullshard.OwnerOptimizer("
@@ -232,13 +232,13 @@ def _check_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
 
 
 def _is_uneven(parameter: Any) -> bool:
-    """Whether ranks have different numbers of a parameter's rows, of which DTensor makes no vector."""
+    """Whether ranks have different numbers of a parameter's rows, which DTensor cannot flatten."""
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return any(placement.is_shard() and parameter.shape[placement.dim] % size for placement, size in sizes)
 
 
 def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: RowShard) -> None:
-    """Refuse optimizers whose step is known to raise torch's own errors on `DTensor`s."""
+    """Refuse optimizers whose step raises errors of torch on `DTensor`s."""
     name = type(optimizer).__name__
     bases = [(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__]
 

@@ -1,7 +1,7 @@
-"""Gradients that are not finite: which parameter, which unit, and which rank brought it in.
+"""Find nonfinite gradients: which parameter, which unit, and which rank they came from.
 
-After a reduction every rank that holds a slice of a parameter sees the NaN of any of them. Which rank it came from is
-known only from before, and noted there on request (`Gradients.own`, `set_check_nonfinite`).
+After a reduction, a NaN from any rank appears on every rank that has a slice of the parameter. Its source can only be
+recorded before the reduction, on request (`Gradients.own`, `set_check_nonfinite`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class NonfiniteGradient:
 
     Attributes:
         parameter: its name.
-        unit: the unit that holds it, "(root)" for the root's own; None: no unit, it was told to be left alone.
-        kind: "nan" or "inf": of what the ranks contributed, where that is known; of the reduced gradient else. "nan"
-            where both occur.
-        ranks: the ranks, in the default group, whose own contribution was not finite. Empty: none was, so that the sum
-            over ranks has overflowed in the dtype of the reduction, a hook changed it, or (`scatter_dtype`) it shares a
-            block with a gradient that is not finite. None: not known, as
-            `set_check_nonfinite` was not called.
+        unit: its unit, "(root)" for the root unit; None for an ignored parameter, which is in no unit.
+        kind: "nan" or "inf", "nan" if both occur: in the contributions of the ranks if recorded, else in the reduced
+            gradient.
+        ranks: the ranks, in the default group, whose contribution was not finite. Empty: all were finite, so the sum
+            over ranks overflowed in the reduction dtype, a hook changed it, or (`scatter_dtype`) it shares a block with
+            a gradient that is not finite. None: unknown because `set_check_nonfinite` was not called.
     """
 
     parameter: str
@@ -49,20 +48,18 @@ class NonfiniteGradient:
         if self.ranks is None:
             return f"{where}: {self.kind}, of which rank is not known: call set_check_nonfinite(model, True)"
         if not self.ranks:
-            cause = (
-                "the sum over ranks overflowed, a hook changed it, or (scatter_dtype) it shares a block with another"
-            )
-            return f"{where}: {self.kind} that no rank contributed: {cause}"
+            causes = "overflow of the sum over ranks, a hook, or (scatter_dtype) a nonfinite gradient in the same block"
+            return f"{where}: {self.kind} that no rank contributed; possible causes: {causes}"
         return f"{where}: {self.kind} from rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one rank sees of a parameter. `own` is of its contribution: None if finite or not noted."""
+class _Values:
+    """Nonfinite values of one parameter on one rank, "nan" or "inf"."""
 
-    order: int
-    reduced: str | None
-    own: str | None
+    order: int  # position of the parameter in the model
+    reduced: str | None  # in the reduced gradient; None: finite
+    own: str | None  # in this rank's contribution; None: finite or not recorded
 
 
 _Key = tuple[str | None, str]  # unit and parameter
@@ -71,27 +68,27 @@ _Key = tuple[str | None, str]  # unit and parameter
 def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
     """The parameters whose gradients hold NaN or inf, the same list on all ranks. Collective.
 
-    To be called after a step's last backward and before `optimizer.step()`, on every rank: as all get the same answer,
-    a step that is skipped is skipped on all.
+    Call it on every rank after the last backward of a step and before `optimizer.step()`. All ranks get the same
+    result, so they all skip the same steps.
 
-        if found := fullshard.nonfinite_gradients(model):
-            print(*found, sep="\\n")
+        if nonfinite := fullshard.nonfinite_gradients(model):
+            print(*nonfinite, sep="\\n")
             optimizer.zero_grad()
         else:
             optimizer.step()
 
-    Looks at `.grad` as it is: gradients that were accumulated without sync are looked at once they are reduced, and
-    scaled ones (`ShardedGradScaler`) before or after `unscale_`. Parameters that no unit holds are looked at too.
-    The ranks that a NaN came from are known if `set_check_nonfinite(model, True)` was called before the backward.
+    Checks `.grad` as it is: gradients that accumulate without sync are checked once they are reduced, and scaled
+    gradients (`ShardedGradScaler`) before or after `unscale_`. Parameters in no unit are checked, too. The ranks that a
+    NaN came from are known if `set_check_nonfinite(model, True)` was called before the backward.
 
-    Costs one pass over this rank's gradients, a copy of one number per parameter to the host, which waits for it, and
-    an all-reduce of one number per mesh axis; where something was found, another exchange.
+    Cost: one pass over this rank's gradients, a copy of one number per parameter to the host, which waits for it, and
+    an all-reduce of one number per mesh axis; one more exchange if a gradient is not finite.
 
     Args:
         model: a module with units, usually the root.
 
     Returns:
-        One finding per parameter, in the model's order; empty if all gradients are finite.
+        One entry per parameter with nonfinite gradients, in the order of the model.
 
     Raises:
         ConfigError: the model has no units.
@@ -100,35 +97,35 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
     if not runners:
         raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     groups = _groups(runners)
-    seen = _seen(model, runners)
-    flag = torch.tensor([any(one.reduced for one in seen.values())], dtype=torch.int32, device="cpu")
+    local = _local_values(model, runners)
+    flag = torch.tensor([any(values.reduced for values in local.values())], dtype=torch.int32, device="cpu")
     for group in groups:
         reduce_value(flag, dist.ReduceOp.MAX, group)
-    everyone = _exchange({dist.get_rank(): seen}, groups) if bool(flag) else {}
-    noted = all(runner.settings.reduce.check_nonfinite for runner in runners)
-    found = _merged(everyone, noted)
-    _forget(runners, {(finding.unit, finding.parameter) for finding in found})
-    return found
+    by_rank = _exchange({dist.get_rank(): local}, groups) if bool(flag) else {}
+    recorded = all(runner.settings.reduce.check_nonfinite for runner in runners)
+    nonfinite = _merged(by_rank, recorded)
+    _forget(runners, {(gradient.unit, gradient.parameter) for gradient in nonfinite})
+    return nonfinite
 
 
-def _merged(everyone: dict[int, dict[_Key, _Seen]], noted: bool) -> list[NonfiniteGradient]:
-    """The findings of all ranks together."""
-    by_key: dict[_Key, dict[int, _Seen]] = {}
-    for rank in sorted(everyone):
-        for key, one in everyone[rank].items():
-            by_key.setdefault(key, {})[rank] = one
-    bad = {key: ranks for key, ranks in by_key.items() if any(one.reduced for one in ranks.values())}
-    found = []
-    for (unit, name), ranks in sorted(bad.items(), key=lambda item: min(one.order for one in item[1].values())):
-        sources = tuple(rank for rank, one in ranks.items() if one.own)
-        kinds = {one.own for one in ranks.values()} if sources else {one.reduced for one in ranks.values()}
+def _merged(values_by_rank: dict[int, dict[_Key, _Values]], recorded: bool) -> list[NonfiniteGradient]:
+    """The nonfinite gradients of all ranks, in the order of the model."""
+    by_key: dict[_Key, dict[int, _Values]] = {}
+    for rank in sorted(values_by_rank):
+        for key, values in values_by_rank[rank].items():
+            by_key.setdefault(key, {})[rank] = values
+    bad = {key: ranks for key, ranks in by_key.items() if any(values.reduced for values in ranks.values())}
+    nonfinite = []
+    for (unit, name), ranks in sorted(bad.items(), key=lambda item: min(values.order for values in item[1].values())):
+        sources = tuple(rank for rank, values in ranks.items() if values.own)
+        kinds = {values.own if sources else values.reduced for values in ranks.values()}
         kind = "nan" if "nan" in kinds else "inf"
-        found.append(NonfiniteGradient(name, unit, kind, sources if noted or unit is None else None))
-    return found
+        nonfinite.append(NonfiniteGradient(name, unit, kind, sources if recorded or unit is None else None))
+    return nonfinite
 
 
-def _seen(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Seen]:
-    """What this rank sees that is not finite, in gradients and in its own contributions to them."""
+def _local_values(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Values]:
+    """Nonfinite values on this rank, in reduced gradients and in its own contributions to them."""
     keys: list[_Key] = []
     locals_: list[torch.Tensor] = []
     for runner, gradients in _all_gradients(runners):
@@ -145,16 +142,11 @@ def _seen(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Seen]:
         for name, kind in _own_kinds(gradients):
             key = (_name_of(runner), name)
             own[key] = "nan" if "nan" in (kind, own.get(key)) else kind
-    order = {key: at for at, key in enumerate(_order(model, runners))}
+    keys = [(_name_of(runner), member.name) for runner in runners for member in runner.unit.members]
+    keys += [(None, clean_name(path)) for path, p in model.named_parameters() if owner_of(p) is None]
+    order = {key: index for index, key in enumerate(keys)}  # the same on all ranks of the same model
     bad = [key for key in order if reduced.get(key) or key in own]
-    return {key: _Seen(order[key], reduced.get(key), own.get(key)) for key in bad}
-
-
-def _order(model: nn.Module, runners: list[Runner]) -> list[_Key]:
-    """Every parameter that may be found, the same list on every rank that holds the same model."""
-    held: list[_Key] = [(_name_of(runner), member.name) for runner in runners for member in runner.unit.members]
-    free = [(None, clean_name(path)) for path, p in model.named_parameters() if owner_of(p) is None]
-    return [*held, *free]
+    return {key: _Values(order[key], reduced.get(key), own.get(key)) for key in bad}
 
 
 def _name_of(runner: Runner) -> str:
@@ -166,26 +158,26 @@ def _all_gradients(runners: list[Runner]) -> Iterator[tuple[Runner, Gradients]]:
 
 
 def _local_gradients(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name, this rank's parts of the gradients that there are."""
+    """The names of parameters with a gradient, each with this rank's part of it."""
     flat = bucket.flat_parameter
     for member in bucket.members:
-        shown = flat.grad if flat is not None else member.sharded.grad
-        if shown is not None:
-            yield member.name, bucket.part(shown, member) if flat is not None else bucket.local(shown, member)
+        grad = flat.grad if flat is not None else member.sharded.grad
+        if grad is not None:
+            yield member.name, bucket.part(grad, member) if flat is not None else bucket.local(grad, member)
 
 
 def _kinds(tensors: list[torch.Tensor]) -> list[str | None]:
-    """Of each tensor, "nan" or "inf" if there is one in it. The host waits, once per dtype and device."""
-    found: list[str | None] = [None] * len(tensors)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    """For each tensor, "nan" or "inf" if it has one, else None. The host waits once per dtype and device."""
+    kinds: list[str | None] = [None] * len(tensors)
+    by_dtype: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(index)
-    for indices in alike.values():
+            by_dtype.setdefault((tensor.device, tensor.dtype), []).append(index)
+    for indices in by_dtype.values():
         largest = torch.stack(torch._foreach_norm([as_real(tensors[i].detach()) for i in indices], math.inf))
         for index, value in zip(indices, largest.tolist(), strict=True):
-            found[index] = _kind(value)
-    return found
+            kinds[index] = _kind(value)
+    return kinds
 
 
 def _kind(value: float) -> str | None:
@@ -193,7 +185,7 @@ def _kind(value: float) -> str | None:
 
 
 def _own_kinds(gradients: Gradients) -> Iterator[tuple[str, str]]:
-    """By name, "nan" or "inf" of what this rank contributed and noted; a name may come more than once."""
+    """Names with "nan" or "inf" recorded in this rank's contribution; a name may occur more than once."""
     if gradients.own is None or gradients.buffer is None:
         return
     for index, value in zip(gradients.buffer.owners, gradients.own.tolist(), strict=True):
@@ -201,29 +193,30 @@ def _own_kinds(gradients: Gradients) -> Iterator[tuple[str, str]]:
             yield gradients.bucket.members[index].name, kind
 
 
-def _forget(runners: list[Runner], found: set[_Key]) -> None:
-    """What was noted of gradients that are finite is of an earlier step, whose gradients were zeroed in place."""
+def _forget(runners: list[Runner], nonfinite: set[_Key]) -> None:
+    """Drop records for finite gradients: they are from an earlier step, whose gradients were zeroed in place."""
     for runner, gradients in _all_gradients(runners):
-        if not any((_name_of(runner), member.name) in found for member in gradients.bucket.members):
+        if not any((_name_of(runner), member.name) in nonfinite for member in gradients.bucket.members):
             gradients.own = None
 
 
 def _groups(runners: list[Runner]) -> list[dist.ProcessGroup]:
-    """Over which ranks tell each other, one after the other, until all know: of all axes and of tensor parallelism."""
-    groups: dict[int, dist.ProcessGroup] = {}
+    """The groups of all axes, and of tensor parallelism: exchanging over one after another reaches all ranks."""
+    groups: list[dist.ProcessGroup] = []
     for runner in runners:
-        axes = [runner.settings.axes, *(bucket.axes for bucket in runner.unit.buckets)]
-        over = [axis.group for one in axes for axis in one.all if axis.size > 1 and axis.backend != "fake"]
-        for member in runner.unit.members:
-            over += member.split.groups() if member.split is not None else []
         if runner.settings.comm.communicates:
-            groups |= {id(group): group for group in over}
-    return list(groups.values())
+            for axes in [runner.settings.axes, *(bucket.axes for bucket in runner.unit.buckets)]:
+                groups += [axis.group for axis in axes.all if axis.size > 1 and axis.backend != "fake"]
+            for member in runner.unit.members:
+                groups += member.split.groups() if member.split is not None else []
+    return list(dict.fromkeys(groups))
 
 
-def _exchange(known: dict[int, dict[_Key, _Seen]], groups: list[dist.ProcessGroup]) -> dict[int, dict[_Key, _Seen]]:
-    """By rank, what each saw."""
+def _exchange(
+    values_by_rank: dict[int, dict[_Key, _Values]], groups: list[dist.ProcessGroup]
+) -> dict[int, dict[_Key, _Values]]:
+    """The values of all ranks, by rank."""
     for group in groups:
-        for one in objects_of_all(known, group, "values of all ranks"):
-            known = known | one
-    return known
+        for received in objects_of_all(values_by_rank, group, "values of all ranks"):
+            values_by_rank = values_by_rank | received
+    return values_by_rank

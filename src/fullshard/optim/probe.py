@@ -1,8 +1,8 @@
-"""What an optimizer treats by itself: an element, a parameter, or all parameters at once.
+"""Determine what an optimizer steps independently: each element, each parameter, or only all parameters together.
 
-torch's optimizers are known, and so are a few of others, by name: three steps on small tensors would not show what they
-do. Any other is tried. A copy of it, with its settings, steps a small matrix and a small vector in one process; another
-copy steps the same numbers cut differently. Where both come to the same numbers, the cut does not matter to it.
+Optimizers of torch and some others are listed by name, since a trial on small tensors may not show what they do. All
+others are tried: a copy with the same settings steps a small matrix and a small vector, and other copies step the same
+values split differently. If the results agree, the optimizer does not depend on the split.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import nn
 
 from ..torch_private.step_hooks import without_step_hooks
 
-STEPS = 30  # some begin to look at whole tensors later
+STEPS = 30  # some need whole tensors only in later steps
 LR = 0.05
 SAME = 3e-5
-"""Of how far parameters move: what differs by less is rounding."""
+"""Tolerance relative to the distance that parameters move: smaller differences are rounding errors."""
 SHAPES = [((6, 4), (5,)), ((6, 4), (4, 3))]  # the second is for optimizers of matrices alone
 ELEMENT_WISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-"""torch's optimizers to which an element is an element, wherever it lies."""
+"""torch's optimizers that step each element independently."""
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
     | {"ScalableShampoo", "Kron", "AdamP", "SGDP", "SWATS"}
@@ -42,19 +42,19 @@ COUPLED = frozenset(
 """Names of optimizers that compute one number (a step size) from all parameters."""
 Settings = Mapping[str, Any]
 Cut = Callable[[Sequence[torch.Tensor]], list[list[torch.Tensor | None]]]
-"""From tensors to those that one optimizer each has; None for a parameter that it has, but does not step."""
+"""Splits tensors into those of one optimizer each; None stands for a parameter that it has but does not step."""
 
 
 def treats_elements(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether an optimizer may step any runs of elements, with the settings of each of its groups.
+    """Whether an optimizer can step arbitrary runs of elements, with the settings of all its groups.
 
     Returns:
-        None: that cannot be found out; it draws random numbers, say, or wants to compute gradients itself.
+        None if it cannot be determined: for example, it uses random numbers or computes gradients itself.
     """
     kind = type(optimizer)
     if names_of(kind) & (WHOLE_TENSORS | COUPLED):
         return False
-    if _is_known(kind):
+    if _is_element_wise(kind):
         return True
     groups = _distinct(optimizer.param_groups)
     tried = _tried.setdefault(kind, {})
@@ -66,23 +66,23 @@ def treats_elements(optimizer: torch.optim.Optimizer) -> bool | None:
 def treats_parameters(
     optimizer_class: type[torch.optim.Optimizer], settings: Settings, groups: Sequence[Settings]
 ) -> bool | None:
-    """Whether a parameter's step is the same where others have no gradients. As `treats_elements`."""
+    """Whether a parameter's step is the same when others have no gradients; None if it cannot be determined."""
     if names_of(optimizer_class) & COUPLED:
         return False
-    if _is_known(optimizer_class):
+    if _is_element_wise(optimizer_class):
         return True
     return _verdict(optimizer_class, settings, _distinct(groups), _alone)
 
 
 def names_of(optimizer_class: type) -> set[str]:
-    """Names of a class and of those that it is derived from."""
+    """The names of a class and its base classes."""
     return {base.__name__ for base in optimizer_class.__mro__}
 
 
-def _is_known(optimizer_class: Any) -> bool:
+def _is_element_wise(optimizer_class: Any) -> bool:
     """Whether the step is that of one of torch's element-wise optimizers."""
-    own = optimizer_class.step.__module__.startswith("torch.optim.")
-    return own and bool(names_of(optimizer_class) & ELEMENT_WISE)
+    is_torch_step = optimizer_class.step.__module__.startswith("torch.optim.")
+    return is_torch_step and bool(names_of(optimizer_class) & ELEMENT_WISE)
 
 
 _tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
@@ -93,13 +93,13 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor | None]
 
 
 def _alone(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor | None]]:
-    """Each in an optimizer of its own, which has the others without gradients."""
-    return [[one if one is chosen else None for one in tensors] for chosen in tensors]
+    """One optimizer per tensor, in which the other tensors have no gradients."""
+    return [[tensor if tensor is chosen else None for tensor in tensors] for chosen in tensors]
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor | None]]:
-    """All elements in one dim, cut within the first tensor."""
-    flat = torch.cat([one.reshape(-1) for one in tensors])
+    """Two flat runs of all elements, split inside the first tensor."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return [[run] for run in flat.split([11, flat.numel() - 11])]
 
 
@@ -113,9 +113,9 @@ def _verdict(
 ) -> bool | None:
     if "Distributed" in optimizer_class.__name__ or "ZeroRedundancy" in optimizer_class.__name__:
         return None  # they communicate
-    known = inspect.signature(optimizer_class).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    arguments = {key: value for key, value in defaults.items() if takes_all or key in known}
+    accepted = inspect.signature(optimizer_class).parameters
+    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    arguments = {key: value for key, value in defaults.items() if accepts_all or key in accepted}
     verdicts = [_of_group(optimizer_class, arguments, group, cut) for group in groups]
     return None if None in verdicts else all(verdicts)
 
@@ -126,28 +126,27 @@ def _of_group(
     for shapes in SHAPES:
         generator = torch.Generator("cpu").manual_seed(0)
         values = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-        mean = [
-            torch.randn(shape, generator=generator, device="cpu") for shape in shapes
-        ]  # steady, for step sizes that grow
+        # gradients have a constant mean, for optimizers whose step size grows
+        means = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
         gradients = [
-            [one + torch.randn(one.shape, generator=generator, device="cpu") for one in mean] for _ in range(STEPS)
+            [mean + torch.randn(mean.shape, generator=generator, device="cpu") for mean in means] for _ in range(STEPS)
         ]
 
         def flat(cut: Cut, seed: int, values: Any = values, gradients: Any = gradients) -> torch.Tensor:
             """All elements after the steps."""
             each = zip(cut(values), *map(cut, gradients), strict=True)
-            stepped = [_stepped(optimizer_class, arguments, group, seed, values, *one) for one in each]
+            stepped = [_stepped(optimizer_class, arguments, group, seed, values, *tensors) for tensors in each]
             return torch.cat([tensor.reshape(-1) for tensors in stepped for tensor in tensors])
 
         try:
             whole = flat(_together, 0)
             if not torch.equal(whole, flat(_together, 1)):
                 return None  # random
-        except Exception:  # of the user's class, whatever it is: the next shapes, or not known
+        except Exception:  # any error of the user's class: try the next shapes
             continue
         try:
             other = flat(cut, 0)
-        except Exception:  # it steps whole parameters, and fails on others
+        except Exception:  # it fails on anything but whole parameters
             return False
         moved = (whole - torch.cat([value.reshape(-1) for value in values])).norm()
         return bool((whole - other).norm() <= SAME * moved) if moved > 0 and moved.isfinite() else None
@@ -163,11 +162,11 @@ def _stepped(
     values: Sequence[torch.Tensor | None],
     *gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """The `values` after steps of a new optimizer; those that it does not step are as in `all_values`."""
+    """The `values` after the steps of a new optimizer. Where a value is None, it has that of `all_values` unstepped."""
     parameters = [nn.Parameter((all_values[at] if value is None else value).clone()) for at, value in enumerate(values)]
     with _unseen(seed):
         if isinstance(arguments.get("lr"), (float, int, torch.Tensor)):
-            arguments = {**arguments, "lr": LR}  # it may be zero at first
+            arguments = {**arguments, "lr": LR}  # it may start at zero
             group = {**group, "lr": LR}
         optimizer = optimizer_class([{**group, "params": parameters}], **arguments)
         with without_step_hooks(optimizer):
@@ -180,7 +179,7 @@ def _stepped(
 
 @contextlib.contextmanager
 def _unseen(seed: int) -> Iterator[None]:
-    """Nothing is printed, and the process' random numbers stay what they are."""
+    """Suppress output and warnings, and restore the random state at the end."""
     before = random.getstate()
     with (
         torch.random.fork_rng(devices=[]),

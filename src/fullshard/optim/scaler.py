@@ -1,6 +1,6 @@
-"""Gradient scaling for fp16 training where each rank holds a part of the gradients.
+"""Gradient scaling for fp16 training with sharded gradients.
 
-Every rank must skip a step when any of them has found an inf or NaN, and must change its scale alike.
+If any rank has an inf or NaN gradient, all ranks must skip the step and change their scale together.
 
 Private API: `torch.amp.GradScaler._unscale_grads_`, the one place where the base class looks at gradients, is
 overridden, and `torch._amp_foreach_non_finite_check_and_unscale_` is the kernel it uses. Public alternative: divide
@@ -23,23 +23,23 @@ from .clip import refuse_stepped
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose ranks agree on whether a gradient was inf or NaN.
+    """A `torch.amp.GradScaler` whose ranks agree on whether any gradient is inf or NaN.
 
-    Works with sharded parameters (rows, flat), `optimizer_view`s and plain parameters, on CPU and accelerators. As
+    Works with sharded parameters (rows, flat), `optimizer_view`s and plain parameters, on CPU and accelerators. Like
     PyTorch's class of this name, it unscales fp16 gradients, and a scaled loss keeps its dtype. One all-reduce per
     optimizer and step, in `unscale_` or, without it, in `step`.
 
-    Every rank must call `unscale_` or `step` for the same optimizers in the same order, also where an optimizer holds
-    no gradient on some ranks.
+    Every rank must call `unscale_` or `step` for the same optimizers in the same order, even if an optimizer has no
+    gradients on some ranks.
 
     Args:
         device: where the scale lives.
         init_scale: the first scale.
-        backoff_factor: multiplies the scale after a step that was skipped.
-        growth_factor: multiplies the scale after `growth_interval` steps in a row that were not skipped.
+        backoff_factor: multiplies the scale after a skipped step.
+        growth_factor: multiplies the scale after `growth_interval` consecutive steps without a skip.
         growth_interval: in steps.
         enabled: False: `scale` and `unscale_` do nothing, `step` steps.
-        process_group: the ranks that hold the gradients together; None: all (none, if there is no process group).
+        process_group: the ranks that share the gradients; None: all ranks, if torch.distributed is initialized.
     """
 
     def __init__(
@@ -85,41 +85,40 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply gradients by `inv_scale`; by device, 1.0 where any rank has an inf or NaN, else 0.0.
 
-        `allow_fp16` is the base class's and is not looked at: sharded gradients may be kept in fp16.
+        `allow_fp16`, from the base class, has no effect: sharded gradients may be in fp16.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         remedy = "train in bfloat16, which needs no scaling; or step after the backward"
         refuse_stepped(parameters, "A gradient scaler", remedy)
-        found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
+        flags: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         follow_views(parameters)
         with torch.no_grad():
             for grad in _distinct(optimizer):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
             for (device, _), grads in by_kind.items():
-                if device not in found:
-                    found[device] = torch.zeros_like(found_inf, device=device)
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found[device], inv_scale.to(device))
-            self._agree(found, found_inf)
-        return found
+                if device not in flags:
+                    flags[device] = torch.zeros_like(found_inf, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
+            self._agree(flags, found_inf.device)
+        return flags
 
-    def _agree(self, found: dict[torch.device, torch.Tensor], home: torch.Tensor) -> None:
-        """The maximum over devices and ranks, in one all-reduce on the scale's device, written to all of `found`.
+    def _agree(self, flags: dict[torch.device, torch.Tensor], home: torch.device) -> None:
+        """Set all flags to their maximum over devices and ranks, with one all-reduce on the scale's device.
 
-        One collective whatever devices this rank has gradients on, as ranks may differ in that.
+        Ranks may have gradients on different devices, so each makes exactly one collective.
         """
-        here = torch.stack([flag.to(home.device) for flag in found.values()]).amax()
-        if dist.is_available() and dist.is_initialized():
-            if dist.get_world_size(self.process_group) > 1:
-                reduce_value(here, dist.ReduceOp.MAX, self.process_group)
-        for flag in found.values():
-            flag.copy_(here)
+        flag = torch.stack([local.to(home) for local in flags.values()]).amax()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
+            reduce_value(flag, dist.ReduceOp.MAX, self.process_group)
+        for local in flags.values():
+            local.copy_(flag)
 
 
 def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The plain local tensors of an optimizer's gradients, none empty, each piece of memory once.
+    """The nonempty local tensors of an optimizer's gradients, without duplicates of the same memory.
 
-    A gradient that lies wholly inside of a contiguous one (a sharded parameter's in its optimizer view's) is left out.
+    Omits a gradient that lies inside a contiguous one (a sharded parameter's inside its optimizer view's).
     """
     grads: list[torch.Tensor] = []
     for group in optimizer.param_groups:
@@ -134,16 +133,16 @@ def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
                 grad = grad._values()
             if grad.numel():
                 grads.append(grad)
-    kept: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], int] = {}
+    unique: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], int] = {}
     dense_stop: dict[torch.device, int] = {}
     for start, minus_stop, at in sorted((grad.data_ptr(), -_stop(grad), at) for at, grad in enumerate(grads)):
         grad = grads[at]
         if -minus_stop <= dense_stop.get(grad.device, 0):
             continue
-        kept.setdefault((start, tuple(grad.shape), grad.stride(), grad.dtype), at)
+        unique.setdefault((start, tuple(grad.shape), grad.stride(), grad.dtype), at)
         if grad.is_contiguous():  # others may have gaps, in which another gradient lies
             dense_stop[grad.device] = -minus_stop
-    return [grads[at] for at in sorted(kept.values())]
+    return [grads[at] for at in sorted(unique.values())]
 
 
 def _stop(tensor: torch.Tensor) -> int:

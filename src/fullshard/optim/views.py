@@ -1,8 +1,8 @@
 """Plain tensors for element-wise optimizers: no cost per parameter, no `DTensor` in the step.
 
 An element-wise optimizer (SGD, Adam, AdamW, Lion, ...) does not care which elements belong to which parameter. A view
-is a plain 1-D tensor over a run of a unit's shard; the optimizer updates the shard through it. One view per bucket
-where all of its parameters are treated alike.
+is a plain 1-D tensor over a run of a unit's shard; the optimizer updates the shard through it. A bucket has one view if
+all its parameters are in the same group.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from ..shard import Bucket, add_views, members_of, run_of, units_of
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
     """Plain local tensors over the same memory as the model's sharded parameters, for an element-wise optimizer.
 
-    Their `.grad` is set together with the sharded parameters'; setting either to None (`optimizer.zero_grad()`,
-    `model.zero_grad()`) counts for both. Another tensor that is assigned to a parameter's is what the
-    optimizer steps by. Optimizers that look at a parameter's shape (Muon, Shampoo, LBFGS,
-    LAMB's per-tensor norms) need the sharded parameters themselves, of the layout "rows". A parameter that gets no
-    gradient in a step in which others of its view get one (not used, or frozen meanwhile) is not passed over, as it
-    would be by itself: its gradient is zero, so weight decay and momentum still move it; a warning names it.
+    Their `.grad` is set together with that of the sharded parameters. Setting either to None (`optimizer.zero_grad()`,
+    `model.zero_grad()`) clears both. If you assign another tensor to a parameter's `.grad`, the optimizer uses it.
+    Optimizers that need a parameter's shape (Muon, Shampoo, LBFGS, LAMB's per-tensor norms) require the sharded
+    parameters themselves, in the layout "rows". If only some parameters of a view get a gradient in a step (the others
+    are unused or frozen), the others are not skipped: their gradient is zero, so weight decay and momentum still change
+    them. A warning names them.
 
     Args:
         model: a model with units.
-        params: the sharded parameters to include, for parameter groups; None: all that require a gradient
-            now; a parameter that is thawed later is in no view, and is not stepped. Neighbours in memory become one
-            tensor.
+        params: the sharded parameters to include, for parameter groups; None: all that currently require a gradient.
+            A parameter that is unfrozen later is in no view and is not stepped. Parameters that are adjacent in memory
+            share a tensor.
 
     Returns:
-        1-D Parameters, one per run of neighbours; parameters of `model` that no unit shards (ignored ones) come
-        last, as they are. The list has the same length on every rank; a tensor may be empty.
+        1-D Parameters, one per run of adjacent parameters, then the unsharded (ignored) parameters of `model`,
+        unchanged. The list has the same length on every rank; a tensor may be empty.
 
     Raises:
-        ArgumentTypeError: `model` is no module.
-        ConfigError: the model has no units, a given tensor is not one of its parameters, or one has a view already.
+        ArgumentTypeError: `model` is not a module.
+        ConfigError: the model has no units, a tensor is not one of its parameters, or a parameter already has a view.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             "optimizer_view takes the model.",
             expected="an nn.Module",
             got=type(model).__name__,
-            remedy="give the model itself: optimizer_view(model); params= takes parameters",
+            remedy="pass the model itself: optimizer_view(model); params= takes parameters",
         )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
 
@@ -71,7 +71,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
         for key, parameter in wanted.items():
             if key not in parameters:
                 raise ConfigError(
-                    "optimizer_view was given a tensor that is not a parameter of the model now.",
+                    "optimizer_view: a tensor in params is not a parameter of the model.",
                     got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
                     remedy="take parameters from model.parameters() after the last fully_shard call",
                 )
@@ -92,15 +92,15 @@ def _runs(bucket: Bucket, chosen: set[int]) -> list[tuple[int, int, list[int]]]:
     rank = bucket.axes.shard.rank
     if len(chosen) == len(bucket.members):
         return [(*run_of(bucket, sorted(chosen), rank), sorted(chosen))]
-    # Memory order, by what does not depend on the rank, so that every rank has the same runs.
+    # Memory order, which does not depend on the rank: every rank has the same runs.
     order = sorted(
         range(len(bucket.members)), key=lambda i: (bucket.members[i].slot.segment, bucket.members[i].slot.offset)
     )
     runs: list[list[int]] = []
-    for at, i in enumerate(order):
+    for position, i in enumerate(order):
         if i not in chosen:
             continue
-        if runs and at and order[at - 1] in chosen:
+        if position and order[position - 1] in chosen:
             runs[-1].append(i)
         else:
             runs.append([i])
