@@ -7,7 +7,6 @@ docs/guides/run.py says how a page is read.
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import importlib.util
 import re
@@ -20,8 +19,6 @@ import pytest
 import torch
 from pages import ROOT, blocks, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from ranks import RankPools
 
 pytestmark = pytest.mark.gloo("each program begins its own group")
 
@@ -48,17 +45,10 @@ def assert_as_shown(wanted: str, said: str, where: str) -> None:
     assert CHECKER.check_output(wanted, said, AS_SHOWN), f"{where} shows\n{wanted}and this was printed:\n{said}"
 
 
-PLANNED = {"docs/plan.md", "docs/guides/strategy.md"}
-"""Pages that print what `plan` computes. In ranks that had run hundreds of other tests the memory of activations came
-out up to 4% higher now and then, which is unexplained; these get ranks of their own."""
-
-
 @pytest.mark.parametrize("page", WHOLE, ids=name_of)
 def test_programs_run_and_print_what_is_shown(run_ranks: Any, tmp_path: Path, page: Path) -> None:
     pages.prepare(page, tmp_path)
-    with contextlib.closing(RankPools(tmp_path)) as fresh:
-        run = fresh.run if name_of(page) in PLANNED else run_ranks
-        shown = run(pages.run_program, page, tmp_path, timeout=120)[0]
+    shown = run_ranks(pages.run_program, page, tmp_path, timeout=120)[0]
     for line, wanted, said in shown:
         assert_as_shown(wanted, said, f"{name_of(page)}:{line}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from fullshard.insight.planner.profile import profile
+from fullshard.watcher import process
 
 BLOCKS = [f"blocks.{i}" for i in range(3)]
 
@@ -76,3 +79,30 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(after[name], value) for name, value in values.items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_watcher_that_looks_at_the_stack_changes_nothing(monkeypatch):
+    """Slowly, as on a busy machine: the frames that it has in hand outlive their functions."""
+    expected = profile(models.GPT(3), BLOCKS, step, 4, 12)
+    plain = process.Frame
+
+    def slow(*args: str) -> process.Frame:
+        time.sleep(1e-4)
+        return plain(*args)
+
+    monkeypatch.setattr(process, "Frame", slow)
+    main, ends, looks = threading.get_ident(), threading.Event(), []
+
+    def look() -> None:
+        while not ends.is_set():
+            looks.append(len(process.frames_at(main)))
+            time.sleep(1e-4)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        profiles = [profile(models.GPT(3), BLOCKS, step, 4, 12) for _ in range(5)]
+    finally:
+        ends.set()
+        watcher.join()
+    assert profiles == [expected] * 5 and len(looks) > 5

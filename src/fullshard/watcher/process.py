@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -107,8 +108,27 @@ def frames_of(dump: str) -> list[Frame]:
     return frames
 
 
+_unobserved: dict[int, list[Frame]] = {}  # by thread: see `unobserved`
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """A context in which other threads see this thread's frames as they are now.
+
+    Whoever looks at a frame keeps its variables alive for that time, after its function has returned.
+    """
+    thread = threading.get_ident()
+    _unobserved[thread] = frames_at(thread)
+    try:
+        yield
+    finally:
+        _unobserved.pop(thread, None)
+
+
 def frames_at(thread: int) -> list[Frame]:
     """A thread's current frames, innermost first; the main thread's if the thread has ended."""
+    if (before := _unobserved.get(thread)) is not None:
+        return before
     stacks = sys._current_frames()
     frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
     frames: list[Frame] = []

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from ...torch_private.fake_tensors import fake_tensors
+from ...watcher import unobserved
 
 Step = Callable[[nn.Module, int, int], torch.Tensor]
 """`step(model, micro_batch, sequence)` makes a batch, runs the forward, and returns a loss of one element."""
@@ -106,7 +107,7 @@ def profile(
             inner_parameters = {id(parameter) for m in inner for parameter in m.parameters()}
             parameters = [p for p in module.parameters() if id(p) not in inner_parameters]
             undo.enter_context(recorder.watch(module, path, parameters, checkpointing and bool(path), cast))
-        with tracker:
+        with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
             loss = step(model, micro_batch, sequence)
             logits = recorder.logits
             loss.backward()
