@@ -48,8 +48,8 @@ class NonfiniteGradient:
         if self.ranks is None:
             return f"{where}: {self.kind}, of which rank is not known: call set_check_nonfinite(model, True)"
         if not self.ranks:
-            causes = "overflow of the sum over ranks, a hook, or (scatter_dtype) a nonfinite gradient in the same block"
-            return f"{where}: {self.kind} that no rank contributed; possible causes: {causes}"
+            causes = "the sum over ranks overflowed, a hook changed it, or scatter_dtype spread it in a block"
+            return f"{where}: {self.kind} that no rank contributed: {causes}"
         return f"{where}: {self.kind} from rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
 
 
