@@ -1,6 +1,6 @@
 """How far `fullshard.plan` is off: its peak beside the allocator's reports, its times beside a run on two gloo ranks.
 
-    python benchmarks/plan.py                  # memory: four models, six strategies, two worlds
+    python benchmarks/plan.py                  # memory: four models, twelve strategies, two worlds
     python benchmarks/plan.py --device cuda    # the same on a GPU, and offload
     python benchmarks/plan.py --time           # step time of seven strategies on two ranks, in turns
     python benchmarks/plan.py --out FILE.md    # write the table too
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from allocations import mark, watch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
@@ -43,6 +44,7 @@ from fullshard import (
     measure_rates,
     memory_use,
     plan,
+    step_in_backward,
 )
 
 PLAIN = MixedPrecisionPolicy()
@@ -58,10 +60,10 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -183,6 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 class Way:
     strategy: Strategy
     policy: MixedPrecisionPolicy = PLAIN
+    tensor: int = 1  # ranks of a tensor-parallel group
 
 
 BATCH, SEQUENCE = 4, 128
@@ -193,18 +196,43 @@ WAYS = {
     "kept": Way(replace(BASE, reshard_after_forward=False)),
     "checkpointing": Way(replace(BASE, checkpointing=True)),
     "2 replicas": Way(replace(BASE, replicate=2)),
+    "2 tensor-parallel ranks": Way(BASE, tensor=2),
     "4 micro-batches, flat": Way(replace(BASE, micro_batch=1, layout="flat")),
+    "slices kept among 4": Way(replace(BASE, reshard_after_forward=4)),
+    "4 micro-batches, accumulated whole": Way(replace(BASE, micro_batch=1, accumulate="whole")),
+    "2 replicas, 4 micro-batches, accumulated in part": Way(
+        replace(BASE, replicate=2, micro_batch=1, accumulate="partial")
+    ),
+    "steps in the backward": Way(replace(BASE, step_in_backward=True)),
     "8 bits": Way(BASE, MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.int8)),
 }
 ON_A_GPU = {"offload": Way(replace(BASE, offload=True))}  # a CPU has no memory beside its own
 WORLDS = (8, 64)
+SPLIT = ("GPT", "ViT")  # of which `split` knows how to split the blocks
+
+
+def split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Tensor parallelism within the blocks of a GPT or ViT (Shoeybi et al. 2019)."""
+    for block in model.blocks:
+        block.attention.heads //= mesh.size()
+        columns = dict.fromkeys(("attention.qkv", "mlp.up"), ColwiseParallel())
+        parallelize_module(block, mesh, columns | dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel()))
+
+
+def rows_of(ways: Iterable[str]) -> list[tuple[str, str]]:
+    """Each model with each of the ways that there are for it."""
+    return [(name, way) for name in MODELS for way in ways if WAYS.get(way, Way(BASE)).tensor == 1 or name in SPLIT]
 
 
 def apply(model: nn.Module, way: Way, world: int, device: str = "cpu") -> nn.Module:
     """Shard a model whose blocks are units."""
     strategy = way.strategy
-    sizes = (strategy.replicate, world // strategy.replicate) if strategy.replicate > 1 else (world,)
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    sizes = {"replicate": strategy.replicate, "shard": world // strategy.replicate // way.tensor, "tensor": way.tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if way.tensor > 1:
+        split(model, mesh["tensor"])
+        mesh = mesh["shard"]
     how = {"mesh": mesh, "layout": strategy.layout, "mp_policy": way.policy, "prefetch": strategy.prefetch}
     if strategy.offload:
         how["offload_policy"] = CPUOffloadPolicy()
@@ -244,11 +272,13 @@ def memory_row(name: str, way_name: str, world: int, device: str = "cpu") -> dic
     began = time.perf_counter()
     planned = plan(
         build,
-        ranks=world,
+        ranks=world // way.tensor,
         batch=BATCH,
         sequence=SEQUENCE,
         step=step,
         strategy=way.strategy,
+        tensor_parallel=way.tensor,
+        parallelize=split if way.tensor > 1 else None,
         mp_policy=way.policy,
         optimizer=fused,
         device="cuda",  # the fake group has the layouts of accelerators, and none of gloo's scratch memory
@@ -261,19 +291,25 @@ def memory_row(name: str, way_name: str, world: int, device: str = "cpu") -> dic
             model = build()
         model = apply(model, way, world, device)
         optimizer = fused([p for p in model.parameters() if p.requires_grad])
+        if way.strategy.step_in_backward:
+            step_in_backward(optimizer)
         for index in range(3):
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
             with mark(str(index)):
-                for _ in range(BATCH // way.strategy.micro_batch):
+                for left in reversed(range(BATCH // way.strategy.micro_batch)):
+                    model.set_requires_gradient_sync(not left or way.strategy.accumulate != "whole")
+                    model.set_requires_all_reduce(not left or way.strategy.accumulate != "partial")
                     with torch.device(device):
                         loss = step(model, way.strategy.micro_batch, SEQUENCE)
                     loss.backward()
                     del loss
                 use = memory_use(model, optimizer)
-                optimizer.step()
+                optimizer.step()  # does nothing if it stepped in the backward
                 optimizer.zero_grad()
     exact = {"parameters": use.parameters, "gradients": use.gradients, "optimizer": use.optimizer}
+    if way.strategy.step_in_backward:
+        del exact["gradients"], exact["optimizer"]  # those of one unit at a time, and the optimizer's temporaries
     if way.strategy.offload:
         exact = dict.fromkeys(exact, 0)  # on the device
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -292,7 +328,7 @@ def memory_row(name: str, way_name: str, world: int, device: str = "cpu") -> dic
 def memory_table(workers: int, device: str) -> tuple[list[str], float]:
     """The table of memory, and the worst error of a peak in percent."""
     ways = [*WAYS, *(ON_A_GPU if device == "cuda" else ())]
-    rows = [(name, way, world, device) for name in MODELS for way in ways for world in WORLDS]
+    rows = [(name, way, world, device) for name, way in rows_of(ways) for world in WORLDS]
     each = None if device == "cuda" else 1  # rows of a process: on a CPU the profiler must have seen all of its memory
     with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=each) as pool:
         results = list(pool.map(memory_row, *zip(*rows, strict=True)))

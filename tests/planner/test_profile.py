@@ -13,10 +13,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
+from fullshard import MixedPrecisionPolicy
 from fullshard.insight.planner.profile import profile
 from fullshard.watcher import process
 
 BLOCKS = [f"blocks.{i}" for i in range(3)]
+
+
+def units(*paths: str, dtype: torch.dtype | None = None) -> dict[str, MixedPrecisionPolicy]:
+    return dict.fromkeys([*paths, ""], MixedPrecisionPolicy(dtype))
 
 
 def step(model: nn.Module, batch: int, length: int) -> torch.Tensor:
@@ -27,7 +32,7 @@ def step(model: nn.Module, batch: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_peak_is_what_the_allocator_reports(recompute):
     """Without units below the root: nothing is freed but at the end, as in plain PyTorch."""
-    planned = profile(models.GPT(3), BLOCKS if recompute else [], step, 4, 12, checkpointing=recompute)
+    planned = profile(models.GPT(3), units(*BLOCKS) if recompute else units(), step, 4, 12, checkpointing=recompute)
     gc.collect()
     with watch() as watched:
         model = models.GPT(3)
@@ -41,7 +46,7 @@ def test_the_peak_is_what_the_allocator_reports(recompute):
                 model.zero_grad()
     window = watched.windows["b"]
     measured = window.peak - window.start
-    peak = max(moment.peak for moment in planned.moments)
+    peak = max(moment.peak.activations + moment.peak.logits for moment in planned.moments)
     if recompute:  # gradients of a block that is done do not count
         assert measured - gradients <= peak <= measured
     else:
@@ -49,7 +54,7 @@ def test_the_peak_is_what_the_allocator_reports(recompute):
 
 
 def test_moments_come_in_the_order_of_the_step():
-    moments = [(m.kind, m.unit) for m in profile(models.GPT(3), BLOCKS, step, 2, 12).moments]
+    moments = [(m.kind, m.unit) for m in profile(models.GPT(3), units(*BLOCKS), step, 2, 12).moments]
     forward = [(kind, unit) for unit in BLOCKS for kind in ("enter", "leave")]
     backward = [(kind, unit) for unit in reversed(BLOCKS) for kind in ("back", "done")]
     assert moments == [("enter", ""), *forward, ("leave", ""), ("back", ""), *backward, ("done", "")]
@@ -58,11 +63,11 @@ def test_moments_come_in_the_order_of_the_step():
 def test_flops_are_those_of_the_matrix_products():
     """2 per multiplication and addition, three times for forward and backward; the first layer's input needs none."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh()), nn.Linear(16, 4, bias=False))
-    planned = profile(model, [], lambda m, n, _: m(torch.ones(n, 8)).sum(), 5, 1)
+    planned = profile(model, units(), lambda m, n, _: m(torch.ones(n, 8)).sum(), 5, 1)
     first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
     assert planned.flops == 2 * first + 3 * second
     again = profile(
-        model, ["0"], lambda m, n, _: m(torch.ones(n, 8, requires_grad=True)).sum(), 5, 1, checkpointing=True
+        model, units("0"), lambda m, n, _: m(torch.ones(n, 8, requires_grad=True)).sum(), 5, 1, checkpointing=True
     )
     assert again.flops == 4 * first + 3 * second
 
@@ -71,9 +76,9 @@ def test_the_model_is_left_as_it_was():
     model = models.GPT(2, tied=True)
     before = dict(model.named_parameters(remove_duplicate=False))
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
-    profile(model, BLOCKS[:2], step, 2, 12, dtype=torch.bfloat16, checkpointing=True)
+    profile(model, units(*BLOCKS[:2], dtype=torch.bfloat16), step, 2, 12, checkpointing=True)
     with pytest.raises(ZeroDivisionError):
-        profile(model, BLOCKS[:2], lambda *_: 1 / 0, 2, 12)
+        profile(model, units(*BLOCKS[:2]), lambda *_: 1 / 0, 2, 12)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(torch.equal(after[name], value) for name, value in values.items())
@@ -83,7 +88,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_a_watcher_that_looks_at_the_stack_changes_nothing(monkeypatch):
     """Slowly, as on a busy machine: the frames that it has in hand outlive their functions."""
-    expected = profile(models.GPT(3), BLOCKS, step, 4, 12)
+    expected = profile(models.GPT(3), units(*BLOCKS), step, 4, 12)
     plain = process.Frame
 
     def slow(*args: str) -> process.Frame:
@@ -101,8 +106,19 @@ def test_a_watcher_that_looks_at_the_stack_changes_nothing(monkeypatch):
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        profiles = [profile(models.GPT(3), BLOCKS, step, 4, 12) for _ in range(5)]
+        profiles = [profile(models.GPT(3), units(*BLOCKS), step, 4, 12) for _ in range(5)]
     finally:
         ends.set()
         watcher.join()
     assert profiles == [expected] * 5 and len(looks) > 5
+
+
+def test_what_the_loss_holds_counts_as_logits():
+    """The logits, the log-probabilities, and the gradients of these; nothing before the last block."""
+    moments = profile(models.GPT(3), units(*BLOCKS), step, 4, 12).moments
+    logits = 4 * 12 * models.GPT(3)(torch.zeros(1, 1, dtype=torch.int64)).shape[-1] * 4
+    counted = {(moment.kind, moment.unit): moment.peak.logits for moment in moments}
+    last = moments.index(next(m for m in moments if m.kind == "leave" and m.unit == BLOCKS[-1]))
+    assert all(moment.peak.logits == 0 for moment in moments[:last])
+    assert 2 * logits <= counted["leave", ""] <= 4 * logits
+    assert counted["done", BLOCKS[0]] < logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -93,6 +93,8 @@ class Case:
     how: dict[str, Any] = field(default_factory=dict)
     replicate: int = 1
     micro_batches: int = 1
+    accumulate: str = "reduced"
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)  # by unit
 
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
@@ -112,6 +114,30 @@ CASES = {
     ),
     "replicas, two micro-batches": Case(lambda: models.GPT(4), BLOCKS, replicate=4, micro_batches=2),
     "two micro-batches": Case(lambda: models.GPT(4), BLOCKS, micro_batches=2),
+    "slices kept among 2": Case(lambda: models.GPT(4), BLOCKS, how={"reshard_after_forward": 2}),
+    "slices kept among 4, mixed": Case(
+        lambda: models.GPT(4), BLOCKS, how={"reshard_after_forward": 4, "mp_policy": MIXED}, micro_batches=2
+    ),
+    "slices kept, flat": Case(lambda: models.GPT(4), BLOCKS, how={"reshard_after_forward": 4, "layout": "flat"}),
+    "slices kept, replicas": Case(lambda: models.GPT(4), BLOCKS, how={"reshard_after_forward": 2}, replicate=2),
+    "accumulated whole": Case(lambda: models.GPT(4), BLOCKS, micro_batches=3, accumulate="whole"),
+    "accumulated whole, mixed": Case(
+        lambda: models.GPT(4), BLOCKS, how={"mp_policy": MIXED, "layout": "flat"}, micro_batches=2, accumulate="whole"
+    ),
+    "accumulated whole, replicas": Case(
+        lambda: models.GPT(4), BLOCKS, replicate=2, micro_batches=2, accumulate="whole"
+    ),
+    "accumulated in part": Case(lambda: models.GPT(4), BLOCKS, replicate=2, micro_batches=3, accumulate="partial"),
+    "settings of a block": Case(
+        lambda: models.GPT(4),
+        BLOCKS,
+        overrides={
+            "blocks.0": {"reshard_after_forward": False},
+            "blocks.1": {"layout": "flat", "mp_policy": replace(MIXED, output_dtype=torch.float32)},
+            "blocks.2": {"prefetch": 2},
+            "blocks.3": {"prefetch": 0},
+        },
+    ),
     "tied": Case(lambda: models.GPT(4, tied=True), BLOCKS),
     "frozen in part": Case(frozen, BLOCKS),
     "one unit": Case(lambda: models.GPT(4), []),
@@ -127,25 +153,30 @@ def test_the_planned_step_is_the_engines(fake_world, name):
     case = CASES[name]
     fake_world(WORLD)
     how = dict(case.how)
-    policy, layout = how.get("mp_policy", MixedPrecisionPolicy()), how.get("layout", "rows")
+    strategy = Strategy(accumulate=case.accumulate, **how)
     with torch.device("meta"):
         outline = case.build()
-    step = profile(outline, case.units, case.step, 2, 12, dtype=policy.param_dtype)
-    costs = unit_costs(outline, case.units, axes_of(WORLD // case.replicate, case.replicate, "fake"), layout, policy)
-    strategy = Strategy(reshard_after_forward=how.get("reshard_after_forward", True), prefetch=how.get("prefetch", 1))
+    shard = WORLD // case.replicate
+    blocks = [(path, case.overrides.get(path, {})) for path in case.units]
+    units = strategy.by_unit(blocks, MixedPrecisionPolicy(), shard)
+    step = profile(outline, {path: unit.policy for path, unit in units.items()}, case.step, 2, 12)
+    costs = unit_costs(outline, units, axes_of(shard, case.replicate, "fake"))
     planned = run(step, costs, strategy, case.micro_batches)
 
     model = case.build()
     if case.replicate > 1:
         how["mesh"] = init_device_mesh("cpu", (case.replicate, WORLD // case.replicate), mesh_dim_names=("dp", "fsdp"))
     for path in case.units:
-        fully_shard(model.get_submodule(path), **how)
+        fully_shard(model.get_submodule(path), **{**how, **case.overrides.get(path, {})})
     fully_shard(model, **{key: value for key, value in how.items() if key != "reshard_after_forward"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):  # orders are known from the second step on
         optimizer.zero_grad()
         with record_events() as events:
-            for _ in range(case.micro_batches):
+            for index in range(case.micro_batches):
+                last = index == case.micro_batches - 1
+                model.set_requires_gradient_sync(last or case.accumulate != "whole")
+                model.set_requires_all_reduce(last or case.accumulate != "partial")
                 case.step(model, 2, 12).backward()
         optimizer.step()
     seen = [(e.verb, e.unit.replace("(root)", ""), e.live) for e in events if e.verb in VERBS]

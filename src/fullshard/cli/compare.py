@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +34,8 @@ STYLES = {"(?m)^.*DIFFERENT.*$": "bold red", "(?m)^.*the same in every bit$": "g
 class Arguments:
     """Run a program for PyTorch's FSDP twice, on PyTorch's FSDP and on Fullshard, and compare the two.
 
-    The program needs no changes: `fullshard adopt` runs it on Fullshard. Both runs start with the same random seeds.
+    The program needs no changes: `fullshard adopt` runs it on Fullshard. Both runs start with the same random seeds and
+    take turns, step by step (on an accelerator one follows the other).
     Compares losses and parameters bit by bit; shows step time, memory and host time side by side. Example:
 
         fullshard compare examples/fsdp2.py --steps 40 --ranks 2 -- --width 64
@@ -65,8 +70,7 @@ def _compare(arguments: list[str], options: Arguments) -> int:
     if "RANK" in os.environ:
         raise ConfigError("compare starts its ranks itself: run it without torchrun")
     with tempfile.TemporaryDirectory() as folder:
-        for side in SIDES:
-            _run_side(side, options, arguments, Path(folder, side))
+        _run_sides(options, arguments, Path(folder))
         from ..insight.compare import Recording, compare
 
         recordings = {side: Recording.read(Path(folder, side), options.ranks) for side in SIDES}
@@ -80,25 +84,41 @@ def _compare(arguments: list[str], options: Arguments) -> int:
     return 0 if comparison.same else 1
 
 
-def _run_side(side: str, options: Arguments, arguments: list[str], folder: Path) -> None:
-    """Run the script on one side, and record it in a new folder.
+def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
+    """Run the script on both sides at once, and record each in a new folder. On a CPU they take turns, step by step.
 
     Raises:
-        ConfigError: it failed.
+        ConfigError: it failed on one of them; the other is stopped.
     """
-    folder.mkdir()
-    child = ["-m", f"{__package__}.recorded", side, str(folder), str(options.steps), str(options.script), *arguments]
-    codes = run_ranks(child, options.ranks, folder)
-    failed = [
-        rank for rank in range(options.ranks) if codes.get(rank) != 0 or not (folder / f"rank-{rank}.json").exists()
-    ]
-    if not failed:
-        return
-    first = min(failed, key=lambda rank: rank not in codes)  # ranks that were killed only waited for it
-    log = (folder / f"rank-{first}.log").read_text(errors="replace").rstrip()
-    end = f"exit code {codes[first]}" if first in codes else "killed because other ranks had failed"
-    headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}"
-    raise ConfigError("\n".join([headline, *log.splitlines()[-20:]]))
+    pairs = [socket.socketpair() for _ in range(options.ranks)]  # for each rank, between its two sides
+    cancelled = threading.Event()
+
+    def run(side: str, sockets: Sequence[socket.socket]) -> list[str]:
+        """Run one side; returns what is wrong."""
+        place = folder / side
+        place.mkdir()
+        child = ["-m", f"{__package__}.recorded", side, str(place), str(options.steps), str(options.script)]
+        codes = run_ranks([*child, *arguments], options.ranks, place, sockets, cancelled)
+        if cancelled.is_set():
+            return []
+        failed = [r for r in range(options.ranks) if codes.get(r) != 0 or not (place / f"rank-{r}.json").exists()]
+        if not failed:
+            return []
+        cancelled.set()
+        first = min(failed, key=lambda rank: rank not in codes)  # ranks that were killed only waited for it
+        log = (place / f"rank-{first}.log").read_text(errors="replace").rstrip()
+        end = f"exit code {codes[first]}" if first in codes else "killed because other ranks had failed"
+        headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}"
+        return [headline, *log.splitlines()[-20:]]
+
+    with ThreadPoolExecutor(len(SIDES)) as threads:
+        try:
+            problems = list(threads.map(run, SIDES, zip(*pairs, strict=True)))
+        except BaseException:  # an interrupt
+            cancelled.set()
+            raise
+    for problem in filter(None, problems):
+        raise ConfigError("\n".join(problem))
 
 
 def show(comparison: Comparison, title: str) -> None:

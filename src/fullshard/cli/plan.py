@@ -46,9 +46,14 @@ class Arguments:
     """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
     function step(model, micro_batch, sequence) that returns a loss"""
     ranks: int = 8
-    """number of ranks, over which data is split"""
+    """number of ranks, over which data is split; with --tensor-parallel the world has so many times more"""
     ranks_per_node: int | None = None
     """ranks on one machine; by default 8, or all if there are fewer"""
+    tensor_parallel: int = 1
+    """ranks over which tensors are split"""
+    parallelize: str = ""
+    """FILE.py:FUNCTION, a function of a model and a mesh that splits it; by default, of a Hugging Face model, its
+    configuration's plan"""
     batch: int = 1
     """sequences per rank and optimizer step"""
     sequence: int = 1024
@@ -61,8 +66,9 @@ class Arguments:
     """a class of torch.optim"""
     dtype: str = ""
     """dtype in which parameters are stored; by default the model's own"""
-    mixed: str = ""
-    """mixed precision: the dtype of gathers and computation, then that of reductions, as bf16,fp32"""
+    mixed: tuple[str, ...] = ("",)
+    """mixed precision: the dtype of gathers and computation, then that of reductions, as bf16,fp32; several of them are
+    compared"""
     fix: tuple[str, ...] = ()
     """fields of the strategy to set, not search, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
     rates: tuple[str, ...] = ()
@@ -83,16 +89,18 @@ def _plan(options: Arguments) -> int:
     from ..policies import MixedPrecisionPolicy
 
     assumed = assumed_rates(options.device)
-    computed, _, reduced = options.mixed.partition(",")
+    policies = [MixedPrecisionPolicy(*map(dtype_named, words.split(",", 1))) for words in options.mixed]
     common: dict[str, Any] = {
         "ranks": options.ranks,
         "ranks_per_node": options.ranks_per_node,
         "batch": options.batch,
         "sequence": options.sequence,
-        "mp_policy": MixedPrecisionPolicy(dtype_named(computed), dtype_named(reduced)),
+        "mp_policy": policies[0] if options.solve else policies,
         "optimizer": options.optimizer,
         "device": options.device,
         "device_memory": bytes_of(options.memory),
+        "tensor_parallel": options.tensor_parallel,
+        "parallelize": parallelizer(options),
         "rates": dataclasses.replace(assumed, **fields_of("--rates", options.rates, assumed)),
     }
     fixed = fields_of("--fix", options.fix, Strategy())
@@ -104,7 +112,8 @@ def _plan(options: Arguments) -> int:
     chosen: list[Strategy] | None = None
     if fixed:
         node = options.ranks_per_node or min(8, options.ranks)
-        candidates = strategies(options.ranks, node, options.batch)
+        several = policies if len(policies) > 1 else (None,)
+        candidates = strategies(options.ranks, max(1, node // options.tensor_parallel), options.batch, several)
         chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in candidates))
     plans = plan(build, strategy=chosen, **common)
     if options.json:
@@ -135,7 +144,7 @@ def builder(model: str, dtype: Any) -> Callable[[], Any]:
         ConfigError: there is no such file, function, or library.
     """
     path = Path(model)
-    build = partial(from_configuration, path) if path.is_dir() or path.suffix == ".json" else function_at(model)
+    build = partial(from_configuration, path) if is_configuration(path) else function_at(model)
     if dtype is None:
         return build
 
@@ -145,6 +154,11 @@ def builder(model: str, dtype: Any) -> Callable[[], Any]:
         return model_or_tuple
 
     return cast
+
+
+def is_configuration(path: Path) -> bool:
+    """Whether this names a Hugging Face configuration."""
+    return path.is_dir() or path.suffix == ".json"
 
 
 def from_configuration(path: Path) -> Any:
@@ -168,6 +182,44 @@ def from_configuration(path: Path) -> Any:
         raise ConfigError(f"{path} is not the configuration of a causal language model: {error}") from error
 
 
+def parallelizer(options: Arguments) -> Callable[[Any, Any], object] | None:
+    """The function that splits the model over tensor-parallel ranks; None: it is not split."""
+    if options.parallelize:
+        return function_at(options.parallelize)
+    return split_as_configured if options.tensor_parallel > 1 and is_configuration(Path(options.model)) else None
+
+
+def split_as_configured(model: Any, mesh: Any) -> None:
+    """Split a Hugging Face model by the plan of its configuration.
+
+    Raises:
+        ConfigError: it has none, or one with styles that `parallelize_module` does not have.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    styles = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_rep": gathered,
+        "colwise_gather_output": gathered,
+        "embedding_colwise": gathered,
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    }
+    whole = "replicated_with_grad_allreduce"
+    plan = getattr(model, "tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - {*styles, whole})
+    if unknown or not plan:
+        raise ConfigError(
+            "the plan of the model's configuration cannot be used for --tensor-parallel.",
+            expected=", ".join([*styles, whole]),
+            got=", ".join(unknown) or "no plan",
+            remedy="pass --parallelize FILE.py:FUNCTION",
+        )
+    parallelize_module(model, mesh, {name: styles[style] for name, style in plan.items() if style != whole})
+
+
 def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]:
     """Parse words such as "layout=flat" into fields of a dataclass, with the types of `default`'s (None: a float).
 
@@ -175,14 +227,17 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
         ConfigError: a field is unknown, or its value has the wrong type.
     """
     values: dict[str, Any] = {}
-    names = [field.name for field in dataclasses.fields(default)]
+    names = [field.name for field in dataclasses.fields(default) if field.name != "mp_policy"]  # --mixed
     for word in words:
         name, _, text = word.partition("=")
         if name not in names:
             raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(names))
         kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
-            values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            if name == "reshard_after_forward" and text.isdigit():
+                values[name] = int(text)
+            else:
+                values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError):
             expected = "true or false" if kind is bool else kind.__name__
             raise ConfigError(f"{option} {name}: {text!r} is invalid", expected=expected) from None

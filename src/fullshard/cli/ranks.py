@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 GRACE = 20.0  # seconds for the other ranks to end after one has failed
@@ -15,7 +17,17 @@ MOST_RANKS = 64
 """The most processes that a command starts on one machine: each imports torch and takes about 300 MB."""
 
 
-def run_ranks(arguments: list[str], ranks: int, logs: Path | None = None) -> dict[int, int]:
+TURN = "FULLSHARD_TURN"
+"""The environment variable with the number of a rank's socket, if it has one."""
+
+
+def run_ranks(
+    arguments: list[str],
+    ranks: int,
+    logs: Path | None = None,
+    sockets: Sequence[socket.socket] | None = None,
+    cancelled: threading.Event | None = None,
+) -> dict[int, int]:
     """Run `python ARGUMENTS` in `ranks` processes until all have ended.
 
     After one has failed, the others may wait for it forever, so they are killed after a grace period.
@@ -24,10 +36,13 @@ def run_ranks(arguments: list[str], ranks: int, logs: Path | None = None) -> dic
         arguments: arguments of the Python interpreter.
         ranks: number of processes.
         logs: a folder for their output, as `rank-0.log` and so on; None: they print to this process's output.
+        sockets: one for each rank, which inherits it and finds it in `TURN`; closed here.
+        cancelled: if it is set, all are killed.
 
     Returns:
         Rank -> exit code, without the ranks that were killed.
     """
+    cancelled = cancelled or threading.Event()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,10 +55,19 @@ def run_ranks(arguments: list[str], ranks: int, logs: Path | None = None) -> dic
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = None if logs is None else (logs / f"rank-{rank}.log").open("wb")
             command = [sys.executable, *arguments]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            inherited = [] if sockets is None else [sockets[rank].fileno()]
+            if inherited:
+                environment[TURN] = str(inherited[0])
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output, pass_fds=inherited)
+            )
             if output is not None:
                 output.close()
+            if sockets is not None:
+                sockets[rank].close()  # so that the rank's end closes the connection
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if cancelled.is_set():
+                break
             if any(process.poll() for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(0.05)

@@ -15,6 +15,7 @@ import os
 import random
 import resource
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -28,22 +29,56 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import adopt
+from .ranks import TURN
 
 UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 """Names of the classes that make a module a unit, in PyTorch and in Fullshard."""
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+class Turns:
+    """Steps in turns with the same rank on the other side, so that both see the same load of the machine.
+
+    A byte through a socket says that it is the other's turn; so does the end of the other side. PyTorch's begins. On an
+    accelerator, whose memory may not hold two models, the turn ends with the program.
+
+    Args:
+        begins: whether this side begins.
+        descriptor: the socket's.
+    """
+
+    def __init__(self, begins: bool, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._alone = torch.accelerator.is_available()
+        if not begins:
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self._socket.recv(1):
+            self._alone = True
+
+    def take(self) -> None:
+        """Let the other side take its step, and wait until it has."""
+        if self._alone:
+            return
+        try:
+            self._socket.send(b"x")
+            self._wait()
+        except OSError:  # the other side has ended
+            self._alone = True
+
+
 class Recorder:
     """Records one rank, step by step.
 
     Args:
+        turns: of this rank and the other side's.
         folder: the folder for `rank-0.json` and so on, and for the parameters after the first and last step, `1.pt`.
         steps: the program is stopped after this step.
     """
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, turns: Turns, folder: Path, steps: int) -> None:
+        self.turns, self.folder, self.steps = turns, folder, steps
         self.losses: list[list[torch.Tensor]] = []
         self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
         self._pending: list[torch.Tensor] = []  # losses of the step in progress
@@ -111,6 +146,7 @@ class Recorder:
             self._forget_peak()
         self._pending, self._trained, self._within = [], False, None
         self._spent = dict.fromkeys(self.phases, 0.0)
+        self.turns.take()
         self._mark = self._begun = time.perf_counter()
 
     def _save_parameters(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -170,7 +206,7 @@ def _models_of(parameters: set[int]) -> Iterator[nn.Module]:
 
 def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> None:
     """Run the program on one side, with the same random seeds on both."""
-    recorder = Recorder(Path(folder), int(steps))
+    recorder = Recorder(Turns(side == "torch", int(os.environ.pop(TURN))), Path(folder), int(steps))
     recorder.install()
     random.seed(0)
     np.random.seed(0)

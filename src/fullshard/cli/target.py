@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def function_at(target: str) -> Callable[[], Any]:
+def function_at(target: str) -> Callable[..., Any]:
     """Import the function at SCRIPT-OR-MODULE:FUNCTION.
 
     Raises:
@@ -28,7 +28,7 @@ def function_at(target: str) -> Callable[[], Any]:
         raise
     except Exception as error:
         raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
-    function: Callable[[], Any] | None = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"there is no function {name!r} in {source}")
     return function

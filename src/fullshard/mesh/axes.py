@@ -213,17 +213,25 @@ def ensure_group() -> None:
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
 
 
+def check_smaller_groups(size: int, ranks: int) -> None:
+    """Check that so many ranks divide into groups of `size`.
+
+    Raises:
+        ConfigError: `size` is not a divisor of `ranks`, or is 1 or `ranks` itself.
+    """
+    if size <= 1 or size >= ranks or ranks % size:
+        raise no_smaller_groups(size, ranks, [str(n) for n in range(2, ranks) if ranks % n == 0])
+
+
 def subdivide(axes: MeshAxes, size: int) -> Axis:
     """The axis of those `size` consecutive ranks of the shard axis that include this rank.
 
     The first call makes the groups and is collective over the mesh.
 
     Raises:
-        ConfigError: `size` is not a divisor of the shard axis' size, or is 1 or that size itself.
+        ConfigError: see `check_smaller_groups`.
     """
-    if size <= 1 or size >= axes.shard.size or axes.shard.size % size:
-        divisors = [str(size) for size in range(2, axes.shard.size) if axes.shard.size % size == 0]
-        raise no_smaller_groups(size, axes.shard.size, divisors)
+    check_smaller_groups(size, axes.shard.size)
     by_size = _subdivided.setdefault(axes.shard.group, {})
     if size not in by_size or not _in_use(by_size[size].group):
         # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.

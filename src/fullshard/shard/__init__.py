@@ -2,7 +2,7 @@
 
 from .asked import CHECKS, When, ask
 from .bucket import Bucket
-from .build import BuildSettings, build_unit, plan_unit
+from .build import BuildSettings, build_unit, plan_unit, policy_of
 from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
@@ -62,6 +62,7 @@ __all__ = [
     "park_unit",
     "place_clone",
     "plan_unit",
+    "policy_of",
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",

@@ -113,7 +113,7 @@ def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[Plan
     for item in parameters:
         parameter = item.parameter
         item.placement, item.axes = choose_placement(item, settings)
-        item.policy = policy_of(item, settings.policy)
+        item.policy = policy_of(item.name, item.parameter, settings.policy)
         computed = item.policy.param_dtype
         gradients = explicit_grad_dtype(parameter)
         rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # has its own layout
@@ -228,7 +228,7 @@ def _draft(item: Found, keep_object: bool) -> Draft:
     return Draft(item.name, original, [*places, *item.places])
 
 
-def policy_of(item: Found, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+def policy_of(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return a parameter's policy: `param_dtype_override_fn` may keep it in its own dtype.
 
     Raises:
@@ -237,9 +237,9 @@ def policy_of(item: Found, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy
     override = policy.param_dtype_override_fn
     if override is None:
         return policy
-    dtype, chosen = item.parameter.dtype, override(item.parameter)
+    dtype, chosen = parameter.dtype, override(parameter)
     if chosen is not None and chosen not in (dtype, policy.param_dtype):
-        raise unusable_override(item.name, policy.param_dtype, dtype, chosen)
+        raise unusable_override(name, policy.param_dtype, dtype, chosen)
     return replace(policy, param_dtype=None) if chosen is dtype and dtype is not policy.param_dtype else policy
 
 

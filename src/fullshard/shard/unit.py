@@ -24,7 +24,7 @@ from ..containers import drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
-from ..mesh import Axis
+from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import read_version
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
@@ -232,6 +232,14 @@ class Unit:
         ledger.gathered += plan.live_bytes - copied - plan.issued_bytes
         if stream.listeners:
             self.emit("gathered", self.gathered_bytes)
+
+    def keep_among(self, axis: Axis | None, axes: MeshAxes) -> None:
+        """Keep slices among the ranks of `axis` from forward to backward; None: keep none.
+
+        A unit that has parameters with a mesh other than `axes`, or with their own gather, keeps none.
+        """
+        divides = all(bucket.axes is axes and bucket.form.plain for bucket in self.buckets)
+        self.kept_axis = axis if divides else None
 
     def _keep_part(self, axis: Axis) -> None:
         """Keep this rank's slice of the full buffers, to gather them again among the ranks of `axis`."""

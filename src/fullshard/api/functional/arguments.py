@@ -8,12 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layout import Blocks
+from ...mesh import check_smaller_groups
 from ...names import plain_class
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import is_unit
+from ..wrapping import Planned, plan_wrapping
 from . import messages
 
 LAYOUTS = ("rows", "flat", "owner")
+PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")
+"""The arguments that a `CustomPolicy` may override for a block."""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -44,6 +48,50 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
         raise messages.unknown_layout(LAYOUTS, layout)
     if not isinstance(prefetch, int) or prefetch < 0:
         raise messages.prefetch_not_a_count(prefetch)
+
+
+def blocks_of(model: nn.Module, policy: Any, ignored: Iterable[nn.Parameter] = ()) -> list[Planned]:
+    """The submodules that `policy` makes units, with the arguments that it overrides for each, checked.
+
+    Skips modules that are units already, and containers without a forward (the unit around them gets their parameters).
+
+    Args: see `plan_wrapping`.
+    """
+    blocks = []
+    for name, block, overrides in plan_wrapping(model, policy, (), ignored):
+        unknown = sorted(set(overrides) - set(PER_UNIT))
+        if unknown:
+            raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, unknown)
+        mp_policy = overrides.get("mp_policy")
+        if "mp_policy" in overrides and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise messages.block_precision_type(name, mp_policy)
+        if is_unit(block) or not has_forward(block):
+            continue
+        check_arguments([block], OffloadPolicy(), overrides.get("layout", LAYOUTS[0]), overrides.get("prefetch", 0))
+        reshard = overrides.get("reshard_after_forward")
+        if reshard is not None and not isinstance(reshard, bool):
+            raise messages.block_reshard_type(name, reshard)
+        blocks.append((name, block, overrides))
+    return blocks
+
+
+def reshard_of(reshard: bool | int | None, ranks: int) -> tuple[bool | None, int]:
+    """`reshard_after_forward` in two: whether units are freed, and among how many ranks slices are kept (0: none).
+
+    Args:
+        ranks: on the shard axis.
+
+    Raises:
+        ConfigError: it is no integer, or does not divide the ranks.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, 0
+    if not isinstance(reshard, int):
+        raise messages.reshard_type(reshard)
+    if reshard in (1, ranks):
+        return reshard != 1, 0
+    check_smaller_groups(reshard, ranks)
+    return True, reshard
 
 
 def check_ignored(ignored_params: Any) -> None:

@@ -28,7 +28,6 @@ from ...runtime import (
     UnitSettings,
     find_root,
     is_managed,
-    is_unit,
     left_alone,
     mark_managed,
     move_buffers,
@@ -52,17 +51,14 @@ from ...shard import (
 )
 from ..gradients import check_reduction
 from ..whole import saving_methods
-from ..wrapping import plan_wrapping
 from . import messages
-from .arguments import LAYOUTS, check_arguments, check_ignored, check_policy, has_forward
+from .arguments import blocks_of, check_arguments, check_ignored, check_policy, reshard_of
 from .module import FSDPModule
 from .reduce_dtype import log_difference, reduces_as_computed
 from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
-PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")
-"""The arguments that a `CustomPolicy` may override for a block."""
 
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 """Module class -> the subclass that its units get. Weak, because programs may create classes without end."""
@@ -188,8 +184,10 @@ def fully_shard(
     if auto_wrap_policy is not None:
         if len(modules) != 1:
             raise messages.policy_for_a_list()
-        blocks = _blocks(modules[0], auto_wrap_policy, ignored_params or set())
-        planned = [([block], _override(overrides, settings, keep, ignored, prefetch)) for block, overrides in blocks]
+        planned = [
+            ([block], _override(overrides, settings, keep, ignored, prefetch))
+            for _, block, overrides in blocks_of(modules[0], auto_wrap_policy, ignored_params or set())
+        ]
     planned.append((modules, (settings, keep, ignored, prefetch)))
     _check_plans(planned)
     for unit_module in modules if sync_module_states else ():
@@ -211,28 +209,6 @@ def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSetting
         drafts = rehearsal.add(modules, ignored)
         check_parameters(drafts, settings.axes, settings.layout)
         plan_unit(drafts, settings)
-
-
-def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The submodules that `policy` makes units, with the arguments it overrides for each, all checked.
-
-    Skips modules that are units already, and containers without a forward (the unit around them gets their parameters).
-    """
-    planned = plan_wrapping(model, policy, (), ignored)
-    for name, block, overrides in planned:
-        unknown = sorted(set(overrides) - set(PER_UNIT))
-        if unknown:
-            raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, unknown)
-        mp_policy = overrides.get("mp_policy")
-        if "mp_policy" in overrides and not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise messages.block_precision_type(name, mp_policy)
-        if not is_unit(block) and has_forward(block):
-            layout, prefetch = overrides.get("layout", LAYOUTS[0]), overrides.get("prefetch", 0)
-            check_arguments([block], OffloadPolicy(), layout, prefetch)
-            reshard = overrides.get("reshard_after_forward")
-            if reshard is not None and not isinstance(reshard, bool):
-                raise messages.block_reshard_type(name, reshard)
-    return [(block, overrides) for _, block, overrides in planned if not is_unit(block) and has_forward(block)]
 
 
 def _override(
@@ -277,14 +253,10 @@ def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh,
 
 def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     """`reshard_after_forward` as a pair: bool or None, and the axis over which a slice is kept, or None."""
-    if reshard is None or isinstance(reshard, bool):
-        return reshard, None
-    if not isinstance(reshard, int):
-        raise messages.reshard_type(reshard)
-    if reshard == 1:
+    reshards, ranks = reshard_of(reshard, axes.shard.size)
+    if reshard == 1 and not isinstance(reshard, bool):
         warnings.warn(messages.reshard_of_one(), stacklevel=3)
-        return False, None
-    return True, subdivide(axes, reshard) if reshard != axes.shard.size else None
+    return reshards, subdivide(axes, ranks) if ranks else None
 
 
 def _make_unit(
@@ -304,9 +276,8 @@ def _make_unit(
     unit = build_unit(drafts, settings)
     log_difference(unit, settings.policy)
     show_shared(shared)
-    reshard, unit.kept_axis = keep
-    if any(bucket.axes is not settings.axes or not bucket.form.plain for bucket in unit.buckets):
-        unit.kept_axis = None  # parameters with a separate mesh, or their own gather, are freed whole
+    reshard, kept_axis = keep
+    unit.keep_among(kept_axis, settings.axes)
     unit_settings = UnitSettings(
         settings.comm,
         settings.policy,

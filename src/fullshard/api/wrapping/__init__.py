@@ -1,6 +1,6 @@
 """Which modules become units: policies, and the wrapping plan that follows from a policy."""
 
-from .plan import plan_wrapping, post_order, repeated_blocks
+from .plan import Planned, plan_wrapping, post_order, repeated_blocks
 from .policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -16,6 +16,7 @@ from .policies import (
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
+    "Planned",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",

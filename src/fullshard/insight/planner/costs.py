@@ -7,19 +7,19 @@ is stated a second time (`schedule.py`); tests hold it to the engine's events.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...comm import DONE, Pending, TorchComm
-from ...layout import Blocks
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
-from ...policies import MixedPrecisionPolicy
 from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
 from ...torch_private.mesh_without_group import mesh_without_group
+from .strategy import UnitStrategy
 
 
 class _NoGroup:
@@ -64,42 +64,64 @@ class SilentComm(TorchComm):
 
 
 @dataclass(frozen=True)
+class GatherCosts:
+    """A gather of one unit. Bytes, unless stated otherwise.
+
+    Attributes:
+        cast: of the copies of shards in the dtypes that they are gathered in, where these differ from their own.
+        in_flight: allocated while it is in flight, `cast` included.
+        opening: most at its end, while memory that only the gather needs is still allocated.
+        sent: by this rank.
+        collectives: their number.
+    """
+
+    cast: int
+    in_flight: int
+    opening: int
+    sent: int
+    collectives: int
+
+
+@dataclass(frozen=True)
 class UnitCosts:
     """One unit on one rank. Bytes, unless stated otherwise.
 
     Attributes:
         name: path of its module; "" for the root.
+        strategy: how it is run.
         elements, padding: of its parameters, and what the layout adds over all ranks.
         parameters, gradients: of its shards, and of the reduced slices of those that train.
         shards: shape, dtype and whether it trains, of each parameter's part on this rank.
         computed: of its shards in the dtypes that they are gathered in.
-        cast: of the copies of shards in these dtypes, where they differ from the shards' own.
-        in_flight: while its gather is in flight, `cast` included.
-        opening: most at the end of the gather, while memory that only the gather needs is still allocated.
+        gather, regather: of the shards; and of the slices that are kept after a forward (None: none are).
         gathered: while it is gathered.
+        kept: of the slices that are kept after a forward.
         buffer: of the reduction, while it is in flight.
         scratch, scratch_again: what collectives and casts of a reduction allocate besides, for the first gradient of a
             step and for those added to it.
         received: of these, what is freed once the collective over the shard axis has arrived.
+        partial: of gradients that are reduced over the shard axis only, set aside for the next micro-batch.
         replicating: slices that may be reduced over the replicate axis at once; 0: there is none.
-        sent: bytes that this rank sends in one gather, reduction and all-reduce, and the number of collectives in each.
+        sent: bytes that this rank sends in one reduction and all-reduce, and the number of collectives in each.
     """
 
     name: str
+    strategy: UnitStrategy
     elements: int
     padding: int
     parameters: int
     gradients: int
     shards: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
     computed: int
-    cast: int
-    in_flight: int
-    opening: int
+    gather: GatherCosts
+    regather: GatherCosts | None
     gathered: int
+    kept: int
     buffer: int
     scratch: int
     scratch_again: int
     received: int
+    partial: int
     replicating: int
     sent: Mapping[str, tuple[int, int]]
 
@@ -122,19 +144,16 @@ def axes_of(shard: int, replicate: int = 1, backend: str = "gloo") -> MeshAxes:
 
 def unit_costs(
     model: nn.Module,
-    units: Sequence[str],
+    units: Mapping[str, UnitStrategy],
     axes: MeshAxes,
-    layout: str | Blocks,
-    policy: MixedPrecisionPolicy,
     meshes: Mapping[str, MeshAxes] | None = None,
 ) -> list[UnitCosts]:
-    """The costs of each unit and of the root, in the order in which they are made: blocks first, the root last.
+    """The costs of each unit, in the order in which units are made.
 
     Args:
-        model: not changed; only shapes, dtypes and `requires_grad` are read.
-        units: paths of the modules that are units, innermost first.
+        model: not changed; only shapes, dtypes and `requires_grad` are read. Of a DTensor, its local tensor.
+        units: by path of the modules that are units, how they are run: innermost first, the root ("") last.
         axes: see `axes_of`.
-        layout, policy: as for `fully_shard`.
         meshes: by pattern of names (`fnmatch`), the axes of parameters that have their own (experts).
 
     Raises:
@@ -149,19 +168,21 @@ def unit_costs(
         for pattern, result in results.items()
         if fnmatch.fnmatchcase(name, pattern)
     }
-    settings = BuildSettings(axes, comm, policy, layout, (lambda p: separate.get(id(p))) if separate else None)
+    placement = (lambda p: separate.get(id(p))) if separate else None
     built: dict[int, Unit] = {}  # by id of the outline's module
     taken: set[int] = set()
     alike: dict[tuple[object, ...], UnitCosts] = {}
     costs = []
-    for path in [*units, ""]:
+    for path, strategy in units.items():
         module = outline.get_submodule(path)
         parameters = find_parameters([module], lambda inner: built.get(id(inner)), taken)
-        key = tuple(map(partial(_kind, separate), parameters))
+        key = (strategy, *map(partial(_kind, separate), parameters))
         if any(item.owner is not None for item in parameters) or key not in alike:
-            unit = build_unit(parameters, settings)
+            unit = build_unit(parameters, BuildSettings(axes, comm, strategy.policy, strategy.layout, placement))
+            ranks = strategy.kept_ranks
+            unit.keep_among(replace(axes.shard, size=ranks, ranks=tuple(range(ranks))) if ranks else None, axes)
             built[id(module)] = unit
-            alike[key] = _costs(unit, comm)
+            alike[key] = _costs(unit, comm, strategy)
         else:
             taken |= {id(item.parameter) for item in parameters}
         costs.append(replace(alike[key], name=path))
@@ -187,7 +208,8 @@ def outline_of(model: nn.Module) -> nn.Module:
             if parameter is None:
                 continue
             if id(parameter) not in parameters:
-                meta = torch.empty_like(parameter, device="meta")
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                meta = torch.empty_like(local, device="meta")
                 parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             copy.register_parameter(name, parameters[id(parameter)])
         for name, child in module._modules.items():
@@ -198,27 +220,30 @@ def outline_of(model: nn.Module) -> nn.Module:
     return outline(model)
 
 
-def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
+def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
     """Gather and free the unit, then reduce two gradients into it, and read its account of bytes."""
     ledger, buckets = unit.ledger, unit.buckets
     layouts = [bucket.layout for bucket in buckets]
     gathered_as = [(bucket.gather_dtype or bucket.compute_dtype, bucket.sent_bytes) for bucket in buckets]
-    in_flight = opening = gathered = 0
-    comm.sent = {}
-    if unit.buckets:
-        unit.issue_gather(comm)
-        in_flight = ledger.gathered
-        ledger.peak = 0
-        unit.finish_gather()
-        opening, gathered = max(ledger.peak, ledger.gathered), ledger.gathered
+    cast = sum(n for (dtype, n), bucket in zip(gathered_as, buckets, strict=True) if dtype != bucket.storage_dtype)
+    gathered = kept = 0
+    gather, regather = GatherCosts(0, 0, 0, 0, 0), None
+    if buckets:
+        gather = _gather(unit, comm, cast)
+        gathered = unit.gathered.live_bytes
+        kept = ledger.gathered - gathered
+        if kept:
+            unit.free()
+            regather = _gather(unit, comm, 0)
+            unit.drop_kept()
         unit.showing.show_unsharded()
-    first, (buffer, scratch, received) = _reduce(unit, comm)
-    again, (_, scratch_again, _) = _reduce(unit, comm)
+    comm.sent = {}
+    first, partial_bytes, (buffer, scratch, received) = _reduce(unit, comm)
+    again, _, (_, scratch_again, _) = _reduce(unit, comm)
     assert first == again, "a unit reduces as much in every backward"
-    sent = {verb: (nbytes, count) for verb, (nbytes, count) in comm.sent.items()}
-    halves = {verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in sent.items() if verb != "gather"}
     return UnitCosts(
         name="",
+        strategy=strategy,
         elements=sum(layout.parameter_numel for layout in layouts),
         padding=sum(layout.gathered_numel - layout.parameter_numel for layout in layouts),
         parameters=sum(bucket.layout.shard_numel * bucket.storage_dtype.itemsize for bucket in buckets),
@@ -229,25 +254,38 @@ def _costs(unit: Unit, comm: SilentComm) -> UnitCosts:
             for member in bucket.members
         ),
         computed=sum(nbytes for _, nbytes in gathered_as),
-        cast=sum(
-            nbytes
-            for (dtype, nbytes), bucket in zip(gathered_as, buckets, strict=True)
-            if dtype != bucket.storage_dtype
-        ),
-        in_flight=in_flight,
-        opening=opening,
+        gather=gather,
+        regather=regather,
         gathered=gathered,
+        kept=kept,
         buffer=buffer,
         scratch=scratch,
         scratch_again=scratch_again,
         received=received,
+        partial=partial_bytes,
         replicating=min((b.axes.shard.size for b in buckets if any(b.axes.replicate for b in buckets)), default=0),
-        sent={**{verb: cost for verb, cost in sent.items() if verb == "gather"}, **halves},
+        sent={verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in comm.sent.items()},
     )
 
 
-def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, tuple[int, int, int]]:
-    """Reduce one gradient of every parameter that trains; returns bytes of slices; of buffers, scratch, received."""
+def _gather(unit: Unit, comm: SilentComm, cast: int) -> GatherCosts:
+    """Gather the unit, and keep slices if it keeps any."""
+    ledger = unit.ledger
+    before, comm.sent, ledger.peak = ledger.gathered, {}, 0
+    unit.issue_gather(comm)
+    in_flight = ledger.gathered - before
+    unit.finish_gather(keep=not before)
+    opening = max(ledger.peak, ledger.gathered) - before
+    sent, collectives = comm.sent.get("gather", (0, 0))
+    return GatherCosts(cast, in_flight, opening, sent, collectives)
+
+
+def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int]]:
+    """Reduce one gradient of every parameter that trains.
+
+    Returns:
+        Bytes of slices; of those over the shard axis only; of buffers, scratch and what the first collective received.
+    """
     ledger, before = unit.ledger, unit.ledger.reducing
     trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
     for gradients in trained:
@@ -268,4 +306,9 @@ def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, tuple[int, int, int]]:
             gradients.replicate(comm)
             gradients.wait(unit.name)
         gradients.deliver(False)
-    return sum(gradients.held_bytes for gradients in trained), (buffer, scratch, received)
+    partial_bytes = sum(
+        gradients.bucket.layout.shard_numel * gradients.reduce_dtype.itemsize
+        for gradients in trained
+        if gradients.bucket.axes.replicate is not None
+    )
+    return sum(gradients.held_bytes for gradients in trained), partial_bytes, (buffer, scratch, received)

@@ -103,3 +103,41 @@ def build_failed(error: Exception) -> ConfigError:
         f"plan() could not build the model: {type(error).__name__}: {error}",
         expected="a function without arguments that returns an nn.Module; its tensors are made on the meta device",
     )
+
+
+def unknown_accumulation(value: object, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError("plan(): unknown accumulate.", expected=", ".join(known), got=repr(value))
+
+
+def steps_in_every_backward(micro_batches: int) -> ConfigError:
+    return ConfigError(
+        "plan(): step_in_backward steps in every backward that reduces gradients, not once a batch.",
+        got=f"{micro_batches} micro-batches that are all reduced",
+        remedy='accumulate="whole", or micro_batch=batch',
+    )
+
+
+def placement_of_a_block(name: str) -> ConfigError:
+    return ConfigError(
+        f"plan(): the policy returns shard_placement_fn for {name!r}, which plan() does not know.",
+        remedy="leave it out; meshes= says which parameters are split over other ranks",
+    )
+
+
+def nothing_to_parallelize(tensor: object, model_is_built: bool) -> ConfigError:
+    if model_is_built:
+        return ConfigError(
+            "plan(): parallelize= would change the model.", remedy="pass a function that builds the model"
+        )
+    return ConfigError(
+        "plan(): tensor_parallel and parallelize belong together.",
+        expected="tensor_parallel=8, parallelize=function(model, mesh), which calls parallelize_module",
+        got=f"tensor_parallel={tensor!r}",
+    )
+
+
+def parallelize_failed(error: Exception, tensor: int) -> ConfigError:
+    return ConfigError(
+        f"plan() could not parallelize the model: {type(error).__name__}: {error}",
+        expected=f"a function (model, mesh) that calls parallelize_module with a 1-D mesh of {tensor} ranks",
+    )

@@ -10,26 +10,26 @@ import torch
 from torch import nn
 
 from ...torch_private.fake_tensors import fake_tensors
-from .costs import UnitCosts
 from .profile import Tracker
 
+Shard = tuple[tuple[int, ...], torch.dtype, bool]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def optimizer_bytes(units: Sequence[UnitCosts], make: MakeOptimizer) -> tuple[int, int]:
+def optimizer_bytes(shards: Sequence[Shard], make: MakeOptimizer) -> tuple[int, int]:
     """Bytes of state, and of the most temporary memory that a step allocates.
 
     Runs a single shard of each shape and dtype, then two of each, which shows whether temporary memory grows with the
     number of parameters (`foreach`) or not (a loop, `fused`).
 
     Args:
-        units: the units whose shards it trains.
+        shards: shape, dtype, and whether it trains.
         make: creates the optimizer for a list of parameters.
 
     Raises:
         Exception: whatever the optimizer raises.
     """
-    counts = Counter((shape, dtype) for costs in units for shape, dtype, trains in costs.shards if trains)
+    counts = Counter((shape, dtype) for shape, dtype, trains in shards if trains)
     if not counts:
         return 0, 0
     kinds = list(counts)

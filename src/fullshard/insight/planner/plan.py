@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...api.wrapping import plan_wrapping
+from ...api.functional.arguments import blocks_of
 from ...errors import ConfigError, FullshardError
 from ...forms import owner_of
 from ...names import size
 from ...policies import MixedPrecisionPolicy
+from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
 from .costs import UnitCosts, axes_of, unit_costs
 from .optimizer import MakeOptimizer, optimizer_bytes
 from .profile import Profile, Step, profile
-from .schedule import KINDS, Rates, run
-from .strategy import Strategy, strategies
+from .schedule import KINDS, WHOLE, Axes, Rates, run
+from .strategy import REFINEMENTS, Strategy, UnitStrategy, refines, strategies
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -42,12 +44,14 @@ class Plan:
     Attributes:
         strategy: how the model is sharded and run.
         memory: bytes by kind at the moment of the peak: parameters (shards, buffers), gradients (reduced), optimizer,
-            gathered, reducing, activations (with gradients that are not reduced yet).
+            gathered, reducing (with gradients that are accumulated whole), activations (with gradients that are not
+            collected yet), logits (with what the loss is computed from them).
         most: by kind, its own peak.
         where: the moment of the peak.
         reserved: what the allocator and the device's context are expected to hold at the peak.
         device_memory: of one device; None: not given.
-        sent: bytes that this rank sends in a step, by verb: "gather", "reduce", "all_reduce".
+        sent: bytes that this rank sends in a step, by verb: "gather", "reduce", "all_reduce", "tensor" (in
+            tensor-parallel collectives).
         collectives: their number, by verb.
         padding: of the layout, elements over all ranks; `elements`: of the parameters.
         micro_batches: forwards and backwards in a step.
@@ -98,11 +102,8 @@ class Plan:
         fields = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("units", "strategy")
         }
-        strategy = {
-            **dataclasses.asdict(self.strategy),
-            "layout": str(self.strategy.layout),
-            "units": str(self.strategy.units),
-        }
+        strategy = {f.name: getattr(self.strategy, f.name) for f in dataclasses.fields(self.strategy)}
+        strategy |= {name: str(strategy[name]) for name in ("layout", "units", "mp_policy")}
         return {"strategy": strategy, "peak": self.peak, "fits": self.fits, "seconds": self.seconds, **fields}
 
     def __str__(self) -> str:
@@ -133,10 +134,16 @@ NAMES = {
     "gradients": "reduced gradients",
     "optimizer": "optimizer state",
     "gathered": "gathered units",
-    "reducing": "reductions in flight",
-    "activations": "activations and unreduced gradients",
+    "reducing": "reductions, and what waits for them",
+    "activations": "activations and new gradients",
+    "logits": "logits and loss",
 }
-VERBS = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+VERBS = {
+    "gather": "all-gather",
+    "reduce": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "tensor": "tensor-parallel collectives",
+}
 
 
 @dataclass(frozen=True)
@@ -199,11 +206,13 @@ def plan(
     sequence: int = 1,
     step: Step | None = None,
     strategy: Strategy | Sequence[Strategy] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    mp_policy: MixedPrecisionPolicy | Sequence[MixedPrecisionPolicy] = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     optimizer: str | MakeOptimizer = "AdamW",
     device: str = "cuda",
     device_memory: int | None = None,
     meshes: Mapping[str, tuple[int, int]] | None = None,
+    tensor_parallel: int = 1,
+    parallelize: Parallelize | None = None,
     rates: Rates | None = None,
 ) -> Plans:
     """Compute memory, traffic and time of a training step before it runs, for one strategy or for the best ones.
@@ -217,22 +226,26 @@ def plan(
 
     Args:
         model: not sharded; or a function that builds it, which is called with `meta` as the default device and may
-            return a pair of model and `step`. With tensor
-            parallelism pass the model as one rank of a tensor-parallel group holds it; its own traffic is not counted.
-        ranks: number of ranks over which data is split.
-        ranks_per_node: of one machine; None: 8, or all ranks if there are fewer. Axes with more ranks send between
+            return a pair of model and `step`.
+        ranks: number of ranks over which data is split. The world has `tensor_parallel` times as many.
+        ranks_per_node: of one machine; None: 8, or the whole world if it is smaller. Axes with more ranks send between
             machines. A search also tries one copy per machine.
         batch: sequences of one rank in one optimizer step, over all micro-batches.
         sequence: tokens of a sequence.
         step: makes a batch, runs the model and returns a loss; None: token ids go in, and the cross entropy of the
             logits is the loss. See `Step`.
-        strategy: one, or several to compare; None: all that `strategies` lists.
-        mp_policy: dtypes, as for `fully_shard`.
+        strategy: one, or several to compare; None: the search compares layouts, copies, when units are freed,
+            checkpointing and micro-batches, and tries on each what may make it faster or smaller: prefetch, how
+            gradients are accumulated, a single unit, steps in the backward; and offloading where nothing fits.
+        mp_policy: dtypes, as for `fully_shard`; a search compares several.
         optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters.
         device: "cuda" or "cpu": decides on layouts, rates, and what the allocator holds besides.
         device_memory: bytes of one device.
         meshes: by pattern of parameter names (`fnmatch`), over how many ranks these parameters are split, and how often
             the split copies are repeated: (8, 8) for experts of which each of 8 ranks has its own.
+        tensor_parallel: ranks over which tensors are split, which compute the same batch.
+        parallelize: called as `parallelize(model, mesh)` with the model that was built and a 1-D mesh of these ranks,
+            which has no process group; it calls `parallelize_module`.
         rates: of computation and communication; None: estimates for an H100, or for one core and gloo.
 
     Returns:
@@ -242,21 +255,26 @@ def plan(
         ConfigError: an argument is invalid, or the model or the optimizer cannot run on fake tensors.
         LayoutError: a parameter that the layout cannot hold.
     """
-    planner = Planner(model, sequence, step, mp_policy, optimizer, device, device_memory, meshes, rates)
-    _check_counts(ranks=ranks, batch=batch, sequence=sequence)
-    node = min(8, ranks) if ranks_per_node is None else ranks_per_node
+    policies = [mp_policy] if isinstance(mp_policy, MixedPrecisionPolicy) else list(mp_policy)
+    _check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
+    node = min(8, ranks * tensor_parallel) if ranks_per_node is None else ranks_per_node
     _check_counts(ranks_per_node=node)
+    tensor = tensor_parallel, parallelize
+    planner = Planner(model, sequence, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates)
+    several = policies if len(policies) > 1 else (None,)
     if strategy is None:
-        chosen = list(strategies(ranks, node, batch))
+        chosen = list(strategies(ranks, max(1, node // tensor_parallel), batch, several))
     else:
         chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
     for choice in chosen:
         choice.check(ranks, batch)
     plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
-    if strategy is None and not any(plan.fits for plan in plans):
-        plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
+    if strategy is None:
+        plans += planner.refine(plans, ranks, batch, node)
+        if not any(plan.fits for plan in plans):
+            plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
-    return Plans(tuple(ranked), type(planner.model).__name__, ranks)
+    return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
 
 
 def solve(
@@ -274,6 +292,8 @@ def solve(
     device: str = "cuda",
     device_memory: int | None = None,
     meshes: Mapping[str, tuple[int, int]] | None = None,
+    tensor_parallel: int = 1,
+    parallelize: Parallelize | None = None,
     rates: Rates | None = None,
 ) -> tuple[int, Plan | None]:
     """Find the largest micro-batch or sequence that fits into a device, or the fewest ranks on which it fits.
@@ -291,19 +311,19 @@ def solve(
     """
     if device_memory is None:
         raise messages.nothing_to_fit()
-    _check_counts(
-        ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=1 if ranks_per_node is None else ranks_per_node
-    )
+    node = 1 if ranks_per_node is None else ranks_per_node
+    _check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
     base = strategy or Strategy()
 
     @cache
     def at(value: int) -> Plan:
         length = value if what == "sequence" else sequence
         micro_batch = value if what == "micro-batch" else batch
-        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, rates)
+        tensor = tensor_parallel, parallelize
+        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates)
         chosen = dataclasses.replace(base, micro_batch=micro_batch)
         world = value if what == "world" else ranks
-        return planner.plan(chosen, world, micro_batch, ranks_per_node or min(8, world))
+        return planner.plan(chosen, world, micro_batch, ranks_per_node or min(8, world * tensor_parallel))
 
     def fits(value: int) -> bool:
         try:
@@ -332,7 +352,7 @@ def solve(
 class Planner:
     """Plans strategies of one model and sequence length; profiles and unit costs are computed once for all of them.
 
-    Args: see `plan`.
+    Args: see `plan`; `tensor` is `tensor_parallel` and `parallelize`.
     """
 
     def __init__(
@@ -345,6 +365,7 @@ class Planner:
         device: str,
         device_memory: int | None,
         meshes: Mapping[str, tuple[int, int]] | None,
+        tensor: tuple[int, Parallelize | None],
         rates: Rates | None,
     ) -> None:
         if device not in RESERVE:
@@ -352,59 +373,88 @@ class Planner:
         if rates is not None and not isinstance(rates, Rates):
             raise messages.not_rates(rates)
         self.model, own_step = _built(model)
+        _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.sequence, self.policy, self.device, self.device_memory = sequence, mp_policy, device, device_memory
-        self.meshes = _checked_meshes(meshes)
+        self.meshes, self.tensor = _checked_meshes(meshes), tensor[0]
         self.step = step or own_step or tokens_to_loss
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
-        self.names = cache(self._names)
+        self.blocks = cache(self._blocks)
         self.profile = cache(self._profile)
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
 
-    def _names(self, units: Any) -> tuple[str, ...]:
-        return () if units == "model" else tuple(name for name, _, _ in plan_wrapping(self.model, units))
+    def _blocks(self, units: Any) -> list[tuple[str, dict[str, Any]]]:
+        if units == "model":
+            return []
+        blocks = [(name, overrides) for name, _, overrides in blocks_of(self.model, units)]
+        for name, overrides in blocks:
+            if "shard_placement_fn" in overrides:
+                raise messages.placement_of_a_block(name)
+        return blocks
 
-    def _profile(self, units: Any, micro_batch: int, checkpointing: bool) -> Profile:
+    def _profile(
+        self, policies: tuple[tuple[str, MixedPrecisionPolicy], ...], micro_batch: int, checkpointing: bool
+    ) -> Profile:
         try:
             return profile(
                 self.model,
-                self.names(units),
+                dict(policies),
                 self.step,
                 micro_batch,
                 self.sequence,
-                dtype=self.policy.param_dtype,
-                casts_inputs=self.policy.cast_forward_inputs,
                 checkpointing=checkpointing,
+                tensor_parallel=self.tensor,
             )
         except FullshardError:
             raise
         except Exception as error:
             raise messages.step_failed(error, micro_batch, self.sequence) from error
 
-    def _costs(self, units: Any, layout: Any, shard: int, replicate: int) -> tuple[UnitCosts, ...]:
+    def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
         backend = "nccl" if self.device == "cuda" else "gloo"
         axes = axes_of(shard, replicate, backend)
         separate = {pattern: axes_of(*sizes, backend) for pattern, sizes in self.meshes.items()}
-        return tuple(unit_costs(self.model, self.names(units), axes, layout, self.policy, separate))
+        return tuple(unit_costs(self.model, dict(units), axes, separate))
 
-    def _optimizer(self, units: Any, layout: Any, shard: int, replicate: int) -> tuple[int, int]:
+    def _optimizer(self, shards: tuple[Any, ...]) -> tuple[int, int]:
         try:
-            return optimizer_bytes(self.costs(units, layout, shard, replicate), self.make)
+            return optimizer_bytes(shards, self.make)
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
     def plan(self, strategy: Strategy, ranks: int, batch: int, node: int) -> Plan:
         """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
         shard = ranks // strategy.replicate
-        rates = self.rates.on(shard, strategy.replicate, node)
+        axes = Axes(shard, strategy.replicate, self.tensor, node)
         micro_batches = batch // strategy.micro_batch
-        key = strategy.units, strategy.layout, shard, strategy.replicate
-        units = self.costs(*key)
-        state, temporary = self.optimizer(*key)
-        step = self.profile(strategy.units, strategy.micro_batch, strategy.checkpointing)
+        how = strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
+        policies = tuple((name, unit.policy) for name, unit in how.items())
+        step = self.profile(policies, strategy.micro_batch, strategy.checkpointing)
+        # Whether units are prefetched, freed or offloaded changes nothing in what they cost.
+        alike = {name: dataclasses.replace(u, prefetch=0, offload=False, reshard=True) for name, u in how.items()}
+        units = tuple(
+            dataclasses.replace(costs, strategy=how[costs.name])
+            for costs in self.costs(tuple(alike.items()), shard, strategy.replicate)
+        )
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        timeline = run(step, units, strategy, micro_batches, rates, besides=buffers, state=state, temporary=temporary)
+        on_device = [costs for costs in units if not costs.strategy.offload]
+        state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
+        temporaries = {WHOLE: temporary}
+        if strategy.step_in_backward:
+            temporaries = {costs.name: 0 for costs in units}
+            temporaries |= {costs.name: self.optimizer(costs.shards)[1] for costs in on_device}
+        timeline = run(
+            step,
+            units,
+            strategy,
+            micro_batches,
+            self.rates,
+            axes,
+            besides=buffers,
+            state=state,
+            temporary=temporaries,
+        )
         factor, context = RESERVE[self.device]
         return Plan(
             strategy=strategy,
@@ -427,6 +477,24 @@ class Planner:
             units=units,
         )
 
+    def refine(self, plans: Sequence[Plan], ranks: int, batch: int, node: int) -> list[Plan]:
+        """The refinements of these plans that help: at least 1% faster, or they fit and the plan does not."""
+        better = []
+        for best in plans:
+            for change in REFINEMENTS:
+                if not refines(best.strategy, change, batch) or not self._may_fit(best, change):
+                    continue
+                refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, node)
+                if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):
+                    better.append(refined)
+                    best = refined
+        return better
+
+    def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
+        """Whether a refinement is worth a plan: a single unit is gathered whole."""
+        whole = sum(costs.gathered for costs in plan.units)
+        return "units" not in change or self.device_memory is None or whole < self.device_memory
+
 
 def tokens_to_loss(model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
     """The default `step`: token ids [micro_batch, sequence] go in; the cross entropy of the logits, shifted, comes out.
@@ -442,6 +510,28 @@ def tokens_to_loss(model: nn.Module, micro_batch: int, sequence: int) -> torch.T
         return output
     logits = getattr(output, "logits", output)
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten())
+
+
+Parallelize = Callable[[nn.Module, DeviceMesh], object]
+"""`parallelize(model, mesh)` splits a model's parameters over a mesh."""
+
+
+def _parallelize(model: nn.Module, given: bool, tensor_parallel: int, parallelize: Parallelize | None) -> None:
+    """Split the parameters of a model over ranks that do not exist.
+
+    Args:
+        given: whether the model is the caller's own.
+    """
+    if parallelize is None and tensor_parallel == 1:
+        return
+    if parallelize is None or tensor_parallel == 1 or given:
+        raise messages.nothing_to_parallelize(tensor_parallel, given)
+    try:
+        parallelize(model, mesh_without_group((tensor_parallel,)))
+    except FullshardError:
+        raise
+    except Exception as error:
+        raise messages.parallelize_failed(error, tensor_parallel) from error
 
 
 def assumed_rates(device: str) -> Rates:

@@ -23,15 +23,32 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from ...policies import MixedPrecisionPolicy
+from ...shard import policy_of
 from ...torch_private.fake_tensors import fake_tensors
 from ...watcher import unobserved
 
 Step = Callable[[nn.Module, int, int], torch.Tensor]
 """`step(model, micro_batch, sequence)` makes a batch, runs the forward, and returns a loss of one element."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """Bytes alive.
+
+    Attributes:
+        activations: all but `logits`.
+        logits: of the model's outputs, and of what is computed after the last unit's forward and before the first's
+            backward.
+    """
+
+    activations: int = 0
+    logits: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,16 +58,19 @@ class Moment:
     Attributes:
         kind: "enter", "leave", "back" or "done".
         unit: the module's path; "" for the model itself.
-        live: bytes alive at the moment.
-        peak: most bytes alive until the next moment.
+        live: alive at the moment.
+        peak: alive at the worst moment until the next one.
         flops: floating-point operations until the next moment.
+        sent, collectives: bytes that a rank sends to others of its tensor-parallel group, and how often.
     """
 
     kind: str
     unit: str
-    live: int
-    peak: int
+    live: Live
+    peak: Live
     flops: int
+    sent: int
+    collectives: int
 
 
 @dataclass(frozen=True)
@@ -73,60 +93,76 @@ class Profile:
 
 def profile(
     model: nn.Module,
-    units: Sequence[str],
+    units: Mapping[str, MixedPrecisionPolicy],
     step: Step,
     micro_batch: int,
     sequence: int,
     *,
-    dtype: torch.dtype | None = None,
-    casts_inputs: bool = True,
     checkpointing: bool = False,
+    tensor_parallel: int = 1,
 ) -> Profile:
     """Run one step on fake tensors. Leaves the model unchanged.
 
     Args:
-        model: on any device, including meta; only shapes, dtypes and `requires_grad` are read.
-        units: paths of the modules that are units.
+        model: on any device, including meta; only shapes, dtypes and `requires_grad` are read. Parameters may be
+            DTensors, on a mesh without groups.
+        units: by path of the modules that are units, dtypes at their boundaries; the root ("") is one.
         step: see `Step`.
         micro_batch, sequence: passed to `step`.
-        dtype: in which floating-point parameters are computed with; None: their own.
-        casts_inputs: whether floating-point inputs of units are cast to `dtype`.
-        checkpointing: whether the units' activations are recomputed in the backward.
+        checkpointing: whether the activations of units other than the root are recomputed in the backward.
+        tensor_parallel: ranks of that mesh.
 
     Raises:
         Exception: whatever the model raises.
     """
-    modules = {path: model.get_submodule(path) for path in units if path}
-    with fake_tensors(), contextlib.ExitStack() as undo:
-        fakes = undo.enter_context(_faked(model, dtype))
-        tracker = Tracker(fakes)
-        recorder = _Recorder(tracker)
-        cast = None if dtype is None or not casts_inputs else partial(_cast, dtype)
-        for path, module in {**modules, "": model}.items():
-            inner = [m for p, m in modules.items() if p != path and (not path or p.startswith(path + "."))]
-            inner_parameters = {id(parameter) for m in inner for parameter in m.parameters()}
-            parameters = [p for p in module.parameters() if id(p) not in inner_parameters]
-            undo.enter_context(recorder.watch(module, path, parameters, checkpointing and bool(path), cast))
-        with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
-            loss = step(model, micro_batch, sequence)
-            logits = recorder.logits
-            loss.backward()
-            del loss
-            recorder.finish()
+    modules = {path: model.get_submodule(path) for path in units}
+    parameters: dict[str, list[nn.Parameter]] = {}  # of each unit, without those of units inside it
+    dtypes: dict[int, torch.dtype] = {}  # by id of the parameter
+    for path, module in modules.items():
+        inner = [m for p, m in modules.items() if p and p != path and (not path or p.startswith(path + "."))]
+        inner_parameters = {id(parameter) for m in inner for parameter in m.parameters()}
+        named = [(name, p) for name, p in module.named_parameters() if id(p) not in inner_parameters]
+        parameters[path] = [parameter for _, parameter in named]
+        for name, parameter in named:
+            dtype = policy_of(name, parameter, units[path]).param_dtype
+            dtypes[id(parameter)] = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+    with fake_tensors(), _faked(model, dtypes) as fakes:
+        own = {path: [fakes[id(p)] for p in of_unit] for path, of_unit in parameters.items()}
+        for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
+            tracker = Tracker([_local(fake) for fake in fakes.values()], tensor_parallel)
+            recorder = _Recorder(tracker, own)
+            with contextlib.ExitStack() as undo:
+                for path, module in modules.items():
+                    undo.enter_context(recorder.watch(module, path, checkpointing and bool(path), units[path]))
+                with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
+                    loss = step(model, micro_batch, sequence)
+                    logits = recorder.logits
+                    loss.backward()
+                    del loss
+                    recorder.finish()
     return Profile(tuple(recorder.moments()), logits)
 
 
-Cast = Callable[[torch.Tensor], torch.Tensor]
+def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+    """The floating-point tensors among `values` in `dtype`; None: as they are."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a DTensor is its local tensor's."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtype: torch.dtype | None) -> Iterator[list[torch.Tensor]]:
-    """Replace parameters and buffers by fake tensors while the block runs; yields these."""
-    fakes: dict[int, torch.Tensor] = {}  # by id of the real tensor
+def _faked(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:
+    """Replace parameters and buffers by fake tensors while the block runs; yields these, by id of the real ones.
+
+    Args:
+        dtypes: of parameters, by id.
+    """
+    fakes: dict[int, torch.Tensor] = {}
     places: list[tuple[Any, str, torch.Tensor]] = [
         (table, name, tensor)
         for module in model.modules()
@@ -136,16 +172,31 @@ def _faked(model: nn.Module, dtype: torch.dtype | None) -> Iterator[list[torch.T
     ]
     for table, name, tensor in places:
         if id(tensor) not in fakes:
+            local = _local(tensor.detach())
+            dtype = dtypes.get(id(tensor), tensor.dtype)
+            fake = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, tensor.placements
+                shape, stride = tensor.shape, tensor.stride()
+                fake = DTensor.from_local(fake, mesh, placements, run_check=False, shape=shape, stride=stride)
             is_parameter = isinstance(tensor, nn.Parameter)
-            fake_dtype = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device="cpu")
             fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
         table[name] = fakes[id(tensor)]
     try:
-        yield list(fakes.values())
+        yield fakes
     finally:
         for table, name, tensor in places:
             table[name] = tensor
+
+
+SENT = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+"""What a rank sends in a functional collective, over the bytes of its input: around a ring (see `SilentComm`)."""
 
 
 class Tracker(TorchDispatchMode):
@@ -153,24 +204,38 @@ class Tracker(TorchDispatchMode):
 
     Args:
         uncounted: tensors that exist already and do not count.
+        ranks: of the group over which functional collectives run.
 
     Attributes:
-        live, peak: bytes alive now; most since `restart`.
+        live, logits: bytes alive now; of these, those that count as logits.
+        peak, peak_logits: the same, at the worst moment since `restart`.
+        in_loss: whether what is allocated counts as logits.
         flops: floating-point operations so far, by torch's formulas (`torch.utils.flop_counter`). FlopCounterMode is
             not used: it keeps tensors alive that checkpointing recomputes.
+        sent, collectives: bytes that a rank sends in functional collectives so far, and their number.
     """
 
-    def __init__(self, uncounted: Sequence[torch.Tensor]) -> None:
+    def __init__(self, uncounted: Sequence[torch.Tensor], ranks: int = 1) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = 0
+        self.live = self.logits = self.peak = self.peak_logits = self.flops = self.sent = self.collectives = 0
+        self.in_loss = False
+        self._ranks = ranks
         self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
+        self._logits: dict[int, int] = {}  # bytes, by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls operations on local tensors, which come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
+        if func.namespace == "_c10d_functional":
+            share = SENT.get(func.overloadpacket.__name__)
+            if share is not None:
+                self.sent += round(args[0].nbytes * share(self._ranks))
+                self.collectives += 1
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._add(leaf.untyped_storage())
@@ -183,56 +248,94 @@ class Tracker(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._storages[key] = weakref.ref(storage, partial(self._remove, key, nbytes))
         self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        if self.in_loss:
+            self.count_as_logits(storage)
+        if self.live > self.peak:
+            self.peak, self.peak_logits = self.live, self.logits
 
     def _remove(self, key: int, nbytes: int, reference: object) -> None:
         del self._storages[key]
         self.live -= nbytes
+        self.logits -= self._logits.pop(key, 0)
 
-    def restart(self) -> int:
-        """Start a new peak; returns the previous one."""
-        peak, self.peak = self.peak, self.live
+    def count_as_logits(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, if it counts, as logits."""
+        key = storage._cdata
+        if isinstance(self._storages.get(key), weakref.ref) and key not in self._logits:
+            self._logits[key] = storage.nbytes()
+            self.logits += storage.nbytes()
+
+    def count_as_activations(self) -> None:
+        """Count no storage as logits."""
+        self._logits.clear()
+        self.logits = 0
+
+    def restart(self) -> Live:
+        """Start a new peak; returns what was alive at the previous one."""
+        peak = Live(self.peak - self.peak_logits, self.peak_logits)
+        self.peak, self.peak_logits = self.live, self.logits
         return peak
 
 
-class _Recorder:
-    """Records the moments of a step."""
+@dataclass(frozen=True)
+class _Mark:
+    """A moment, what was alive at the worst one before it, and all operations and collectives so far."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self._marks: list[tuple[str, str, int, int, int]] = []  # kind, unit, live, peak before, flops so far
-        self._parameters: dict[str, list[nn.Parameter]] = {}  # by unit, without those of units inside it
+    kind: str
+    unit: str
+    live: Live
+    peak: Live
+    flops: int
+    sent: int
+    collectives: int
+
+
+class _Recorder:
+    """Records the moments of a step.
+
+    Args:
+        tracker: counts bytes.
+        parameters: by unit, without those of units inside it.
+    """
+
+    def __init__(self, tracker: Tracker, parameters: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._tracker, self._parameters = tracker, parameters
+        self._marks: list[_Mark] = []
         self._in_backward: set[str] = set()
         self._calls: Counter[str] = Counter()  # forwards whose backward has not ended
         self.logits = 0
 
     def mark(self, kind: str, unit: str) -> None:
-        self._marks.append((kind, unit, self._tracker.live, self._tracker.restart(), self._tracker.flops))
+        tracker = self._tracker
+        live = Live(tracker.live - tracker.logits, tracker.logits)
+        peak = tracker.restart()
+        self._marks.append(_Mark(kind, unit, live, peak, tracker.flops, tracker.sent, tracker.collectives))
 
     @contextlib.contextmanager
-    def watch(
-        self, module: nn.Module, path: str, parameters: list[nn.Parameter], recompute: bool, cast: Cast | None
-    ) -> Iterator[None]:
+    def watch(self, module: nn.Module, path: str, recompute: bool, policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Record the moments of one unit while the block runs.
 
         Args:
-            parameters: of the unit, without those of units inside it.
             recompute: whether its activations are recomputed in its backward.
-            cast: applied to its inputs first.
+            policy: dtypes of its inputs and outputs.
         """
-        forward, self._parameters[path] = module.forward, parameters
+        forward, tracker = module.forward, self._tracker
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if path:  # nothing before it was the loss
+                tracker.count_as_activations()
+                tracker.in_loss = False
             self.mark("enter", path)
             self._calls[path] += 1
-            if cast is not None:
-                args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+            args, kwargs = _cast(policy.param_dtype if policy.cast_forward_inputs else None, (args, kwargs))
             args, kwargs = self._watch_inputs(args, kwargs, path)
             if recompute and torch.is_grad_enabled():
                 output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
+            output = _cast(policy.output_dtype, output)
             self._watch_outputs(output, path)
+            tracker.in_loss = True
             self.mark("leave", path)
             return output
 
@@ -256,7 +359,10 @@ class _Recorder:
     def _watch_outputs(self, output: Any, path: str) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not path:
-            self.logits = max([0, *[tensor.untyped_storage().nbytes() for tensor in tensors]])
+            storages = [_local(tensor).untyped_storage() for tensor in tensors]
+            self.logits = max([0, *[storage.nbytes() for storage in storages]])
+            for storage in storages:
+                self._tracker.count_as_logits(storage)
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.back(path))
@@ -264,6 +370,8 @@ class _Recorder:
     def back(self, path: str) -> None:
         if path not in self._in_backward:
             self._in_backward.add(path)
+            if path or len(self._parameters) == 1:
+                self._tracker.in_loss = False
             self.mark("back", path)
 
     def done(self, path: str) -> None:
@@ -282,5 +390,10 @@ class _Recorder:
         self.mark("end", "")
 
     def moments(self) -> Iterator[Moment]:
-        for (kind, unit, live, _, flops), (_, _, _, peak, total) in pairwise(self._marks):
-            yield Moment(kind, unit, live, peak, total - flops)
+        leaves = [index for index, mark in enumerate(self._marks) if mark.kind == "leave" and mark.unit]
+        for index, (now, then) in enumerate(pairwise(self._marks)):
+            live, peak = now.live, then.peak
+            if leaves and index < leaves[-1]:  # between two units: it was not the loss yet
+                live, peak = Live(live.activations + live.logits), Live(peak.activations + peak.logits)
+            spent = then.flops - now.flops, then.sent - now.sent, then.collectives - now.collectives
+            yield Moment(now.kind, now.unit, live, peak, *spent)

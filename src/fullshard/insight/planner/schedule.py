@@ -15,20 +15,26 @@ model's element-wise operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
-from .costs import UnitCosts
+from .costs import GatherCosts, UnitCosts
 from .messages import not_a_rate
-from .profile import Profile
+from .profile import Live, Moment, Profile
 from .strategy import Strategy
 
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations")
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits")
 """Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state and temporaries of its step;
-gathered units and gathers in flight; reductions in flight; activations and unreduced gradients."""
+gathered units, kept slices and gathers in flight; reductions in flight and gradients that wait for one; activations and
+gradients that are not collected yet; the model's output, and what is computed from it before the backward of a unit."""
 
 PLACES = {"enter": "forward of", "leave": "forward, after", "back": "backward of", "done": "backward, after"}
 """The words for each kind of moment; the unit's name follows."""
+
+WHOLE = "optimizer.step()"
+"""The key of the optimizer's whole step among those of units."""
+
+NOTHING = Live()
 
 LARGE = 32 * 2**20
 """Bytes of the smallest buffer that is large (`Rates.large`)."""
@@ -75,20 +81,41 @@ class Rates:
             if not number or not (0 <= value <= 1 if name == "overlap" else 0 < value < math.inf):
                 raise not_a_rate(name, value)
 
-    def on(self, shard: int, replicate: int, node: int) -> Rates:
-        """The rates over axes of these sizes with `node` ranks on a machine: `between` is the replicate axis's."""
-        most = node * self.between if shard > node else math.inf
-        return replace(
-            self,
-            bandwidth=min(self.bandwidth, most),
-            reduce=min(self.reduce or self.bandwidth, most),
-            between=self.between if shard * replicate > node else self.bandwidth,
-        )
 
-    def of(self, verb: str, buffer: int) -> float:
-        """The bandwidth of a collective whose larger buffer has `buffer` bytes; call it on the result of `on`."""
-        bandwidths = {"gather": self.bandwidth, "reduce": self.reduce or self.bandwidth, "all_reduce": self.between}
-        return bandwidths[verb] * (self.large if buffer >= LARGE else 1.0)
+@dataclass(frozen=True)
+class Axes:
+    """How many ranks there are, and where.
+
+    Attributes:
+        shard, replicate, tensor: ranks of the axes. Those of the tensor axis are neighbours, then those of the shard
+            axis.
+        node: ranks of one machine.
+    """
+
+    shard: int
+    replicate: int = 1
+    tensor: int = 1
+    node: int = 8
+
+    def bandwidth(self, rates: Rates, verb: str, buffer: int = 0, among: int = 0) -> float:
+        """Bytes per second that a rank sends in a collective.
+
+        Args:
+            rates: of the links.
+            verb: "gather", "reduce", "all_reduce" (over the replicate axis) or "tensor".
+            buffer: bytes of its larger buffer.
+            among: ranks of a gather, if not all of the shard axis.
+        """
+        here = max(1, self.node // self.tensor)  # ranks of the shard axis on one machine
+        ranks = {"all_reduce": self.shard * self.replicate, "tensor": self.tensor}.get(verb, among or self.shard)
+        within = (rates.reduce or rates.bandwidth) if verb == "reduce" else rates.bandwidth
+        if ranks <= (self.node if verb == "tensor" else here):
+            bandwidth = within
+        elif verb == "all_reduce":
+            bandwidth = rates.between
+        else:
+            bandwidth = min(within, (self.node if verb == "tensor" else here) * rates.between)
+        return bandwidth * (rates.large if buffer >= LARGE else 1.0)
 
 
 @dataclass
@@ -99,7 +126,7 @@ class Timeline:
         peak: bytes by kind at the moment when most are alive.
         where: that moment, in words.
         most: by kind, its own largest number of bytes.
-        sent: bytes that this rank sends, by verb.
+        sent: bytes that this rank sends, by verb; "tensor": in tensor-parallel collectives.
         collectives: their number, by verb.
         compute, exposed: seconds of computation, and of waiting for communication.
         waits: seconds of waiting by unit.
@@ -126,26 +153,40 @@ class Timeline:
 
 
 class _Step:
-    def __init__(self, profile: Profile, units: Sequence[UnitCosts], strategy: Strategy, rates: Rates | None) -> None:
-        self.profile, self.strategy, self.rates = profile, strategy, rates
+    def __init__(
+        self,
+        profile: Profile,
+        units: Sequence[UnitCosts],
+        strategy: Strategy,
+        rates: Rates | None,
+        axes: Axes,
+        temporary: Mapping[str, int],
+    ) -> None:
+        self.profile, self.strategy, self.rates, self.axes, self.temporary = profile, strategy, rates, axes, temporary
         self.units = {costs.name: costs for costs in units}
         self.timeline = Timeline()
         self.now = dict.fromkeys(KINDS, 0)
-        self.now["parameters"] = 0 if strategy.offload else sum(costs.parameters for costs in units)
+        self.now["parameters"] = sum(costs.parameters for costs in units if not costs.strategy.offload)
         self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
         self.gathered: set[str] = set()
+        self.kept: set[str] = set()  # units of which slices are kept for the backward
+        self.whole: set[str] = set()  # units whose gradients of earlier micro-batches wait for a reduction
+        self.copied: set[str] = set()  # whose sums over several micro-batches are copied into new gradients
+        self.partial: dict[str, int] = {}  # bytes of slices that wait, reduced over the shard axis only, by unit
         # The reduction in flight: its unit, its bytes besides the buffer, and when it ends.
         self.reducing: tuple[UnitCosts, int, float] | None = None
         self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, for all-reduces
         self.ahead: set[str] = set()  # prefetched in the forward, not yet entered
         self.free_at = 0.0  # when the network has sent all that was issued
+        self.live = NOTHING  # at the current moment
+        self.sets_aside = False  # whether slices are not reduced over the replicate axis in this micro-batch
 
     # Account.
 
-    def note(self, where: str, activations: int = 0, extra: int = 0) -> None:
+    def note(self, where: str, live: Live = NOTHING, extra: int = 0) -> None:
         """Update the peaks. `extra`: gathered bytes alive only at this moment."""
         now, timeline = self.now, self.timeline
-        now["activations"] = activations
+        now["activations"], now["logits"] = live.activations, live.logits
         now["gathered"] += extra
         for kind, nbytes in now.items():
             timeline.most[kind] = max(timeline.most[kind], nbytes)
@@ -153,21 +194,33 @@ class _Step:
             timeline.peak, timeline.where = dict(now), where
         now["gathered"] -= extra
 
-    def send(self, costs: UnitCosts, verb: str) -> float:
-        """Issue a unit's collectives; returns the time at which they end."""
-        nbytes, count = costs.sent.get(verb, (0, 0))
+    def send(self, costs: UnitCosts, verb: str, gather: GatherCosts | None = None) -> float:
+        """Issue a unit's collectives, `gather`'s or those of a reduction; returns the time at which they end."""
+        nbytes, count = costs.sent.get(verb, (0, 0)) if gather is None else (gather.sent, gather.collectives)
         self.timeline.sent[verb] = self.timeline.sent.get(verb, 0) + nbytes
         self.timeline.collectives[verb] = self.timeline.collectives.get(verb, 0) + count
         seconds = 0.0
         if self.rates is not None:
             buffer = {"gather": costs.gathered, "reduce": costs.buffer, "all_reduce": costs.gradients}[verb]
-            seconds = count * self.rates.latency + nbytes / self.rates.of(verb, buffer)
+            among = costs.strategy.kept_ranks if gather is not None and gather is costs.regather else 0
+            bandwidth = self.axes.bandwidth(self.rates, verb, buffer, among)
+            seconds = count * self.rates.latency + nbytes / bandwidth
             self.lose((1 - self.rates.overlap) * seconds, costs.name)
             seconds *= self.rates.overlap
-            if self.strategy.offload:
+            if costs.strategy.offload and not among:
                 seconds += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
         self.free_at = max(self.timeline.seconds, self.free_at) + seconds
         return self.free_at
+
+    def send_tensors(self, moment: Moment) -> None:
+        """Wait for the tensor-parallel collectives of an interval: what is computed next needs them."""
+        if not moment.collectives:
+            return
+        self.timeline.sent["tensor"] = self.timeline.sent.get("tensor", 0) + moment.sent
+        self.timeline.collectives["tensor"] = self.timeline.collectives.get("tensor", 0) + moment.collectives
+        if self.rates is not None:
+            bandwidth = self.axes.bandwidth(self.rates, "tensor", moment.sent // moment.collectives)
+            self.lose(moment.collectives * self.rates.latency + moment.sent / bandwidth, moment.unit)
 
     def wait(self, until: float, unit: str) -> None:
         self.lose(max(0.0, until - self.timeline.seconds), unit)
@@ -183,39 +236,53 @@ class _Step:
             self.timeline.compute += 2 * nbytes / self.rates.copy
 
     def event(self, verb: str, unit: str) -> None:
-        self.timeline.events.append((verb, unit, self.now["gathered"] + self.now["reducing"]))
+        live = self.now["gathered"] + self.now["reducing"] - sum(self.partial.values())
+        self.timeline.events.append((verb, unit, live))
 
     # Units.
 
+    def gather_of(self, costs: UnitCosts) -> GatherCosts:
+        """The unit's next gather."""
+        return costs.regather if costs.regather is not None and costs.name in self.kept else costs.gather
+
     def issue(self, unit: str) -> None:
         costs = self.units[unit]
-        self.now["gathered"] += self.in_flight(costs)
-        self.gathers[unit] = self.send(costs, "gather")
+        gather = self.gather_of(costs)
+        self.now["gathered"] += self.in_flight(costs, gather)
+        self.gathers[unit] = self.send(costs, "gather", gather)
         self.event("gather", unit)
 
-    def in_flight(self, costs: UnitCosts) -> int:
+    def in_flight(self, costs: UnitCosts, gather: GatherCosts) -> int:
         """Bytes while a gather is in flight; with offloading, casts happen on the way to the device."""
-        return costs.in_flight - costs.cast + costs.computed if self.strategy.offload else costs.in_flight
+        on_the_way = costs.strategy.offload and gather is costs.gather
+        return gather.in_flight - gather.cast + costs.computed if on_the_way else gather.in_flight
 
-    def open(self, unit: str, where: str, activations: int) -> None:
+    def open(self, unit: str, where: str, live: Live) -> None:
         """Wait for a unit's gather; issues it first if it is not in flight."""
         costs = self.units[unit]
         if unit in self.gathered or not costs.elements:
             return
         if unit not in self.gathers:
             self.issue(unit)
-        self.note(where, activations)
+        gather = self.gather_of(costs)
+        self.note(where, live)
         self.wait(self.gathers.pop(unit), unit)
-        self.note(where, activations, costs.opening - costs.in_flight)  # freed at the same time
-        self.now["gathered"] += costs.gathered - self.in_flight(costs)
-        self.compute_copy(costs.opening - costs.in_flight)
+        self.note(where, live, gather.opening - gather.in_flight)  # freed at the same time
+        self.now["gathered"] += costs.gathered - self.in_flight(costs, gather)
+        self.compute_copy(gather.opening - gather.in_flight)
+        if costs.kept and unit not in self.kept:
+            self.kept.add(unit)
+            self.now["gathered"] += costs.kept
         self.gathered.add(unit)
         self.event("gathered", unit)
 
-    def free(self, unit: str) -> None:
+    def free(self, unit: str, backward: bool = False) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
             self.now["gathered"] -= self.units[unit].gathered
+            if backward and unit in self.kept:
+                self.kept.remove(unit)
+                self.now["gathered"] -= self.units[unit].kept
             self.event("free", unit)
 
     def is_sharded(self, unit: str) -> bool:
@@ -231,37 +298,72 @@ class _Step:
         if not costs.replicating:
             self.deliver(costs, scratch - costs.received, until)
             return
-        self.replicating.append((costs, scratch - costs.received, self.send(costs, "all_reduce")))
+        if self.sets_aside:
+            self.now["reducing"] -= scratch - costs.received
+            if costs.name not in self.partial:
+                self.partial[costs.name] = costs.partial
+                self.now["reducing"] += costs.partial
+            until = 0.0
+        else:
+            if costs.name in self.partial:
+                self.now["reducing"] -= self.partial.pop(costs.name)
+                self.copied.add(costs.name)
+            until = self.send(costs, "all_reduce")
+        self.replicating.append((costs, 0 if self.sets_aside else scratch - costs.received, until))
         while len(self.replicating) > costs.replicating:
             self.deliver(*self.replicating.pop(0))
 
     def deliver(self, costs: UnitCosts, scratch: int, until: float) -> None:
         self.wait(until, costs.name)
+        if not self.sets_aside and costs.name in self.copied:
+            self.copied.remove(costs.name)
+            self.now["gradients"] += costs.gradients
+            self.note(f"gradients of {costs.name or 'the root'} are delivered", self.live)
         self.now["reducing"] -= scratch
         self.event("reduced", costs.name)
+        if self.strategy.step_in_backward and not self.sets_aside:
+            temporary = self.temporary[costs.name]
+            self.now["optimizer"] += temporary
+            self.note(f"optimizer's step of {costs.name or 'the root'}", self.live)
+            self.now["optimizer"] -= temporary
+            self.now["gradients"] -= 0 if costs.strategy.offload else costs.gradients
 
-    def reduce(self, unit: str, again: bool, activations: int) -> None:
-        costs = self.units[unit]
+    def reduce(self, unit: str, again: bool, last: bool, live: Live) -> None:
+        """Collect a unit's gradients, and reduce them, unless they are accumulated whole.
+
+        Args:
+            again: whether they are added to those of an earlier micro-batch that are reduced.
+            last: whether the micro-batch is the last.
+            live: bytes alive.
+        """
+        costs, offload = self.units[unit], self.units[unit].strategy.offload
         if not costs.gradients:
             return
-        self.finish_reduction()
+        aside = self.strategy.accumulate == "whole" and not last
+        if not aside:
+            self.finish_reduction()
         self.compute_copy(costs.buffer)
+        if unit not in self.whole:
+            self.now["reducing"] += costs.buffer
+        self.note(f"gradients of {unit or 'the root'} are collected", live)
+        if aside:
+            self.whole.add(unit)
+            return
+        self.whole.discard(unit)
         scratch = costs.scratch_again if again else costs.scratch
-        if self.strategy.offload and not again:
+        if offload and not again:
             scratch += costs.gradients  # the slice, until it is on the host
-        self.now["reducing"] += costs.buffer
-        self.note(f"gradients of {unit or 'the root'} are collected", activations)
         self.now["reducing"] += scratch
-        if not again and not self.strategy.offload:
+        if not again and not offload:
             self.now["gradients"] += costs.gradients
         self.reducing = costs, scratch, self.send(costs, "reduce")
         self.event("reduce", unit)
 
     # The step.
 
-    def prefetch(self, forward: Sequence[str], following: int) -> int:
+    def prefetch(self, forward: Sequence[str], following: int, most: int) -> int:
         """Prefetch the units of a forward from index `following` on; returns the index of the first not prefetched."""
-        while following < len(forward) and len(self.ahead) < self.strategy.prefetch:
+        while following < len(forward) and len(self.ahead) < most:
             if not self.is_sharded(forward[following]):
                 break
             self.issue(forward[following])
@@ -269,35 +371,42 @@ class _Step:
             following += 1
         return following
 
-    def micro_batch(self, again: bool) -> None:
-        moments, strategy = self.profile.moments, self.strategy
+    def micro_batch(self, index: int, count: int) -> None:
+        moments, strategy, last = self.profile.moments, self.strategy, index == count - 1
+        again = index > 0 and strategy.accumulate != "whole"
+        self.sets_aside = strategy.accumulate == "partial" and not last
+        if self.partial:
+            self.now["gradients"] = 0  # the slices that were set aside are copies
         forward = [moment.unit for moment in moments if moment.kind == "enter" and self.units[moment.unit].elements]
         backward = [moment.unit for moment in moments if moment.kind == "back"]
         entered = following = returned = 0
         for moment in moments:
-            unit = moment.unit
+            unit, self.live = moment.unit, moment.live
+            how = self.units[unit].strategy
             where = f"{PLACES[moment.kind]} {unit or 'the root'}"
             if moment.kind == "enter":
                 self.open(unit, where, moment.live)
                 entered += bool(self.units[unit].elements)
                 self.ahead.discard(unit)
-                following = self.prefetch(forward, max(following, entered))
+                following = self.prefetch(forward, max(following, entered), how.prefetch)
             elif moment.kind == "leave":
-                if unit and strategy.reshard_after_forward:
+                if how.reshard:
                     self.free(unit)
             elif moment.kind == "back":
                 returned += 1
                 self.open(unit, where, moment.live)
-                for upcoming in backward[returned : returned + strategy.prefetch]:
+                for upcoming in backward[returned : returned + how.prefetch]:
                     if self.is_sharded(upcoming):
                         self.issue(upcoming)
             else:
-                self.free(unit)
+                self.free(unit, backward=True)
                 if unit not in backward[returned:]:  # the last backward of a unit that is called several times
-                    self.reduce(unit, again, moment.live)
+                    self.reduce(unit, again, last, moment.live)
             self.note(where, moment.peak)
+            self.send_tensors(moment)
             if self.rates is not None:
                 self.timeline.compute += moment.flops / self.rates.flops
+        self.live = NOTHING
         self.finish_reduction()
         while self.replicating:
             self.deliver(*self.replicating.pop(0))
@@ -309,31 +418,32 @@ def run(
     strategy: Strategy,
     micro_batches: int,
     rates: Rates | None = None,
+    axes: Axes = Axes(1),
     *,
     besides: int = 0,
     state: int = 0,
-    temporary: int = 0,
+    temporary: Mapping[str, int] | None = None,
 ) -> Timeline:
     """Simulate one optimizer step: forwards, backwards, reductions, and the optimizer.
 
     Args:
         profile: of a single micro-batch, without sharding.
         units: costs of all units of the profile, including the root.
-        strategy: how the units are run. With offloading, a gather first copies the shard to the device, in the dtype it
-            is gathered in, and a reduced slice is copied to the host.
-        micro_batches: forwards and backwards before the optimizer's step, each of which reduces.
+        strategy: how the training loop runs them. With offloading, a gather first copies the shard to the device, in
+            the dtype it is gathered in, and a reduced slice is copied to the host.
+        micro_batches: forwards and backwards before the optimizer's step.
         rates: None: no times.
+        axes: over which collectives run.
         besides: bytes of buffers and parameters outside of units.
-        state, temporary: bytes of the optimizer's state, and of temporary tensors in its step. With offloading they are
-            on the host and do not count.
+        state: bytes of the optimizer's state on the device.
+        temporary: bytes of temporary tensors in the optimizer's step, by unit; under `WHOLE`, of a step of all.
     """
-    step = _Step(profile, units, strategy, rates)
+    step = _Step(profile, units, strategy, rates, axes, temporary or {})
     step.now["parameters"] += besides
-    if strategy.offload:
-        state = temporary = 0
     step.now["optimizer"] = state
     for index in range(micro_batches):
-        step.micro_batch(index > 0)
-    step.now["optimizer"] += temporary
-    step.note("the optimizer's step")
+        step.micro_batch(index, micro_batches)
+    if not strategy.step_in_backward:
+        step.now["optimizer"] += (temporary or {}).get(WHOLE, 0)
+        step.note("the optimizer's step")
     return step.timeline

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ...api.functional.arguments import LAYOUTS
+from ...api.functional.arguments import LAYOUTS, reshard_of
 from ...layout import Blocks
-from .messages import not_a_divisor, not_positive, unknown_layout
+from ...policies import MixedPrecisionPolicy
+from . import messages
+
+ACCUMULATE = ("reduced", "partial", "whole")
+
+
+@dataclass(frozen=True)
+class UnitStrategy:
+    """How one unit is sharded and run.
+
+    Attributes:
+        layout, policy, prefetch, offload: see `Strategy`.
+        reshard: whether the unit is freed after its forward.
+        kept_ranks: among how many ranks slices of a freed unit are kept for the backward; 0: none are.
+    """
+
+    layout: str | Blocks
+    policy: MixedPrecisionPolicy
+    prefetch: int
+    offload: bool
+    reshard: bool
+    kept_ranks: int
 
 
 @dataclass(frozen=True)
@@ -19,22 +40,32 @@ class Strategy:
     Attributes:
         replicate: number of copies of each shard (hybrid sharding).
         layout: "rows", "flat", "owner" or `Blocks`.
-        reshard_after_forward: whether units other than the root are freed after their forward.
+        reshard_after_forward: whether units other than the root are freed after their forward; an integer: freed, but
+            slices are kept, to be gathered among so many ranks in the backward.
         prefetch: units gathered ahead.
         checkpointing: whether each unit's activations are recomputed in its backward.
         micro_batch: sequences in one forward.
         offload: whether shards, gradients and optimizer state are in host memory.
-        units: which modules are units: "auto" (the repeated blocks), "model" (a single unit), or a wrap policy.
+        units: which modules are units: "auto" (the repeated blocks), "model" (a single unit), or a wrap policy. What a
+            `CustomPolicy` returns for a block replaces `layout`, `prefetch`, `mp_policy`, `reshard_after_forward`.
+        accumulate: how gradients of all micro-batches but the last are added up: "reduced", each micro-batch's is
+            reduced; "partial", over the shard axis only (`set_requires_all_reduce(False)`); "whole", not at all
+            (`set_requires_gradient_sync(False)`).
+        step_in_backward: whether units step during the backward (`fullshard.step_in_backward`).
+        mp_policy: dtypes; None: the argument of `plan`.
     """
 
     replicate: int = 1
     layout: str | Blocks = "rows"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     prefetch: int = 1
     checkpointing: bool = False
     micro_batch: int = 1
     offload: bool = False
     units: Any = "auto"
+    accumulate: str = "reduced"
+    step_in_backward: bool = False
+    mp_policy: MixedPrecisionPolicy | None = None
 
     def check(self, ranks: int, batch: int) -> None:
         """Check against the world size and the sequences of a rank and step.
@@ -43,44 +74,117 @@ class Strategy:
             ConfigError: a number is invalid.
         """
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
-            raise unknown_layout(self.layout, LAYOUTS)
+            raise messages.unknown_layout(self.layout, LAYOUTS)
         if type(self.prefetch) is not int or self.prefetch < 0:
-            raise not_positive("prefetch", self.prefetch)
+            raise messages.not_positive("prefetch", self.prefetch)
         for name, value, whole, total in (
             ("micro_batch", self.micro_batch, "batch", batch),
             ("replicate", self.replicate, "ranks", ranks),
         ):
             if type(value) is not int or value < 1:
-                raise not_positive(name, value)
+                raise messages.not_positive(name, value)
             if total % value:
-                raise not_a_divisor(name, value, whole, total)
+                raise messages.not_a_divisor(name, value, whole, total)
+        if self.accumulate not in ACCUMULATE:
+            raise messages.unknown_accumulation(self.accumulate, ACCUMULATE)
+        if self.step_in_backward and self.micro_batch != batch and self.accumulate == "reduced":
+            raise messages.steps_in_every_backward(batch // self.micro_batch)
+        reshard_of(self.reshard_after_forward, ranks // self.replicate)
+
+    def by_unit(
+        self, blocks: Sequence[tuple[str, Mapping[str, Any]]], policy: MixedPrecisionPolicy, shard: int
+    ) -> dict[str, UnitStrategy]:
+        """How each unit is run, by path; the root, which stays gathered until the backward, is the last.
+
+        Args:
+            blocks: the units below it: path, and arguments of `fully_shard` that replace the strategy's.
+            policy: dtypes, if neither the strategy nor a block has any.
+            shard: ranks on the shard axis.
+
+        Raises:
+            ConfigError: `reshard_after_forward` does not divide the ranks.
+        """
+        units = {}
+        for path, overrides in [*blocks, ("", {"reshard_after_forward": False})]:
+            reshard, kept = reshard_of(overrides.get("reshard_after_forward", self.reshard_after_forward), shard)
+            units[path] = UnitStrategy(
+                overrides.get("layout", self.layout),
+                overrides.get("mp_policy", self.mp_policy or policy),
+                overrides.get("prefetch", self.prefetch),
+                self.offload,
+                reshard is not False,
+                kept,
+            )
+        return units
 
     def __str__(self) -> str:
         words = [self.layout if isinstance(self.layout, str) else f"blocks({self.layout.granule})"]
-        words += [] if self.reshard_after_forward else ["kept after forward"]
+        if self.reshard_after_forward is not True:
+            kept = "kept after forward"
+            words.append(f"{kept} among {self.reshard_after_forward}" if self.reshard_after_forward else kept)
         words += [f"{self.replicate} replicas"] if self.replicate > 1 else []
         words += [f"prefetch {self.prefetch}"] if self.prefetch != 1 else []
         words += ["checkpointing"] if self.checkpointing else []
         words += ["offload"] if self.offload else []
         words += ["one unit"] if self.units == "model" else []
+        words += [f"gradients {self.accumulate}"] if self.accumulate != "reduced" else []
+        words += ["steps in the backward"] if self.step_in_backward else []
+        words += [_precision(self.mp_policy)] if self.mp_policy is not None else []
         return ", ".join(words)
 
 
-def strategies(ranks: int, ranks_per_node: int, batch: int) -> Iterator[Strategy]:
-    """The strategies that a search compares.
+def _precision(policy: MixedPrecisionPolicy) -> str:
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.gather_dtype, policy.scatter_dtype)
+    names = ["as stored" if dtype is None else str(dtype).removeprefix("torch.") for dtype in dtypes]
+    return " and ".join([" and ".join(dict.fromkeys(names[:2])), *(n for n in names[2:] if n != "as stored")])
+
+
+def strategies(
+    ranks: int, ranks_per_node: int, batch: int, policies: Sequence[MixedPrecisionPolicy | None] = (None,)
+) -> Iterator[Strategy]:
+    """The strategies that a search starts from; `REFINEMENTS` are tried on each.
 
     Args:
-        ranks, ranks_per_node: with several nodes, a copy of all shards on each node is also tried.
+        ranks, ranks_per_node: with several nodes, a copy of all shards on each node is also tried, and slices that are
+            kept within each node.
         batch: sequences of a rank and optimizer step; micro-batches are it and its divisors that are powers of two.
+        policies: dtypes to choose from.
     """
-    replicas = [1, ranks // ranks_per_node] if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0 else [1]
+    several = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
+    ways: list[tuple[int, bool | int]] = [(1, True), (1, False)]
+    if several:
+        ways += [(1, ranks_per_node), (ranks // ranks_per_node, True), (ranks // ranks_per_node, False)]
     sizes = sorted({size for size in (2**power for power in range(batch.bit_length())) if batch % size == 0} | {batch})
-    choices = product(sizes, (False, True), replicas, ("rows", "flat"), (True, False))
-    for micro_batch, checkpointing, replicate, layout, reshard in choices:
+    for micro_batch, checkpointing, (replicate, reshard), layout, policy in product(
+        sizes, (False, True), ways, ("rows", "flat"), policies
+    ):
         yield Strategy(
             replicate=replicate,
             layout=layout,
             reshard_after_forward=reshard,
             checkpointing=checkpointing,
             micro_batch=micro_batch,
+            mp_policy=policy,
         )
+
+
+REFINEMENTS: tuple[dict[str, Any], ...] = (
+    {"accumulate": "whole"},
+    {"accumulate": "partial"},
+    {"prefetch": 2},
+    {"prefetch": 0},
+    {"units": "model"},
+    {"step_in_backward": True},
+)
+"""Changes to a strategy that a search keeps only where they make it faster by 1%, or make it fit."""
+
+
+def refines(strategy: Strategy, change: Mapping[str, Any], batch: int) -> bool:
+    """Whether a refinement changes what this strategy does."""
+    if "accumulate" in change:
+        return strategy.micro_batch < batch and (strategy.replicate > 1 or change["accumulate"] == "whole")
+    if "step_in_backward" in change:
+        return strategy.micro_batch == batch or strategy.accumulate == "whole"
+    if "units" in change:
+        return not strategy.checkpointing  # which recomputes units below the root
+    return all(getattr(strategy, name) != value for name, value in change.items())
