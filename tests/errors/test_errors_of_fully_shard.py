@@ -60,7 +60,7 @@ CALLS = [
     ),  # meant: MixedPrecisionPolicy(torch.bfloat16)
     (
         lambda: fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], auto_wrap_policy={nn.Linear}),
-        "ConfigError: auto_wrap_policy needs one module, not a list",
+        "ConfigError: auto_wrap_policy needs a single module, not a list",
     ),
     (lambda: linears(comm="null"), "ConfigError: auto_wrap_policy has arguments for '0' (Linear) that cannot"),
     (lambda: linears(mp_policy=torch.half), "ConfigError: mp_policy for '0' must be a fullshard.MixedPrecisionPolicy"),

@@ -99,7 +99,7 @@ def other_numbers_of_micro_batches(rank: int, folder: Path) -> None:
     model(ONE).sum().backward()
 
 
-@PROGRAMS.raise_("ConfigError: join: a rank has no batch at all, so it has none to repeat")
+@PROGRAMS.raise_("ConfigError: join: a rank has no batches, so it has none to repeat")
 def no_batch_at_all(rank: int, folder: Path) -> None:
     model = sharded()
     for batch in fullshard.join(model, [ONE] if rank == 0 else []):

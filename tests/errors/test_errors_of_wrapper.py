@@ -148,7 +148,7 @@ CALLS = [
         "ConfigError: clip_grad_norm_ does not take parameters of a ... model.clip_grad_norm_",
     ),
     (wrapped, step, lambda m: m.clip_grad_norm_(1.0, norm_type=0), "ConfigError: norm_type must be positive, got 0.0"),
-    (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0], "PhaseError: the instance wraps nothing yet"),
+    (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0], "PhaseError: the instance has no module yet"),
     (nested, run, lambda m: hook(m.module[0]), "UsageError: register_comm_hook can only be called on a root"),
     (nested, step, lambda m: m.module[0].clip_grad_norm_(1.0), "PhaseError: clip_grad_norm_() is for the root"),
     (
@@ -241,7 +241,7 @@ def test_a_backward_of_what_was_summoned():
     model = wrapped()
     with FSDP.summon_full_params(model):
         loss = model.module[0].weight.sum()
-    with raises("UsageError: backward() goes through whole parameters that"):
+    with raises("UsageError: backward() reached whole parameters of"):
         loss.backward()
 
 
@@ -258,7 +258,7 @@ def test_a_backward_of_what_was_summoned_of_original_parameters(trained):
         shown = [weight.sum(), bias.sum()]
     after = weight.sum() + bias.sum()
     for loss in shown:
-        with raises("UsageError: backward() goes through whole parameters that"):
+        with raises("UsageError: backward() reached whole parameters of"):
             loss.backward()
     assert weight.grad is None and bias.grad is None
     before.backward()

@@ -339,8 +339,8 @@ FAULTS = (
     Fault(
         "what is written inside summon_full_params lands one rank too early",
         "api/wrapper/summon.py",
-        "            low = bucket.axes.shard.rank * bucket.layout.shard_numel\n            mine",
-        "            low = max(bucket.axes.shard.rank - 1, 0) * bucket.layout.shard_numel\n            mine",
+        "        return whole.narrow(0, self.bucket.axes.shard.rank * numel, numel)",
+        "        return whole.narrow(0, max(self.bucket.axes.shard.rank - 1, 0) * numel, numel)",
         besides="tests/parity/test_wrapper_summon.py",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""What users ask of gathered units, the same for both front-ends: to stay for a block, and to be freed."""
+"""`keep_gathered` and `free`: control of gathered units, for both front-ends."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ from torch import nn
 
 from ..errors import PhaseError
 from ..names import plain_class
-from ..runtime import Phase, Runner, runner_of, runners_in
+from ..runtime import Phase, Runner, runners_in
 from ..shard import is_parked
 from . import messages
 
 
 def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the units of `module` stay gathered from their first use on; they are freed at its end.
+    """A context in which the units of `module` stay gathered after their first use; they are freed at its end.
 
-        with keep_gathered(model.head):  # a loss in chunks: one gather in place of one per chunk and direction
+        with keep_gathered(model.head):  # a loss in chunks: a single gather, not two for each chunk
             for part in parts:
                 model.head(part).sum().backward()
 
-    Through any number of forwards and backwards; gradients are reduced in each backward as ever. Weights that were
-    changed inside (an optimizer step, `load_state_dict`) are noticed as elsewhere: at the next forward from outside
-    the ranks compare, and gather anew what changed. To write to gathered weights is refused, as elsewhere. Contexts may
-    be nested, and one may be entered any number of times, within itself too. Memory: all units of `module` at once, in
-    their compute dtype.
+    It spans any number of forwards and backwards; each backward reduces gradients as usual. If weights change inside
+    (an optimizer step, `load_state_dict`), the ranks compare at the next forward from outside, and changed units are
+    gathered again. Writing to gathered weights is an error, as elsewhere. Contexts may be nested, and a context may be
+    entered any number of times, also within itself. Memory: all units of `module` at once, in their compute dtype.
 
-    Every rank enters and leaves at the same place. Nothing is sent at the beginning but one small comparison with the
-    other ranks, where the model has run before and no pass runs; before its first forward the ranks compare at that.
+    Every rank enters and leaves at the same place. On entry the ranks make one small comparison if the model has run
+    before and no pass is running; before the first forward they compare in that forward.
 
     Args:
         module: a unit, or a module that contains units, when the context is entered.
 
-    Raises, when it is entered or left:
-        ConfigError: there is no unit in `module` (`owner_of` names the one that it is part of).
-        PhaseError: the unit's own forward or backward runs, or it shows whole parameters (`summon_full_params`); at
-            the end, gathered weights were written to.
+    Raises, on entry or exit:
+        ConfigError: there is no unit in `module` (`owner_of` names the unit that `module` is part of).
+        PhaseError: the unit's own forward or backward is running, or it shows whole parameters
+            (`summon_full_params`); on exit, gathered weights were written to.
         DivergenceError: other ranks do something else.
     """
-    return _Kept(module)
+    return _KeepGathered(module)
 
 
-class _Kept(ContextDecorator, AbstractContextManager[None]):
-    """The blocks of one `keep_gathered`: open ones are left innermost first, as `with` has it."""
+class _KeepGathered(ContextDecorator, AbstractContextManager[None]):
+    """The context of `keep_gathered`. Entered again within itself, it exits innermost first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._open: list[list[Runner]] = []  # what each open block holds
+        self._open: list[list[Runner]] = []  # the units of each entry
 
     def __enter__(self) -> None:
         self._open.append(_hold(self._module))
@@ -56,17 +55,14 @@ class _Kept(ContextDecorator, AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        found = _let_go(self._open.pop())
-        if error is None:
-            for wrong in found:
-                raise wrong
-        else:
-            for wrong in found:
-                error.add_note(f"The units could not be freed after this: {wrong!r}")
+        for failure in _release(self._open.pop()):
+            if error is None:
+                raise failure
+            error.add_note(f"The units could not be freed after this: {failure!r}")
 
 
 def _hold(module: nn.Module) -> list[Runner]:
-    """The beginning of a block: its units, which stay gathered from now on. See `keep_gathered`."""
+    """Enter a context: the units of `module`, which stay gathered from now on."""
     runners = _units_in(module, "keep_gathered")
     for runner in runners:
         if runner.root is not None:
@@ -80,67 +76,67 @@ def _hold(module: nn.Module) -> list[Runner]:
 
 
 def _agree(runners: list[Runner]) -> None:
-    """Ranks compare what is to stay, once a root."""
-    asked: dict[int, tuple[Any, list[int]]] = {}
+    """Compare with the other ranks which units stay gathered, once per root."""
+    by_root: dict[int, tuple[Any, list[int]]] = {}
     for runner in runners:
         root = runner.root
         if root is not None and root.pass_top is None and not root.in_backward:
-            asked.setdefault(id(root), (root, []))[1].append(runner.index)
-    for root, indices in asked.values():
+            by_root.setdefault(id(root), (root, []))[1].append(runner.index)
+    for root, indices in by_root.values():
         root.position.keep(min(indices), len(indices))
 
 
-def _let_go(runners: list[Runner]) -> list[Exception]:
-    """The end of a block: free what no other keeps. Returns what was raised; the others are freed all the same."""
-    wrong: list[Exception] = []
+def _release(runners: list[Runner]) -> list[Exception]:
+    """Exit a context: free units that no other context holds. Returns the errors of those that could not be freed."""
+    failures: list[Exception] = []
     for runner in runners:
         runner.held -= 1
         if runner.root is not None:
             runner.root.recover_if_broken()
         running = runner.phase in (Phase.FORWARD, Phase.RECOMPUTING, Phase.BACKWARD)
-        if runner.held or running or runner.period.hides:  # else it is freed when that is over
+        if runner.held or running or runner.period.hides:  # freed when that ends
             continue
         try:
             runner.reshard()
         except Exception as error:
-            wrong.append(error)
-    return wrong
+            failures.append(error)
+    return failures
 
 
 def free(model: nn.Module) -> None:
-    """Free whatever units of `model` are gathered: the root after a forward without a backward, say. No communication.
+    """Free all gathered units of `model`, such as the root after a forward without a backward. No communication.
 
-    The root stays gathered after a forward that builds a graph, since its backward comes first; where none will come
-    (losses for evaluation without `torch.no_grad()`, an exception caught before the backward) this gives its memory
-    back. A backward that comes after all gathers it again. Units that `keep_gathered` keeps stay.
+    The root stays gathered after a forward that builds a graph, since its backward comes first. If no backward follows
+    (evaluation without `torch.no_grad()`, an exception before the backward), this releases its memory; a later backward
+    gathers it again. Units inside `keep_gathered` stay.
 
     Args:
-        model: sharded by either front-end, or a module in such a model.
+        model: a model sharded by either front-end, or a module in it.
 
     Raises:
         ConfigError: there is no unit in `model`.
-        PhaseError: a forward or backward through it runs; or gathered weights were written to (they are freed).
+        PhaseError: a forward or backward through it is running; or gathered weights were written to (they are freed).
     """
     runners = _units_in(model, "free")
     refuse_running(runners, "free")
-    wrong: Exception | None = None
+    first_error: Exception | None = None
     for runner in runners:
         if runner.held or runner.period.hides or is_parked(runner.unit):
             continue
         try:
             runner.reshard()
         except PhaseError as error:
-            wrong = wrong or error
-    if wrong is not None:
-        raise wrong
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
 
 
 def refuse_running(runners: list[Runner], what: str) -> None:
-    """Recover from exceptions, and raise if a forward or backward through any of these units runs.
+    """Recover from exceptions, and raise if a forward or backward through any of these units is running.
 
     Args:
-        runners: of the units.
-        what: was called.
+        runners: the runners of the units.
+        what: the function that was called, for the error.
 
     Raises:
         PhaseError: names the unit.
@@ -157,8 +153,8 @@ def refuse_running(runners: list[Runner], what: str) -> None:
 def _units_in(module: nn.Module, what: str) -> list[Runner]:
     if not isinstance(module, nn.Module):
         raise messages.takes_a_module(what, type(module).__name__)
-    found = runners_in(module)
-    if not found:
-        inside = runner_of(module) is None and any(True for _ in module.parameters())
-        raise messages.no_unit_inside(plain_class(module).__name__, inside)
-    return found
+    runners = runners_in(module)
+    if not runners:
+        has_parameters = any(True for _ in module.parameters())
+        raise messages.no_unit_inside(plain_class(module).__name__, has_parameters)
+    return runners

@@ -1,4 +1,4 @@
-"""Settings of gradients that both front-ends share: how sums become gradients, and which checks run."""
+"""Settings of gradients for both front-ends: what sums are divided by, and which checks run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
     mesh and all micro-batches, so that `.grad` at the end of the step is the gradient of the mean over all tokens,
     however unevenly they are distributed. A count of 0 is fine; if the total is 0, nothing is divided.
 
-    Costs one all-reduce of three integers. Its result stays on the device: the host never waits for the accelerator.
+    Costs an all-reduce of three integers. Its result stays on the device: the host never waits for the accelerator.
 
     Args:
         model: the root, or a module that contains roots.
-        counts: the count of the step's only micro-batch; or one count for each backward of the step, in a sequence or
+        counts: the count of the step's only micro-batch; or a count for each backward of the step, in a sequence or
             an integer tensor [micro-batches]. Tensors on the device are not copied to the host.
 
     Raises:
         ConfigError: the model's units have a different `reduction`; a count is missing, invalid or negative.
-        UsageError: gradients accumulated without sync still wait for the rest of their step: they would be divided by
-            the new count.
+        UsageError: gradients accumulated without sync are not reduced yet: they would be divided by the new count.
         PhaseError: the model is not a root; or a backward is running.
     """
     if not isinstance(model, nn.Module):
@@ -73,10 +72,10 @@ def _below(top: Runner) -> Sequence[Any]:
 
 
 def _checked(counts: Any) -> list[int | torch.Tensor]:
-    """The counts, one for each micro-batch.
+    """The counts as a list, a count for each micro-batch.
 
     Raises:
-        ConfigError: there are none, or one is invalid.
+        ConfigError: no counts, or an invalid count.
     """
     if isinstance(counts, torch.Tensor) and counts.dim() == 1:
         values: list[Any] = list(counts.unbind())
@@ -106,7 +105,7 @@ def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch
 
 
 def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
-    """Record, before each reduction, which of this rank's own gradients hold NaN or inf; for `nonfinite_gradients`.
+    """Record, before each reduction, which of this rank's own gradients contain NaN or inf; for `nonfinite_gradients`.
 
     Off by default, at no cost. When on, each reduction reads its buffer [gathered elements of the unit] once more on
     the device; the host does not wait. Call it on every rank.
@@ -120,7 +119,7 @@ def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
     """
     runners = runners_in(model)
     if not runners:
-        raise messages.nothing_to_check(type(model).__name__)
+        raise messages.not_sharded(type(model).__name__)
     for runner in runners:
         runner.set(reduce_check_nonfinite=bool(enable))
         if not enable:

@@ -1,4 +1,4 @@
-"""`join`: ranks with unequal numbers of batches train until the last rank has run out."""
+"""`join`: train on unequal numbers of batches per rank until the last rank has run out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class join(Generic[Batch]):
             optimizer.step()
             optimizer.zero_grad()
 
-    A rank that has run out gets its last batch again, so that it makes every call that the others make: gathers,
+    A rank that has run out gets its last batch again, so that it takes part in every call of the others: gathers,
     reductions, clipping, optimizer steps, the program's own collectives. Its gradients are dropped, and the mean is
     taken over the ranks that still have data: gradients equal those of a single process with all real batches. (With
     `reduction="sum"` and "tokens" nothing is divided by ranks; a rank without data, where `active` is False, passes a
@@ -37,9 +37,9 @@ class join(Generic[Batch]):
 
     Args:
         model: a sharded model's root, before or after its first forward.
-        batches: this rank's batches, any number of them; at least one rank must have one. A rank may have none if there
-            is an `example`.
-        example: the batch for a rank that never had one.
+        batches: this rank's batches, any number of them; at least one rank must have a batch. A rank may have none if
+            there is an `example`.
+        example: the batch for a rank without batches.
 
     Attributes:
         active: whether the batch yielded last is a new batch of this rank.
@@ -131,7 +131,7 @@ class Count:
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, bool]:
-    """The next batch, and whether there is one."""
+    """The next batch, and whether it exists."""
     try:
         return next(batches), True
     except StopIteration:

@@ -31,16 +31,16 @@ def called_within_a_pass(what: str, unit: str) -> PhaseError:
 
 
 def takes_a_module(what: str, kind: str) -> ConfigError:
-    """The error for what is not a module."""
+    """The error for an argument that is not a module."""
     return ConfigError(f"{what} takes a module, got {kind}")
 
 
-def no_unit_inside(kind: str, inside: bool) -> ConfigError:
-    """The error for a module without units; `inside`: it has parameters, which a unit around it may hold."""
+def no_unit_inside(kind: str, has_parameters: bool) -> ConfigError:
+    """The error for a module without units; `has_parameters`: it may be part of a unit around it."""
     return ConfigError(
         f"There is no unit in this {kind}.",
         expected="a unit, or a module that contains units",
-        got="a part of a unit, or a model that is not sharded" if inside else "a module without parameters",
+        got="a part of a unit, or a model that is not sharded" if has_parameters else "a module without parameters",
         remedy="owner_of(model, module).module is the unit that runs it",
         topic="no-units",
     )
@@ -114,12 +114,7 @@ def not_a_count(count: object) -> ConfigError:
 
 def no_counts() -> ConfigError:
     """The error for an empty list of counts."""
-    return ConfigError("set_token_count was called without counts", expected="one for each backward of the step")
-
-
-def nothing_to_check(kind: str) -> ConfigError:
-    """The error for `set_check_nonfinite` of a model without units."""
-    return ConfigError(f"{kind} has no units: neither front-end was applied to it", topic="no-units")
+    return ConfigError("set_token_count was called without counts", expected="a count for each backward of the step")
 
 
 def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
@@ -170,15 +165,15 @@ def not_batches(batches: object) -> ConfigError:
 
 def joined_twice() -> ConfigError:
     """The error for nested `join`s of the same model."""
-    return ConfigError("join is used inside another join of the same model.", remedy="iterate over one at a time")
+    return ConfigError("join is used inside another join of the same model.", remedy="iterate over them in turn")
 
 
 def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
     """The error for ranks without any batch; `lacking`: the number of such ranks."""
     return ConfigError(
-        "join: a rank has no batch at all, so it has none to repeat.",
+        "join: a rank has no batches, so it has none to repeat.",
         rank=rank,
-        got="none here" if not has_batch else f"one here, none on {lacking} other rank(s)",
+        got="none here" if not has_batch else f"a batch here, none on {lacking} other rank(s)",
         remedy="give every rank a batch, or pass join(model, batches, example=...) a batch of the right shapes",
     )
 
@@ -195,11 +190,11 @@ def parked_already(parked: Sequence[str]) -> PhaseError:
     )
 
 
-def parked_within_a_block(held: bool, unit: str) -> PhaseError:
-    """The error for `park` inside `keep_gathered` (held), or inside `summon_full_params`."""
+def parked_within_a_context(context: str, unit: str) -> PhaseError:
+    """The error for `park` inside `keep_gathered` or `summon_full_params`."""
     return PhaseError(
-        f"park was called inside {'keep_gathered' if held else 'summon_full_params'} of unit {unit or '(root)'!r}.",
-        remedy="park the model after that block",
+        f"park was called inside {context} of unit {unit or '(root)'!r}.",
+        remedy="park the model after that context",
     )
 
 
@@ -243,12 +238,12 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
 
 
 def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -> PhaseError:
-    """The error for a call that needs all ranks, to which some did not come."""
+    """The error for a collective call that some ranks did not make."""
     return PhaseError(
-        f"{what} of a sharded model gathers its weights, which takes all ranks.",
+        f"{what} of a sharded model gathers its weights, so every rank must call it.",
         rank=rank,
         expected=f"{world} ranks",
         got=f"{here} after {seconds:g} s",
-        remedy=f"call {what} on every rank (it writes on the main one), or pass "
+        remedy=f"call {what} on every rank (only the main rank writes), or pass "
         "state_dict=accelerator.get_state_dict(model), called on every rank",
     )

@@ -41,8 +41,8 @@ class Moved:
 
 
 @dataclass
-class _Lot:
-    """What `resume` needs to restore a parked model.
+class _Parked:
+    """The data that `resume` needs to restore a parked model.
 
     Attributes:
         optimizers: the optimizers that were parked with it.
@@ -53,7 +53,7 @@ class _Lot:
     devices: dict[int, tuple[torch.Tensor, torch.device]]
 
 
-_lots: weakref.WeakKeyDictionary[nn.Module, _Lot] = weakref.WeakKeyDictionary()
+_parked: weakref.WeakKeyDictionary[nn.Module, _Parked] = weakref.WeakKeyDictionary()
 
 
 def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool = False) -> Moved:
@@ -86,11 +86,12 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     _check_optimizers(model, optimizers)
     refuse_running(runners, "park")
     parked = [runner.unit.name or "(root)" for runner in runners if is_parked(runner.unit)]
-    if parked or model in _lots:
+    if parked or model in _parked:
         raise messages.parked_already(parked)
     for runner in runners:
         if runner.held or runner.unit.showing.summoned:
-            raise messages.parked_within_a_block(runner.held > 0, runner.unit.name)
+            context = "keep_gathered" if runner.held else "summon_full_params"
+            raise messages.parked_within_a_context(context, runner.unit.name)
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")
     for runner in runners:
         runner.unit.reshard()
@@ -100,12 +101,11 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     for runner in runners:
         runner.kept = False
         park_unit(runner.unit, mover)
-    outside = list(_tensors_outside_units(model, optimizers))
-    lot = _Lot([weakref.ref(optimizer) for optimizer in optimizers], {})
-    for tensor in outside:
-        lot.devices |= {id(plain): (plain, plain.device) for plain in plain_tensors(tensor)}
+    parked_model = _Parked([weakref.ref(optimizer) for optimizer in optimizers], {})
+    for tensor, _ in list(_outside_units(model, optimizers)):
+        parked_model.devices |= {id(plain): (plain, plain.device) for plain in plain_tensors(tensor)}
         mover.move_inside(tensor)
-    _lots[model] = lot
+    _parked[model] = parked_model
     return _logged("park", Moved(mover.moved, mover.stayed))
 
 
@@ -126,25 +126,23 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
         PhaseError: `model` is not parked.
     """
     runners = _runners(model, "resume")
-    lot = _lots.get(model)
-    if lot is None:
-        parked = any(is_parked(runner.unit) for runner in runners)
-        raise messages.not_parked(parked)
+    parked_model = _parked.get(model)
+    if parked_model is None:
+        raise messages.not_parked(any(is_parked(runner.unit) for runner in runners))
     passed = {id(optimizer) for optimizer in optimizers}
-    parked_optimizers = [optimizer for ref in lot.optimizers if (optimizer := ref()) is not None]
-    missing = [optimizer for optimizer in parked_optimizers if id(optimizer) not in passed]
-    if missing:
-        raise messages.optimizer_left_out(type(missing[0]).__name__)
+    for reference in parked_model.optimizers:
+        if (optimizer := reference()) is not None and id(optimizer) not in passed:
+            raise messages.optimizer_left_out(type(optimizer).__name__)
     moved = stayed = 0
     for runner in runners:
         unit_bytes = resume_unit(runner.unit)
         moved, stayed = moved + unit_bytes[0], stayed + unit_bytes[1]
     movers: dict[torch.device, Mover] = {}
-    for tensor, fallback in _with_devices(model, optimizers):
+    for tensor, fallback in _outside_units(model, optimizers):
         for plain in plain_tensors(tensor):
-            device = lot.devices[id(plain)][1] if id(plain) in lot.devices else fallback
+            device = parked_model.devices.get(id(plain), (plain, fallback))[1]
             movers.setdefault(device, Mover(device)).move_inside(plain)
-    del _lots[model]
+    del _parked[model]
     moved += sum(mover.moved for mover in movers.values())
     stayed += sum(mover.stayed for mover in movers.values())
     return _logged("resume", Moved(moved, stayed))
@@ -174,16 +172,13 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Any]) -> None:
             raise messages.optimizer_of_another_model(type(optimizer).__name__)
 
 
-def _tensors_outside_units(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """Tensors outside all units: ignored parameters, their gradients, buffers, and optimizer state."""
-    for tensor, _ in _with_devices(model, optimizers):
-        yield tensor
-
-
-def _with_devices(
+def _outside_units(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.Tensor, torch.device]]:
-    """The same tensors, each with the device to resume on if it did not exist when the model was parked."""
+    """Tensors outside all units: ignored parameters, their gradients, buffers, and optimizer state.
+
+    Each with the device to resume on if it did not exist when the model was parked.
+    """
     for ignored in model.parameters():
         if owner_of(ignored) is None:
             yield ignored, ignored.device

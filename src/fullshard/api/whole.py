@@ -1,4 +1,4 @@
-"""The whole weights of a sharded model, for libraries whose `save_pretrained` writes what one rank has."""
+"""The whole weights of a sharded model, for libraries whose `save_pretrained` writes a single rank's weights."""
 
 from __future__ import annotations
 
@@ -23,59 +23,51 @@ from . import messages
 from .wrapper.markers import wrapper_of
 
 PATIENCE = 120.0
-"""Seconds that ranks wait for each other before a collective that programs may call on one rank alone."""
+"""Seconds that ranks wait for each other before a collective that a program may have called on only one rank."""
 
-_meetings: dict[str, int] = {}  # by what: how often this rank came
-
-
-def sharded_around(model: nn.Module) -> nn.Module | None:
-    """What is sharded: the wrapper's instance around `model`, or `model` itself; None if it is not sharded."""
-    found: nn.Module | None = wrapper_of(model)
-    if found is None and runners_in(model):
-        found = model
-    return found
+_meetings: dict[str, int] = {}  # function -> how often this rank has called it
 
 
 def saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `save_pretrained` that gathers a sharded model's weights, which `original` would write in parts, or refuse.
 
-    Every rank calls it; the first one writes, and holds the model in host memory. A `state_dict` that is given is
-    written as it is; ranks that were given an empty one have nothing to write.
+    Every rank calls it; the first rank writes, with the whole model in its host memory. A `state_dict` argument is
+    written as it is; ranks that pass an empty dict write nothing.
 
     Args:
-        original: of transformers' models, or of PEFT's; a function of the model.
+        original: the `save_pretrained` of a model class of Transformers or PEFT.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
-        sharded = sharded_around(self)
+        bound = signature.bind(self, *args, **kwargs)
+        sharded = wrapper_of(self) or (self if runners_in(self) else None)
         if sharded is None:
             return original(self, *args, **kwargs)
-        state = given.arguments.get("state_dict", kwargs.get("state_dict"))
+        state = bound.arguments.get("state_dict", kwargs.get("state_dict"))
         if state is None:
             state = gathered(sharded, "save_pretrained")
         if not state and dist.get_rank():
             return None
         with _without_collectives(self, state):
-            if "state_dict" not in signature.parameters:  # PEFT's takes it among its further arguments
+            if "state_dict" not in signature.parameters:  # PEFT's has it in **kwargs
                 return original(self, *args, **{**kwargs, "state_dict": state})
-            given.arguments["state_dict"] = state
-            return original(*given.args, **given.kwargs)
+            bound.arguments["state_dict"] = state
+            return original(*bound.args, **bound.kwargs)
 
     return save_pretrained
 
 
 @contextmanager
 def _without_collectives(model: Any, state: Mapping[str, Any]) -> Iterator[None]:
-    """Let PEFT's `save_pretrained` of one rank alone find in `state` what it asks modules of the sharded model for.
+    """Context in which PEFT's `save_pretrained` can run on a single rank, with weights from `state`.
 
-    It asks copied modules (`modules_to_save`) for the names in their state dicts, which instances of the wrapper would
+    It calls `state_dict` of copied modules (`modules_to_save`) for their names, which instances of the wrapper would
     gather; and it runs the encoders of prompt learning, whose weights are sharded.
 
     Args:
-        model: transformers' or PEFT's; only the latter has prompt encoders.
+        model: a model of Transformers or PEFT; only the latter has prompt encoders.
         state: whole weights, under the model's names.
     """
     encoders: Any = getattr(model, "prompt_encoder", None)
@@ -91,11 +83,12 @@ def _without_collectives(model: Any, state: Mapping[str, Any]) -> Iterator[None]
 
 
 def plain_copy(module: Any, state: Mapping[str, Any], prefix: str) -> Any:
-    """A copy of a sharded module, and of those in it, that is not sharded and computes with values of a state dict.
+    """An unsharded copy of a sharded module and its submodules, with the tensors of a state dict.
 
     Args:
-        state: shares its tensors with the copy.
-        prefix: what the names of the module's parameters begin with there.
+        module: the sharded module.
+        state: the state dict; the copy shares its tensors.
+        prefix: the prefix of the module's names in `state`.
     """
     module = module._modules.get(WRAPPED, module)
     copied: Any = object.__new__(plain_class(module))
@@ -113,9 +106,9 @@ def plain_copy(module: Any, state: Mapping[str, Any], prefix: str) -> Any:
 
 
 def saving_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """What a class gains whose instances are sharded: its `save_pretrained`, of whole weights; nothing if it has none.
+    """The methods to add to a class of sharded modules: a `save_pretrained` of whole weights, if the class has one.
 
-    Only of a kind that takes weights from its caller, as those of transformers and PEFT do.
+    Only for a `save_pretrained` that accepts a state dict, as those of Transformers and PEFT do.
     """
     original = getattr(cls, "save_pretrained", None)
     if original is None or not (
@@ -126,24 +119,24 @@ def saving_methods(cls: type) -> dict[str, Callable[..., Any]]:
 
 
 def gathered(sharded: nn.Module, what: str) -> dict[str, Any]:
-    """The whole weights in host memory on the first rank; nothing on others. Collective.
+    """The whole weights in host memory on the first rank; an empty dict on others. Collective.
 
     Args:
-        sharded: a model.
-        what: is called; for the error.
+        sharded: the sharded model.
+        what: the function that the program called, for the error.
 
     Raises:
-        PhaseError: not all ranks came.
+        PhaseError: not all ranks called it.
     """
     _meet(what)
     return get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks are here, as far as there is a store to tell by.
+    """Wait until all ranks have called `what`; without a store, return at once.
 
     Raises:
-        PhaseError: some are not after `PATIENCE` seconds.
+        PhaseError: some have not after `PATIENCE` seconds.
     """
     store, world = default_store(), dist.get_world_size()
     if store is None or world == 1:

@@ -1,4 +1,4 @@
-"""Checks of `fully_shard`'s arguments, made before anything changes."""
+"""Checks of `fully_shard`'s arguments, before anything changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_policy(mp_policy: Any) -> None:
 
 
 def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
-    """Raise if no unit can be made from these modules or with these settings."""
+    """Raise if these modules cannot form a unit, or a setting is invalid."""
     if not modules:
         raise messages.no_modules()
     for index, module in enumerate(modules):

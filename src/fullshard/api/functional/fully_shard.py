@@ -85,7 +85,7 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    Each call makes one unit of all parameters in `module` that no earlier call has taken; apply it bottom-up: to each
+    Each call makes a unit of all parameters in `module` that no earlier call has taken; apply it bottom-up: to each
     block, then to the model. A unit's parameters are gathered together before its forward and freed after it. The
     interface is that of `torch.distributed.fsdp.fully_shard`; the arguments from `layout` on are Fullshard's own.
 
@@ -98,7 +98,7 @@ def fully_shard(
     which tensors are gathered, as PyTorch documents; it is split by rows in every layout.
 
     Args:
-        module: the module, or a list of modules that form one unit.
+        module: the module, or a list of modules that form a single unit.
         mesh: 1-D (shard) or 2-D (replicate, shard); None: 1-D over all ranks of the default process group.
         reshard_after_forward: True frees the unit after forward and gathers it again in backward; False keeps it; an
             int (a divisor of the shard axis' size) keeps 1/int of it, from which backward gathers among that many
@@ -117,11 +117,11 @@ def fully_shard(
         layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
             (parameters back to back, cut anywhere: no copies, almost no padding; sharded parameters are
             `FlatShard`s). `Blocks(granule)` is flat, but cuts parameters only between granules (rows, quantisation
-            blocks); "owner" never cuts a parameter: each is whole on one rank.
+            blocks); "owner" never cuts a parameter: each is whole on a single rank.
         auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and logs
             them; a set of module classes; or a policy of `fullshard.wrap` (PyTorch's are accepted too). A
             `CustomPolicy` may override `layout`, `mp_policy`, `prefetch`, `reshard_after_forward` (bool or None) and
-            `shard_placement_fn` for a block. Containers without a forward do not become units. None: one unit at most.
+            `shard_placement_fn` for a block. Containers without a forward do not become units. None: `module` only.
         prefetch: how many units are gathered ahead; 0 turns prefetching off. At most `prefetch + 1` units that are
             freed after use are gathered at any time.
         comm: "torch"; "null", which skips communication to time the rest (results are meaningless); or a `Comm`.
@@ -131,7 +131,7 @@ def fully_shard(
         unused: what happens to a unit that only some ranks run in a pass (an expert, a branch for images); the root's
             value counts. "error": a `DivergenceError` names it. "zeros": the other ranks gather and free it in step
             all the same and contribute zeros to its reduction; gradients equal those of a single process. Units have to
-            run in one order, each as often as in the first pass; with check="every" in any order, at the cost of a
+            run in the same order, each as often as in the first pass; with check="every" in any order, at the cost of a
             small collective at each unit's beginning and end. Writes through `.data` in a forward are not noticed then.
         sync_module_states: broadcast the parameters and buffers that become units here from the mesh's first rank;
             collective. Pass it to every call, or to a call with `auto_wrap_policy`: units that exist already have cut
@@ -201,7 +201,7 @@ def fully_shard(
 
 
 def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]]) -> None:
-    """Raise now if making any of these units would raise later, so that none is made."""
+    """Check all planned units, so that an invalid one raises before any is built."""
     if len(planned) == 1:
         return  # a single unit checks itself before it changes anything
     rehearsal = Rehearsal(unit_of)
@@ -214,7 +214,7 @@ def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSetting
 def _override(
     overrides: dict[str, Any], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
 ) -> tuple[BuildSettings, Any, set[int], int]:
-    """The root's arguments, with a policy's overrides for one block."""
+    """The root's arguments, with a policy's overrides for a block."""
     if not overrides:
         return settings, keep, ignored, prefetch
     return (
@@ -252,7 +252,7 @@ def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh,
 
 
 def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
-    """`reshard_after_forward` as a pair: bool or None, and the axis over which a slice is kept, or None."""
+    """`reshard_after_forward` as a pair: bool or None, and the axis from which backward gathers, or None."""
     reshards, ranks = reshard_of(reshard, axes.shard.size)
     if reshard == 1 and not isinstance(reshard, bool):
         warnings.warn(messages.reshard_of_one(), stacklevel=3)

@@ -36,7 +36,7 @@ def no_forward(kind: str) -> ConfigError:
     """The error for a container that cannot be called."""
     return ConfigError(
         f"{kind} defines no forward, so it cannot be a unit: nothing would trigger the gather of its parameters.",
-        remedy="apply fully_shard to each module in it, or to the list of them as one unit",
+        remedy="apply fully_shard to each module in it, or to the list of them to form a single unit",
     )
 
 
@@ -99,7 +99,7 @@ def sync_not_a_bool(sync_module_states: object) -> ConfigError:
 
 def policy_for_a_list() -> ConfigError:
     """The error for `auto_wrap_policy` with several modules."""
-    return ConfigError("auto_wrap_policy needs one module, not a list")
+    return ConfigError("auto_wrap_policy needs a single module, not a list")
 
 
 def unknown_block_arguments(name: str, kind: str, allowed: Sequence[str], unknown: Sequence[str]) -> ConfigError:
@@ -169,11 +169,6 @@ def unit_lost(kind: str) -> PhaseError:
     return PhaseError(f"{kind} has lost its unit; apply fully_shard again", topic="copied-or-pickled")
 
 
-def reset_below_root(unit: str) -> PhaseError:
-    """The error for `reset_iter_state` below the root."""
-    return PhaseError(f"reset_iter_state() is for the root unit; {unit!r} is below it")
-
-
 def finalization_within_iteration() -> PhaseError:
     """The error for `set_manual_backward_finalization` after a backward has begun."""
     return PhaseError(
@@ -219,7 +214,7 @@ def group_memory_beside_collective() -> ConfigError:
     """The error for memory from the process group in a unit with custom collectives."""
     return ConfigError(
         "memory from the process group and custom collectives are mutually exclusive",
-        remedy="omit one of them: a custom collective allocates its own memory",
+        remedy="omit either: a custom collective allocates its own memory",
     )
 
 
@@ -271,5 +266,5 @@ def no_such_method(name: str, method_name: str) -> ConfigError:
 
 
 def reduced_by_root(unit: str) -> PhaseError:
-    """The error for a unit below the root that is asked to reduce the gradients that all units kept."""
+    """The error for a unit below the root that is asked to reduce the accumulated gradients of all units."""
     return PhaseError(f"gradients are reduced by the root; {unit!r} is below it")

@@ -117,15 +117,12 @@ class FSDPModule:
         Raises:
             PhaseError: this is not the root, the model runs, or gradients of this iteration were added to older ones.
         """
-        runner = self._runner()
-        if runner.root is None:
-            return
-        if not runner.is_top:
-            raise messages.reset_below_root(runner.unit.name)
-        reset_iteration(runner.root)
+        root = self._root_runner("reset_iter_state()").root
+        if root is not None:
+            reset_iteration(root)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Declare whether the next backward is the last one of a step with several backwards.
+        """Declare whether the next backward is the last of a step with several backwards.
 
         Every backward of Fullshard waits for its reductions and leaves `.grad` complete, so nothing depends on it; it
         exists for programs written for PyTorch.
@@ -136,7 +133,7 @@ class FSDPModule:
         self._runner()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Make `finalize_backward()` end each iteration, after one backward or several, as pipelines need.
+        """Make `finalize_backward()` end each iteration, after any number of backwards, as pipelines need.
 
         Gradients of a backward with gradient sync are complete when it returns, as always; those of backwards without
         sync wait for `finalize_backward()`.
@@ -186,7 +183,7 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients after backward (True), or keep them unsharded without communication (False).
 
-        Kept gradients accumulate in the dtype of the reduction and are included in the next one.
+        Unsharded gradients accumulate in the dtype of the reduction and are included in the next reduction.
         """
         for runner in self._units(recurse):
             runner.set(reduce_sync=requires_gradient_sync, reduce_all_reduce=requires_gradient_sync)
@@ -208,7 +205,7 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free units after backward (True), or keep them for the next forward (False).
 
-        A kept unit is gathered again if its shard has changed since: an optimizer step in between is safe.
+        A unit that stays gathered is gathered again if its shard has changed: an optimizer step in between is safe.
         """
         for runner in self._units(recurse):
             runner.set(reshard_after_backward=reshard_after_backward)
@@ -305,7 +302,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce over a separate process group (True), so that reductions and gathers can overlap.
 
-        Creates one group for each set of ranks, collectively: call it on every rank.
+        Creates a group for each set of ranks, collectively: call it on every rank.
         """
         for runner in self._units(recurse):
             groups: dict[tuple[int, ...], Any] = {}
@@ -368,7 +365,7 @@ class FSDPModule:
             runner.set(reduce_fill_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many units may be in reduction at once; 1 by default. Each holds one full gradient buffer."""
+        """Set how many units may be in reduction at once; 1 by default. Each has a full gradient buffer."""
         if type(max_input_buffers) is not int:
             raise messages.max_buffers_type(max_input_buffers)
         if max_input_buffers < 1:
@@ -397,7 +394,7 @@ class FSDPModule:
         return deepcopy_module(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Apply `to`, `to_empty`, `float`, ... to whole shards, so that they cost one new shard and no copies."""
+        """Apply `to`, `to_empty`, `float`, ... to whole shards: they allocate a single new shard and copy nothing."""
         unit = self._runner().unit
         if not any(True for _ in unit.members):
             return super()._apply(fn, recurse)  # type: ignore[misc]
@@ -418,9 +415,9 @@ def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tup
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the chunks of a pipeline) communicate as one.
+    """Let several roots (the chunks of a pipeline) share a communication context.
 
-    They share one bound on reductions in flight (`set_reduce_scatter_max_input_buffers`), so that their buffers do not
+    They share the bound on reductions in flight (`set_reduce_scatter_max_input_buffers`), so that their buffers do not
     add up. Collectives run in program order on the backend's own stream either way. May be called before the first
     forward or between steps.
 

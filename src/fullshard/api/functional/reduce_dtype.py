@@ -45,7 +45,7 @@ def log_difference(unit: Unit, policy: MixedPrecisionPolicy) -> None:
                 logger.warning(
                     "reduce_dtype=None reduces gradients in %s, the parameters' grad_dtype, as in torch 2.15; the "
                     "installed torch reduces them in %s, the param_dtype. MixedPrecisionPolicy(reduce_dtype=...) "
-                    "chooses one.",
+                    "sets the dtype.",
                     gradients.reduce_dtype,
                     bucket.compute_dtype,
                 )

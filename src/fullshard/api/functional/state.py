@@ -17,11 +17,7 @@ from . import messages
 
 
 class UnitState:
-    """A stateless view of a unit, with the attribute names of PyTorch's module state.
-
-    Args:
-        runner: the unit's.
-    """
+    """A stateless view of a unit, with the attribute names of PyTorch's module state."""
 
     __slots__ = ("_runner",)
 
@@ -40,7 +36,7 @@ class UnitState:
 
     @property
     def _state_ctx(self) -> Any:
-        """The state that all units below one root share: `all_states`."""
+        """The state that all units below a root share: `all_states`."""
         return SimpleNamespace(all_states=[UnitState(unit) for unit in self._root().units if isinstance(unit, Runner)])
 
     @property
@@ -54,7 +50,7 @@ class UnitState:
         self._root()
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that all units below the root kept. Collective.
+        """Reduce the gradients that the units below the root accumulated without sync. Collective.
 
         Raises:
             PhaseError: the unit is not the root, or is running.

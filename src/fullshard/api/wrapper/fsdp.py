@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
+from ...mesh import Axis
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...policies import Check, Unused
@@ -67,11 +68,11 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             `reset_parameters()` is called on empty memory.
         device_id: the compute device; None: the accelerator that the process group serves, else the CPU.
         sync_module_states: make all ranks start from rank 0's parameters and buffers.
-        forward_prefetch: accepted; one unit ahead is gathered in forward either way, once the order is known.
+        forward_prefetch: accepted; forward gathers one unit ahead either way, after the first pass.
         limit_all_gathers: True: at most two units that are freed after use are gathered at any time in forward; False:
             three.
         use_orig_params: True: `named_parameters()` yields the original Parameter objects, each showing the 1-D part
-            that this rank owns (maybe empty). False: one `FlatParameter` per instance.
+            that this rank owns (maybe empty). False: a single `FlatParameter` per instance.
         ignored_states: parameters or modules to leave alone.
         device_mesh: instead of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
         full_precision_in_eval: Fullshard's own, for the root: in eval mode compute in the parameters' own dtype, with
@@ -212,20 +213,22 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
     @property
     def process_group(self) -> Any:
         """The group that parameters are sharded over (for NO_SHARD: replicated over)."""
+        return self._arguments.axes.shard.group
+
+    @property
+    def _own_axis(self) -> Axis:
         axes = self._arguments.axes
-        return axes.shard.group
+        return axes.shard if axes.shard.size > 1 or axes.replicate is None else axes.replicate
 
     @property
     def rank(self) -> int:
         """This process's index in `process_group`."""
-        axes = self._arguments.axes
-        return axes.shard.rank if axes.shard.size > 1 or axes.replicate is None else axes.replicate.rank
+        return self._own_axis.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks in `process_group`."""
-        axes = self._arguments.axes
-        return axes.shard.size if axes.shard.size > 1 or axes.replicate is None else axes.replicate.size
+        return self._own_axis.size
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -308,9 +311,9 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         raise pickling_error(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Run `nn.Module.apply` with this instance's parameters whole, and keep what `fn` writes. Collective.
+        """Run `nn.Module.apply` with this instance's parameters whole, and write changes back. Collective.
 
-        Inside `summon_full_params`, whose `writeback` then decides what is kept, nothing is communicated.
+        Inside `summon_full_params`, whose `writeback` then applies, nothing is communicated.
         """
         if may_run_summoned(self):
             return super().apply(fn)
@@ -341,7 +344,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backwards keep gradients unsharded, without communication; the next one outside reduces all.
+        """Context in which backwards accumulate unsharded gradients without communication; the next one reduces all.
 
         Raises:
             PhaseError: this is not the root.
@@ -450,9 +453,10 @@ def _find_root(top: Runner) -> Root:
     """`find_root`, followed by the wrapper's own initialization of the root and of new instances."""
     top = summoned_around(top.modules[0]) or top
     instances = FullyShardedDataParallel.fsdp_modules(top.modules[0])
-    rootless, is_new = [instance for instance in instances if instance._runner().root is None], top.root is None
+    new_instances = [instance for instance in instances if instance._runner().root is None]
+    is_new = top.root is None
     root = find_root(top)
-    for instance in rootless:
+    for instance in new_instances:
         instance._buffers_cast.cast(instance)
     for module in top.modules if is_new else ():
         if isinstance(module, FullyShardedDataParallel):

@@ -1,4 +1,4 @@
-"""Instances of the wrapper: planned, checked together before anything changes, then made one after the other."""
+"""Instances of the wrapper: planned, checked together before anything changes, then built in order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
         module: the module that it will wrap.
         arguments: the constructor's arguments, checked.
         comm: the collectives.
-        flat: whether it shows one `FlatParameter`.
+        flat: whether it shows a single `FlatParameter`.
         init: `param_init_fn`.
         reduction: how its gradients are reduced.
         when: when ranks compare what they run (`check`).
@@ -108,7 +108,7 @@ class Plan:
         return self.arguments.ignored | left_alone(runners_in(self.module))
 
     def check(self, drafts: Sequence[Found]) -> None:
-        """Raise if a unit cannot be made from these parameters. Changes nothing but cleans their names.
+        """Raise if these parameters cannot form a unit. Strips the wrapper's prefixes from their names.
 
         Raises:
             ConfigError, LayoutError: names the parameter.
@@ -138,7 +138,7 @@ class Plan:
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Raise now if making any of these instances, one after the other, would raise. Changes nothing.
+    """Check all planned instances, so that an invalid one raises before any is built. Changes nothing.
 
     Raises:
         ConfigError, LayoutError: see `Plan.check`; a module on meta that nothing can initialise.
@@ -181,9 +181,10 @@ def plan_blocks(
     casts = any(dtype is not None for dtype in (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype))
     if casts and mixed._module_classes_to_ignore:
         untouched, exempt = tuple(mixed._module_classes_to_ignore), set()
+        full_precision = {"mixed_precision": _FullPrecision(output_dtype=mixed.param_dtype)}
         for child in module.modules():
             if isinstance(child, untouched) and child is not module and child not in ignored:
-                overrides[id(child)] = {**overrides.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
+                overrides[id(child)] = overrides.get(id(child), {}) | full_precision
                 exempt.add(type(child).__name__)
         if exempt:
             warnings.warn(messages.without_mixed_precision(exempt), stacklevel=4)
@@ -196,15 +197,11 @@ def plan_blocks(
         unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        blocks.append(_block(child, {**common, **overrides[id(child)]}))
+        keywords = {**common, **overrides[id(child)]}
+        arguments = check_arguments(child, **{name: keywords.get(name) for name in _CHECKED})
+        flat, comm = not keywords["use_orig_params"], make_comm(keywords["comm"])
+        blocks.append((Plan(child, arguments, comm, flat, keywords["param_init_fn"], keywords["reduction"]), keywords))
     return blocks
-
-
-def _block(child: nn.Module, keywords: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    arguments = check_arguments(child, **{name: keywords.get(name) for name in _CHECKED})
-    flat = not keywords["use_orig_params"]
-    comm = make_comm(keywords["comm"])
-    return Plan(child, arguments, comm, flat, keywords["param_init_fn"], keywords["reduction"]), keywords
 
 
 def put_in_place(root: nn.Module, child: nn.Module, instance: nn.Module) -> None:
@@ -218,9 +215,12 @@ def put_in_place(root: nn.Module, child: nn.Module, instance: nn.Module) -> None
 # Mixed precision.
 
 
+@dataclass
 class _FullPrecision(MixedPrecision):
     """The setting of modules exempt from mixed precision: inputs are cast up, outputs are cast back."""
 
+    cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = False
     output_dtype: torch.dtype | None = None
 
 
@@ -228,12 +228,6 @@ def mixed_precision_of(arguments: Arguments) -> MixedPrecision:
     """The mixed precision that users see: none for an exempt module."""
     mixed = arguments.mixed_precision
     return MixedPrecision() if isinstance(mixed, _FullPrecision) else mixed
-
-
-def _full_precision(mixed: MixedPrecision) -> MixedPrecision:
-    exempt = _FullPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)
-    object.__setattr__(exempt, "output_dtype", mixed.param_dtype)
-    return exempt
 
 
 def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> MixedPrecisionPolicy:
@@ -278,16 +272,15 @@ def check_uniform(drafts: Sequence[Found]) -> None:
     Raises:
         ConfigError: names the first parameter that differs.
     """
-    for trait, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
-        first = drafts[0] if drafts else None
-        for draft in drafts:
-            if first is not None and value(draft.parameter) != value(first.parameter):
-                expected, got = value(first.parameter), value(draft.parameter)
-                raise messages.not_uniform(trait, draft.name, expected, first.name, got)
+    for trait in ("dtype", "requires_grad"):
+        values = [getattr(draft.parameter, trait) for draft in drafts]
+        for draft, value in zip(drafts, values, strict=True):
+            if value != values[0]:
+                raise messages.not_uniform(trait, draft.name, values[0], drafts[0].name, value)
 
 
 def flat_of(bucket: Bucket) -> nn.Parameter:
-    """A bucket's `FlatParameter`; where users see the original parameters, a new one over the same memory."""
+    """A bucket's `FlatParameter`; with `use_orig_params=True`, a new one over the same memory."""
     flat: nn.Parameter | None = bucket.flat_parameter
     if flat is not None:
         return flat

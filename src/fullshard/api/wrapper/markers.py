@@ -44,11 +44,7 @@ def wrapper_of(module: nn.Module) -> Any:
 
 
 class Handle:
-    """An instance's parameters, with the interface of PyTorch's `_handle`.
-
-    Args:
-        unit: the instance's.
-    """
+    """An instance's parameters, with the interface of PyTorch's `_handle`."""
 
     __slots__ = ("_unit",)
 
@@ -138,7 +134,7 @@ class Markers:
 
     @property
     def _all_handles(self) -> list[Handle]:
-        """The handles of this instance and all instances below it, of those with parameters of their own."""
+        """The handles of all instances with parameters of their own: this instance and those below it."""
         return [Handle(runner.unit) for runner in runners_in(self) if runner.unit.buckets]  # type: ignore[arg-type]
 
     @property
@@ -172,7 +168,7 @@ class Markers:
 
 def _runner_of(instance: Any) -> Runner:
     runner = runner_of(instance)
-    assert runner is not None  # every instance has one
+    assert runner is not None  # set by the constructor
     return runner
 
 

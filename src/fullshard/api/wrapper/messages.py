@@ -24,14 +24,14 @@ def forward_without_parameters() -> UsageError:
     return UsageError(
         "forward() was called inside summon_full_params() of the same model",
         expected="a rank that shows whole parameters",
-        got="rank0_only=True, on another rank",
+        got="rank0_only=True, on a rank other than 0",
         topic="summoned-parameters",
     )
 
 
 def wraps_nothing() -> PhaseError:
-    """The error for an instance whose module is not registered yet."""
-    return PhaseError("the instance wraps nothing yet")
+    """The error for an instance whose module is not yet registered."""
+    return PhaseError("the instance has no module yet")
 
 
 def hook_below_root() -> UsageError:
@@ -215,7 +215,7 @@ def root_not_settable() -> UsageError:
 
 def config_of_another_type(name: str, expected: str, got: str, kind: str) -> CheckpointError:
     """The error for a config that does not belong to the `StateDictType`."""
-    return CheckpointError(f"Expected {name} of type {expected} but got {got}: {kind} needs the former")
+    return CheckpointError(f"Expected {name} of type {expected} but got {got}: {kind} needs {expected}")
 
 
 def different_types() -> CheckpointError:
@@ -251,7 +251,7 @@ def unknown_key(key: str, example: object, count: int) -> CheckpointError:
         "The optimizer state has a key that the optimizer does not.",
         parameter=key,
         expected=f"keys such as {example!r}, of which there are {count}",
-        remedy="give the model, and the optimizer, whose state it is",
+        remedy="pass the model and the optimizer that the state belongs to",
     )
 
 
@@ -264,7 +264,7 @@ def deprecated_method(old: str, new: str) -> str:
 
 def deprecated_input() -> str:
     """The warning for `optim_input`."""
-    return message("The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.")
+    return message("The `optim_input` argument is deprecated: pass the optimizer itself, as `optim`.")
 
 
 def no_instance() -> CheckpointError:
@@ -303,7 +303,7 @@ def writes_back_from_one_rank() -> NotSupportedError:
 
 
 def summoned_twice(rank: int, unit: str) -> UsageError:
-    """The error for `summon_full_params` inside another one."""
+    """The error for nested `summon_full_params` of the same instance."""
     return UsageError(
         "Cannot manually unshard parameters when already unsharding parameters",
         rank=rank,
@@ -329,17 +329,17 @@ def summoned_within_a_pass(rank: int, unit: str, forward: bool) -> UsageError:
 def backward_through_whole() -> UsageError:
     """The error for a backward through parameters that `summon_full_params` showed."""
     return UsageError(
-        "backward() goes through whole parameters that summon_full_params() showed, which are not trained",
+        "backward() reached whole parameters of summon_full_params(), which are not trained",
         remedy="call the model outside of summon_full_params() to train it",
         topic="summoned-parameters",
     )
 
 
 def flat_parameter_changed(parameters: Iterable[str]) -> UsageError:
-    """The error for a `FlatParameter` that was changed while its values were shown apart."""
+    """The error for a `FlatParameter` that was changed while a whole copy of its values was shown."""
     return UsageError(
-        "A FlatParameter was changed inside summon_full_params, which shows its whole values apart from it: "
-        "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
+        "A FlatParameter was changed inside summon_full_params, which shows a copy of its values: "
+        "writes to the copy are dropped, and the FlatParameter has its new values.",
         parameter=", ".join(parameters),
         remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
         topic="summoned-parameters",
@@ -349,7 +349,7 @@ def flat_parameter_changed(parameters: Iterable[str]) -> UsageError:
 def replaced_by_another_shape(parameter: str, expected: object, got: object) -> ReplacementError:
     """The error for a parameter that was replaced inside `summon_full_params`."""
     return ReplacementError(
-        "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
+        "A parameter was replaced inside summon_full_params by one of a different shape; the replacement was dropped.",
         parameter=parameter,
         expected=expected,
         got=got,
@@ -369,8 +369,8 @@ def second_hook() -> UsageError:
     """The error for a second communication hook."""
     return UsageError(
         "a communication hook is already registered",
-        expected="one hook for each model, set once",
-        remedy="register one function that calls both",
+        expected="a single hook per model",
+        remedy="register a function that calls both",
     )
 
 

@@ -129,8 +129,8 @@ class StateDictMethods:
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's state under the unwrapped module's names, with values as `set_state_dict_type` chose.
 
-        Collective for FULL and SHARDED. Whole values are assembled one instance at a time, so that at most one instance
-        is gathered besides the result.
+        Collective for FULL and SHARDED. Whole values are assembled instance by instance, so that at most one instance
+        is gathered at a time.
 
         Raises:
             PhaseError: called inside forward or backward.

@@ -20,7 +20,7 @@ from .settings import OptimStateKeyType, accept
 
 
 class OptimizerStateMethods:
-    """The part of `FullyShardedDataParallel` that is about optimizer state."""
+    """The mixin with `FullyShardedDataParallel`'s methods for optimizer state."""
 
     @staticmethod
     def optim_state_dict(
@@ -31,23 +31,23 @@ class OptimizerStateMethods:
     ) -> dict[str, Any]:
         """The optimizer's state by the unwrapped model's parameter names, as `set_state_dict_type` says.
 
-        Collective. Loads into any wrapping, strategy and number of ranks by `optim_state_dict_to_load`.
+        Collective. `optim_state_dict_to_load` loads it into any wrapping, strategy and number of ranks.
 
         Args:
-            model: an instance, or a module that contains some.
-            optim: of `model`'s parameters.
-            optim_state_dict: state in the form of `optim.state_dict()` to take in place of the optimizer's own.
+            model: an instance, or a module that contains instances.
+            optim: an optimizer of `model`'s parameters.
+            optim_state_dict: the state to convert, in the form of `optim.state_dict()`; None: the optimizer's own.
             group: accepted for PyTorch's signature; each instance's own process group is used.
 
         Returns:
-            `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`; an empty dict on ranks that
-            a FULL config with `rank0_only` gives nothing. Parameters that were never updated have no state; but
-            sharded state of an optimizer that has not stepped yet is zeros, for a checkpoint to be loaded into.
+            `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`; with `rank0_only` in a FULL
+            config, an empty dict on all ranks but 0. Parameters that were never updated have no state; but sharded
+            state of an optimizer that has not stepped yet is zeros, for a checkpoint to be loaded into.
 
         Raises:
-            CheckpointError: the optimizer holds a tensor that is not the model's, or keeps state that is neither a
-                scalar nor one value per element.
-            DivergenceError: ranks' optimizers hold different parameters, or group them differently.
+            CheckpointError: the optimizer has a tensor that is not a parameter of the model, or state that is neither
+                a scalar nor a value per element.
+            DivergenceError: the optimizers of different ranks have different parameters, or group them differently.
         """
         return _saved(model, optim, form_of(_first(model), optimizer=True), optim_state_dict)
 
@@ -60,19 +60,19 @@ class OptimizerStateMethods:
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict`, of any wrapping and number of ranks, in the form that `optim.load_state_dict` takes.
+        """Convert state from any wrapping and number of ranks to the form that `optim.load_state_dict` takes.
 
-        Collective. If a FULL config with `rank0_only` is set, rank 0's is used on every rank.
+        Collective. With `rank0_only` in a FULL config, rank 0's state is used on every rank.
 
         Args:
             model, optim: as for `optim_state_dict`.
-            optim_state_dict: what `optim_state_dict` gave, whole or sharded.
-            is_named_optimizer: keys of the result are the names that `model.named_parameters()` has, not numbers.
-            load_directly: load it, too.
+            optim_state_dict: the result of `optim_state_dict`, whole or sharded.
+            is_named_optimizer: True: keys of the result are the names of `model.named_parameters()`; False: numbers.
+            load_directly: load the result into `optim` too.
             group: as for `optim_state_dict`.
 
         Raises:
-            CheckpointError: a shape or scalar that does not fit, or a part of a `FlatParameter` without state (a
+            CheckpointError: a shape or scalar does not fit, or a part of a `FlatParameter` has no state (a
                 `ValueError` too); nothing was loaded then.
         """
         sent = form_of(_first(model), optimizer=True).rank0_only
@@ -108,7 +108,7 @@ class OptimizerStateMethods:
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """As `optim_state_dict_to_load` of whole values, which every rank has. Deprecated in PyTorch."""
+        """As `optim_state_dict_to_load`, from whole values on every rank. Deprecated in PyTorch."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict)
 
@@ -116,7 +116,7 @@ class OptimizerStateMethods:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """As `optim_state_dict_to_load` of sharded values. Deprecated in PyTorch."""
+        """As `optim_state_dict_to_load`, from sharded values. Deprecated in PyTorch."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         return _to_load(model, optim.param_groups, sharded_optim_state_dict)
 
@@ -128,7 +128,7 @@ class OptimizerStateMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """As `shard_full_optim_state_dict`, with values on rank 0 only, which sends them. Deprecated in PyTorch."""
+        """As `shard_full_optim_state_dict`, from values on rank 0, which sends them. Deprecated in PyTorch."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, sent=True)
 
@@ -140,34 +140,33 @@ class OptimizerStateMethods:
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Exchange parameter names for numbers, or the reverse: between wrapped and unwrapped optimizers.
+        """Convert the keys of optimizer state from parameter names to numbers, or the reverse.
 
         Args:
-            optim_state_dict: with the other kind of keys.
-            optim_state_key_type: the keys wanted.
-            model: unwrapped (or wrapped: then its parameters are numbered as if it were not).
-            optim_input: what the optimizer was built from, in place of `optim`. Deprecated.
-            optim: of `model`'s parameters; None: all of them in one group.
+            optim_state_dict: the state, with the other type of keys.
+            optim_state_key_type: the type of keys of the result.
+            model: the model, wrapped or not; its parameters are numbered as if it were not.
+            optim_input: the parameters or groups that the optimizer was built from, instead of `optim`. Deprecated.
+            optim: an optimizer of `model`'s parameters; None: all of them in a single group.
 
         Raises:
-            CheckpointError: a key that the model or the optimizer does not have.
-            AssertedError: `optim_state_key_type` is none.
+            CheckpointError: the model or the optimizer does not have a key.
+            AssertedError: invalid `optim_state_key_type`.
         """
         kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type", AssertedError)
         _warn_of_input(optim_input)
         targets = targets_of(Table(model), _groups(model, optim, optim_input))
         names = [row.name for target in targets for row in target.rows]
-        to: dict[Any, Any] = dict(enumerate(names))
-        if kind is OptimStateKeyType.PARAM_ID:
-            to = {name: number for number, name in to.items()}
+        by_number = kind is OptimStateKeyType.PARAM_ID
+        new_keys: dict[Any, Any] = {name: i for i, name in enumerate(names)} if by_number else dict(enumerate(names))
         groups = optim_state_dict.get("param_groups", [])
         for key in [*optim_state_dict["state"], *(p for g in groups for p in g["params"])]:
-            if key not in to:
-                raise messages.unknown_key(str(key), next(iter(to), "none at all"), len(to))
-        rekeyed: dict[str, Any] = {"state": {to[key]: value for key, value in optim_state_dict["state"].items()}}
+            if key not in new_keys:
+                raise messages.unknown_key(str(key), next(iter(new_keys), "none at all"), len(new_keys))
+        rekeyed: dict[str, Any] = {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}}
         if "param_groups" in optim_state_dict:
-            order: Any = sorted if kind is OptimStateKeyType.PARAM_ID else list
-            rekeyed["param_groups"] = [{**g, "params": order(to[key] for key in g["params"])} for g in groups]
+            order: Any = sorted if by_number else list
+            rekeyed["param_groups"] = [{**g, "params": order(new_keys[key] for key in g["params"])} for g in groups]
         return rekeyed
 
 
@@ -182,30 +181,30 @@ def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
 
 
 def _first(model: nn.Module) -> Any:
-    found = instances_of(model)
-    if not found:
+    instance = next(iter(instances_of(model)), None)
+    if instance is None:
         raise messages.no_instance()
-    return found[0]
+    return instance
 
 
 def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[dict[str, Any]]:
     if optim is not None:
         return optim.param_groups
-    given = list(optim_input if optim_input is not None else model.parameters())
-    if given and isinstance(given[0], dict):
-        return [{**group, "params": list(group["params"])} for group in given]
-    return [{"params": given}]
+    entries = list(optim_input if optim_input is not None else model.parameters())
+    if entries and isinstance(entries[0], dict):
+        return [{**group, "params": list(group["params"])} for group in entries]
+    return [{"params": entries}]
 
 
-def _saved(model: nn.Module, optim: Any, form: Form, given: dict[str, Any] | None = None) -> dict[str, Any]:
+def _saved(model: nn.Module, optim: Any, form: Form, state: dict[str, Any] | None = None) -> dict[str, Any]:
     first = _first(model)
     first._lazy_init()
     settle(model)
-    # A sharded state is what checkpoints are loaded into, so before the first step it is zeros rather than nothing.
-    zeros = form.kind == "sharded" and given is None
+    # Checkpoints are loaded into sharded state, so before the first step it is zeros rather than empty.
+    zeros = form.kind == "sharded" and state is None
     if form.kind == "local":
         form = Form("sharded", form.dtensor, form.to_cpu)
-    return named_state(Table(model), optim, form, zeros, given, form.wanted(first.rank))
+    return named_state(Table(model), optim, form, zeros, state, form.wanted(first.rank))
 
 
 def _to_load(

@@ -12,7 +12,7 @@ from ...runtime import own_modules, runner_of
 
 
 class Buffers:
-    """The floating-point buffers of one instance, and their original dtypes.
+    """The floating-point buffers of an instance, and their original dtypes.
 
     Args:
         dtype: the dtype to cast them to; None: do not cast.
@@ -71,19 +71,16 @@ def use_full_precision(root: Any, full: bool) -> None:
     """
     for instance in root.fsdp_modules(root):
         runner = runner_of(instance)
-        mixed = instance.mixed_precision
         if runner is None or getattr(instance, "_in_full_precision", False) == full:
             continue
         instance._in_full_precision = full
         if full:
             instance._buffers_cast.restore(instance)
-        else:
-            instance._buffers_cast.cast(instance)
-        if full:
             instance._policy_before = runner.settings.policy
             runner.set(policy=replace(runner.settings.policy, param_dtype=None, output_dtype=None))
         else:
+            instance._buffers_cast.cast(instance)
             runner.set(policy=instance._policy_before)
-        if mixed.param_dtype is not None:
+        if (dtype := instance.mixed_precision.param_dtype) is not None:
             runner.reshard()
-            runner.unit.compute_in(None if full else mixed.param_dtype)
+            runner.unit.compute_in(None if full else dtype)

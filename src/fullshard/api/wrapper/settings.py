@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ShardingStrategy(Enum):
-    """What is split over ranks, and how long gathered parameters are kept.
+    """What is split over ranks, and when gathered parameters are freed.
 
     Attributes:
         FULL_SHARD: parameters, gradients and optimizer state are sharded; parameters are gathered before forward,
@@ -194,7 +194,7 @@ class FullStateDictConfig(StateDictConfig):
 
     Attributes:
         offload_to_cpu: copy values to host memory, one parameter at a time. Default False.
-        rank0_only: rank 0 gets the state dict, all others an empty one. Default False.
+        rank0_only: only rank 0 gets the state dict; other ranks get an empty dict. Default False.
 
     Raises:
         ConfigError: not a bool.
@@ -251,7 +251,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         offload_to_cpu: copy values to host memory. Default True.
-        rank0_only: rank 0 gets the state dict, all others an empty one. Default False.
+        rank0_only: only rank 0 gets the state dict; other ranks get an empty dict. Default False.
 
     Raises:
         ConfigError: not a bool.

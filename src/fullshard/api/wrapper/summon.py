@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...runtime import Runner, runner_of
 from ...runtime.outputs import tensors_behind
-from ...shard import Bucket, Gradients
+from ...shard import Bucket
 from ...torch_private.local_tensor import local_part, read_grad
 from . import messages
 
@@ -35,7 +35,7 @@ def may_run_summoned(module: nn.Module) -> bool:
 
 
 def without_backward(output: Any) -> Any:
-    """What a forward of a summoned instance returned: no backward goes through it, as whole parameters do not train."""
+    """Return the output of a summoned instance's forward; a backward through it raises."""
     if torch.is_grad_enabled():
         for tensor in tensors_behind(output)[0]:
             if tensor.grad_fn is not None:
@@ -44,9 +44,9 @@ def without_backward(output: Any) -> Any:
 
 
 def summoned_around(module: nn.Module) -> Runner | None:
-    """Of the outermost summoned instance around `module` that has no root yet; None if there is none.
+    """The runner of the outermost summoned instance around `module` that has no root yet, or None.
 
-    When `module` runs, the root is to be there or above: it is not in sight, as its own forward does not run.
+    When `module` runs, that instance or one above it must become the root, although its own forward does not run.
     """
     for instance in _open:
         runner = runner_of(instance)
@@ -66,25 +66,26 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
-    Collective: every rank enters and leaves. Not inside forward or backward. The module can be called meanwhile, to
-    generate text, say, and computes in the parameters' own dtype, without communication; without `recurse` the wrapped
-    module can, and instances inside gather what is theirs. A backward through either is an error.
+    Collective: every rank enters and leaves; not inside forward or backward. Within the context the module can be
+    called, to generate text for example: it computes in the parameters' own dtype, without communication. With
+    `recurse=False` call the wrapped module; instances inside it gather their own parameters. A backward through
+    either is an error.
 
     Args:
-        module: an instance, or a module that contains some.
-        recurse: all instances in `module`; False: only `module` itself.
-        writeback: keep what was written to the parameters (and gradients); what ranks write to their own parts counts.
-            False drops it, except where nothing is split (NO_SHARD), where the values are the parameters themselves.
+        module: an instance, or a module that contains instances.
+        recurse: True: all instances in `module`; False: only `module` itself.
+        writeback: write changes of parameters (and gradients) back; each rank's changes to its own part count. False
+            drops them, except under NO_SHARD, where the values are the parameters themselves.
         rank0_only: only rank 0 of each instance's process group shows whole parameters; excludes `writeback`.
-        offload_to_cpu: whole parameters in host memory.
-        with_grads: whole gradients in `.grad`, where any rank has one.
+        offload_to_cpu: show whole parameters in host memory.
+        with_grads: show whole gradients in `.grad`, for parameters that have a gradient on any rank.
 
     Raises:
         NotSupportedError: `writeback` together with `rank0_only`.
-        UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance; by
-            a forward of a summoned instance on a rank that shows no whole parameters, a backward through such a
-            forward or to other instances of its model, or one later that reaches parameters that were summoned.
-        ConfigError: on leaving, a parameter was replaced by one of another shape.
+        UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance;
+            a forward of a summoned instance on a rank that shows no whole parameters; a backward through such a
+            forward or into other instances of its model; a later backward that reaches summoned parameters.
+        ConfigError: on leaving, a parameter was replaced by one of a different shape.
     """
     if writeback and rank0_only:
         raise messages.writes_back_from_one_rank()
@@ -95,7 +96,7 @@ def summon_full_params(
         _check_idle(instance)
     with ExitStack() as stack:
         for instance in instances:
-            stack.enter_context(_one(instance, writeback, rank0_only, offload_to_cpu, with_grads))
+            stack.enter_context(_summoned(instance, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
 
 
@@ -110,85 +111,83 @@ def _check_idle(instance: Any) -> None:
     )
     if is_summoned(instance):
         raise messages.summoned_twice(rank, unit)
-    # Without a root nothing runs; asking for one here would make an inner instance the root.
+    # Without a root nothing runs; asking for the root here would make an inner instance the root.
     if root is not None and (root.pass_top is not None or root.in_backward):
         raise messages.summoned_within_a_pass(rank, unit, root.pass_top is not None)
 
 
 @contextmanager
-def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_grads: bool) -> Iterator[None]:
+def _summoned(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_grads: bool) -> Iterator[None]:
+    """`summon_full_params` of a single instance."""
     runner: Runner = instance._runner()
     runner.reshard()
     runner.unit.refresh()
-    shown: list[_Whole] = []
     visible = not rank0_only or instance.rank == 0
-    for bucket, gradients in zip(runner.unit.buckets, runner.unit.gradients, strict=True):
-        shown.append(_Whole(runner, bucket, gradients, to_cpu, with_grads, visible))
+    wholes = [_Whole(runner, bucket, to_cpu, with_grads, visible) for bucket in runner.unit.buckets]
     runner.unit.showing.summon(True, visible)
     _open.append(instance)
     try:
         if visible:
-            for whole in shown:
+            for whole in wholes:
                 whole.show()
         yield
     finally:
         runner.unit.showing.summon(False)
         _open.remove(instance)
         if visible:
-            for whole in shown:
+            for whole in wholes:
                 whole.hide(writeback)
 
 
 def _refuse_gradient(grad: Any) -> None:
-    """Of a whole parameter: nothing would be trained by it."""
+    """Hook of whole parameters and of outputs computed from them: their gradients would train nothing."""
     raise messages.backward_through_whole()
 
 
-def _refuse_gradients_of_graphs(parameter: nn.Parameter) -> None:
-    """Of those that are there now. For a parameter that is one of other memory afterwards, and trains.
+def _refuse_existing_graphs(parameter: nn.Parameter) -> None:
+    """Make backwards through existing graphs raise when they reach `parameter`, which will get other memory.
 
-    They share the node that sums up the parameter's gradient, and hold it; nobody else does.
+    Those graphs share the node that accumulates the parameter's gradient, and nothing else refers to it.
     """
     if parameter.requires_grad:
         with torch.enable_grad():
-            made: Any = parameter.view_as(parameter).grad_fn
-        made.next_functions[0][0].register_prehook(_refuse_gradient)
+            node: Any = parameter.view_as(parameter).grad_fn
+        node.next_functions[0][0].register_prehook(_refuse_gradient)
 
 
 def _point(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """Let a parameter be other memory, and graphs that are made from now on have no node with earlier ones in common.
+    """Give a parameter other memory, and a new node in autograd for graphs that are built from now on.
 
-    Autograd keeps a parameter's node, its shape with it, while a graph holds it, and makes another for another dtype.
+    Autograd reuses a parameter's node, with the shape that it had, while a graph refers to it; a change of dtype makes
+    autograd create a new one.
     """
-    other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=memory.device)
+    other_dtype = torch.float64 if parameter.dtype != torch.float64 else torch.float32
+    parameter.data = torch.empty(0, dtype=other_dtype, device=memory.device)
     parameter.data = memory
 
 
 class _Whole:
-    """One bucket, whole: [world * S] values and, if asked for, gradients. Lives as long as the context."""
+    """A whole bucket: [world * S] values and, with `with_grads`, gradients. Lives as long as the context."""
 
-    def __init__(
-        self, runner: Runner, bucket: Bucket, gradients: Gradients, to_cpu: bool, with_grads: bool, visible: bool
-    ) -> None:
-        self.bucket, self.gradients = bucket, gradients
+    def __init__(self, runner: Runner, bucket: Bucket, to_cpu: bool, with_grads: bool, visible: bool) -> None:
+        self.bucket = bucket
         comm, axis = runner.settings.comm, bucket.axes.shard
         split = bucket.layout.world > 1
-        self.apart = split or to_cpu  # whether the whole values lie elsewhere than in the shard
-        self.whole = bucket.gather_whole(comm, bucket.shard) if self.apart else bucket.shard
+        self.is_copy = split or to_cpu  # or else the values are the shard itself
+        self.whole = bucket.gather_whole(comm, bucket.shard) if self.is_copy else bucket.shard
         self.grads: torch.Tensor | None = None
-        self.with_grad = [False] * len(bucket.members)
+        self.has_grad = [False] * len(bucket.members)  # on any rank
         if with_grads:
-            have = [self._local_grad(member) is not None for member in bucket.members]
-            flags = torch.tensor(have, dtype=torch.int32, device=bucket.axes.device)
+            has_local = [self._local_grad(member) is not None for member in bucket.members]
+            flags = torch.tensor(has_local, dtype=torch.int32, device=bucket.axes.device)
             if split:
                 reduce_value(flags, torch.distributed.ReduceOp.MAX, axis.group)
-            self.with_grad = [bool(flag) for flag in flags.tolist()]
+            self.has_grad = [bool(flag) for flag in flags.tolist()]
             local = torch.zeros_like(bucket.shard)
             for member in bucket.members:
                 grad = self._local_grad(member)
                 if grad is not None:
-                    with torch.no_grad():  # it may carry a node, after create_graph
+                    with torch.no_grad():  # after create_graph it may have a grad_fn
                         bucket.part(local, member).copy_(bucket.local(grad, member))
             self.grads = bucket.gather_whole(comm, local)
         if not visible:
@@ -202,7 +201,7 @@ class _Whole:
         self.saved: list[torch.Tensor | None] = []
 
     def _shard_version(self) -> int:
-        """Differs between two times if the flat parameter was changed in between; a shard without one is not seen."""
+        """A number that differs after the bucket's `FlatParameter` was changed; 0 for buckets without one."""
         flat = self.bucket.flat_parameter
         return 0 if flat is None else int(self.bucket.shard._version + flat._version)
 
@@ -210,15 +209,15 @@ class _Whole:
         bucket = self.bucket
         if bucket.flat_parameter is None:
             return read_grad(member.sharded)
-        grad: torch.Tensor | None = bucket.flat_parameter.grad  # the one that users see
+        grad: torch.Tensor | None = bucket.flat_parameter.grad
         return None if grad is None else bucket.shown(bucket.part(grad, member), member)
 
     def show(self) -> None:
-        """Register the whole parameters, under the names they had before wrapping."""
+        """Register the whole parameters, under their names before wrapping."""
         bucket = self.bucket
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.unregister()
-        for member, has_grad in zip(bucket.members, self.with_grad, strict=True):
+        for member, has_grad in zip(bucket.members, self.has_grad, strict=True):
             split = member.split
             view = self._view(self.whole, member)
             if bucket.form.keeps_originals and split is None:
@@ -226,7 +225,7 @@ class _Whole:
                 self.saved.append(parameter.grad)
                 parameter.grad = None
                 _point(parameter, view)
-            else:  # a tensor-parallel one is shown as the DTensor it was
+            else:  # a tensor-parallel parameter is shown as a DTensor
                 self.saved.append(None)
                 shown = view if split is None else split.unsharded(view)
                 parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
@@ -240,62 +239,60 @@ class _Whole:
 
     @staticmethod
     def _view(whole: torch.Tensor, member: Member) -> torch.Tensor:
-        """A member in a whole bucket [world * S]."""
+        """A member's view of a whole bucket [world * S]."""
         slot = member.slot
         return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
     def hide(self, writeback: bool) -> None:
-        """Show the sharded parameters again, and keep what was written if asked to.
+        """Show the sharded parameters again, and write changes back with `writeback`.
 
         Raises:
-            ConfigError: a parameter was replaced by one that does not fit; everything else is as it should be.
-            UsageError: the flat parameter was changed besides: whole values are not written over it.
+            ConfigError: a parameter was replaced by one of a different shape; all others are restored.
+            UsageError: the `FlatParameter` was changed too: changes of the whole values are dropped.
         """
         bucket = self.bucket
-        stepped = self.apart and self._shard_version() != self.version
+        stepped = self.is_copy and self._shard_version() != self.version
         error: ConfigError | None = None
         for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
             try:
                 self._collect(member, parameter, writeback)
-            except ConfigError as found:
-                error = found
+            except ConfigError as different_shape:
+                error = different_shape
             if bucket.form.keeps_originals and member.split is None:
                 grad, parameter.grad = self.saved[i], None
-                _refuse_gradients_of_graphs(parameter)
+                _refuse_existing_graphs(parameter)
                 _point(parameter, member.local)
                 member.sharded = parameter
                 parameter.grad = grad
             elif parameter.requires_grad:
-                parameter.register_hook(_refuse_gradient)  # of a graph that outlives the context
+                parameter.register_hook(_refuse_gradient)  # graphs may outlive the context
             for place in member.places:
                 if place.outside:
                     place.withdraw()
                 place.show(member.sharded if member.stand_in is None else member.stand_in)
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.register_again()
-        if writeback and not stepped and self.apart:
-            low = bucket.axes.shard.rank * bucket.layout.shard_numel
-            mine = self.whole[low : low + bucket.layout.shard_numel].to(bucket.shard.device)
-            if not torch.equal(as_bits(mine), as_bits(bucket.shard)):  # what was only read may have a backward to come
+        if writeback and not stepped and self.is_copy:
+            own = self._own_slice(self.whole).to(bucket.shard.device)
+            if not torch.equal(as_bits(own), as_bits(bucket.shard)):  # a needless write would invalidate a graph
                 with torch.no_grad():
-                    bucket.shard.copy_(mine)
+                    bucket.shard.copy_(own)
         if writeback and self.grads is not None:
-            self._write_gradients()
+            self._write_gradients(self._own_slice(self.grads))
         if error is not None:
             raise error
         if writeback and stepped:
             raise messages.flat_parameter_changed(member.name for member in bucket.members)
 
     def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
-        """What was assigned in place of the parameter or its memory comes back into `whole`."""
-        slot = member.slot
-        found = member.places[0].registered()
-        value = found if isinstance(found, torch.Tensor) else parameter
+        """Copy a replaced parameter, or one with replaced memory, into `whole` and `grads`."""
+        registered = member.places[0].registered()
+        value = registered if isinstance(registered, torch.Tensor) else parameter
         value_grad = None if value.grad is None else local_part(value.grad)
         value = local_part(value)
         view = self._view(self.whole, member)
         if value.shape != view.shape:
-            raise messages.replaced_by_another_shape(member.name, slot.shape, tuple(value.shape))
+            raise messages.replaced_by_another_shape(member.name, member.slot.shape, tuple(value.shape))
         if writeback and value.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(value)
@@ -304,13 +301,13 @@ class _Whole:
             if value_grad.data_ptr() != target.data_ptr():
                 target.copy_(value_grad)
 
-    def _write_gradients(self) -> None:
-        assert self.grads is not None
-        bucket = self.bucket
-        low = bucket.axes.shard.rank * bucket.layout.shard_numel
-        local = self.grads[low : low + bucket.layout.shard_numel]
+    def _write_gradients(self, own: torch.Tensor) -> None:
         with torch.no_grad():
-            for member in bucket.members:
-                grad = self._local_grad(member)
-                if grad is not None:
-                    bucket.local(grad, member).copy_(bucket.part(local, member))
+            for member in self.bucket.members:
+                if (grad := self._local_grad(member)) is not None:
+                    self.bucket.local(grad, member).copy_(self.bucket.part(own, member))
+
+    def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's slice [S] of a whole bucket [world * S]."""
+        numel = self.bucket.layout.shard_numel
+        return whole.narrow(0, self.bucket.axes.shard.rank * numel, numel)

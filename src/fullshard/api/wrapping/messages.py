@@ -29,10 +29,10 @@ def not_a_policy(policy: Any, is_class: bool) -> ArgumentTypeError:
 def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
     """The warning for a policy that chose no module; `auto`: the policy is "auto"."""
     return message(
-        "auto_wrap_policy matched no module: the model becomes one unit, gathered whole.",
+        "auto_wrap_policy matched no module: the model becomes a single unit, gathered whole.",
         expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
         got=f"a {kind}, in which the largest classes are: {largest}",
-        remedy="name the class of the model's blocks, {Block}; or omit auto_wrap_policy if one unit is intended",
+        remedy="name the class of the model's blocks, {Block}; or omit auto_wrap_policy if a single unit is intended",
     )
 
 

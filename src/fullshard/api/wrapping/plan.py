@@ -22,8 +22,8 @@ WrapPolicy = Callable[..., bool]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the blocks that a model repeats: in every `ModuleList` or `Sequential` with at least two modules of one
-    class, the modules of the class with the most parameters. Searches containers, but nothing inside a list of blocks.
+    """Find the blocks that a model repeats: in every `ModuleList` or `Sequential` with at least two modules of the same
+    class, the modules of the class with the most parameters. Does not search inside a list of blocks.
 
     Returns:
         The blocks in module order; empty if the model repeats nothing.
@@ -88,7 +88,7 @@ def plan_wrapping(
         (qualified name, module, arguments that override the root's) in the order in which to apply them.
 
     Raises:
-        ConfigError: `policy` is none of these, or `CustomPolicy`'s function returned an invalid value.
+        ConfigError: invalid `policy`, or `CustomPolicy`'s function returned an invalid value.
     """
     skipped = {id(inner) for outer in ignored_modules for inner in outer.modules()}
     uncounted = {id(p) for outer in ignored_modules for p in outer.parameters()} | {id(p) for p in ignored_parameters}
@@ -102,22 +102,22 @@ def plan_wrapping(
         answers = {id(m): answer for m, answer in choices if answer is not None}
         chosen = [(m, answers[id(m)]) for m in post_order(module) if id(m) in answers]
         if not answers:
-            _warn_of_none(module, policy)
+            _warn_of_no_match(module, policy)
     else:
         _Walk(policy, skipped, uncounted, chosen).visit(module)
         if not chosen and getattr(getattr(policy, "func", None), "__name__", "") == "transformer_auto_wrap_policy":
-            _warn_of_none(module, policy)
+            _warn_of_no_match(module, policy)
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
 
 
 def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, Any] | None] | None:
-    """The policy as a function of one module; None for a callable policy."""
+    """The policy as a function of a module; None for a callable policy."""
     if isinstance(policy, str) and policy == "auto":
         blocks = repeated_blocks(model)
         logger.info(
             "auto_wrap_policy: %d blocks become units: %s",
             len(blocks),
-            ", ".join(f"{n} x {cls.__name__}" for cls, n in Counter(type(m) for m in blocks).items()) or "none found",
+            ", ".join(f"{n} x {cls.__name__}" for cls, n in Counter(type(m) for m in blocks).items()) or "none",
         )
         chosen = {id(block) for block in blocks}
         return lambda module: {} if id(module) in chosen else None
@@ -135,15 +135,15 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
     raise messages.not_a_policy(policy, is_class)
 
 
-def _warn_of_none(model: nn.Module, policy: Any) -> None:
-    """Warn that "auto", or a policy that names classes, matched nothing: the whole model becomes one unit."""
+def _warn_of_no_match(model: nn.Module, policy: Any) -> None:
+    """Warn that "auto", or a policy that names classes, matched nothing: the whole model becomes a single unit."""
     if isinstance(policy, CustomPolicy) or type(policy).__name__ == "CustomPolicy":
         return  # the user's function may reject every module
     sizes: Counter[str] = Counter()
     for module in model.modules():
         if module is not model and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList):
             sizes[plain_class(module).__name__] += _numel(module)
-    largest = ", ".join(name for name, _ in sizes.most_common(8)) or "none that hold other modules"
+    largest = ", ".join(name for name, _ in sizes.most_common(8)) or "none with submodules"
     warnings.warn(messages.nothing_chosen(policy == "auto", plain_class(model).__name__, largest), stacklevel=5)
 
 
