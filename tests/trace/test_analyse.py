@@ -53,7 +53,7 @@ def test_a_wait_is_late_until_the_last_rank_has_issued_and_transfer_after():
     assert step.compute == pytest.approx(20 - step.late - step.transfer)
     assert step.units[0] == ("b", pytest.approx((3.5 + 0.5 + 0.5 + 0.5) / 2), 1)
     words = "\n".join(analysis.in_words(Run([], [])))
-    assert "Rank 1 is late, by up to 3000.0 ms, which it loses in unit a." in words
+    assert "Rank 1 is late by up to 3000.0 ms, which it loses in unit a." in words
 
 
 def test_no_more_than_the_wait_is_late():
@@ -169,9 +169,9 @@ def test_clocks_are_put_on_that_of_rank_0(tmp_path: Path):
         ({}, "has rank-\\*.json files"),
         ({"rank-0.json": "{"}, "not JSON"),
         ({"rank-0.json": "[1]"}, "its format is not"),
-        ({"rank-0.json": json.dumps({"format": FORMAT})}, "does not say of which run"),
+        ({"rank-0.json": json.dumps({"format": FORMAT})}, "does not name its run"),
         ({"rank-0.json": json.dumps({**content(0), "events": [[9, 9, 9]]})}, "not a file of fullshard.trace"),
-        ({"rank-0.json": json.dumps(content(0)), "rank-1.json": json.dumps(content(1, run=8))}, "another run"),
+        ({"rank-0.json": json.dumps(content(0)), "rank-1.json": json.dumps(content(1, run=8))}, "a different run"),
         ({"rank-0.json": json.dumps(content(0)), "rank-00.json": json.dumps(content(0))}, "the same rank"),
     ],
 )

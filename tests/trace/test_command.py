@@ -41,7 +41,7 @@ def test_the_table_names_the_late_rank_and_its_unit(tmp_path, capsys, monkeypatc
     assert main(["trace", str(tmp_path)]) == 0
     told, errors = capsys.readouterr()
     assert not errors
-    assert "Rank 1 is late, by up to 3000.0 ms, which it loses in unit a." in told
+    assert "Rank 1 is late by up to 3000.0 ms, which it loses in unit a." in told
     assert re.search(r"│ 0 +│ b +│ gather +│ 3\.00 s +│ 500\.0 ms +│ 1 +│", told)
     assert re.search(r"│ 1 +│ 2 +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ a +│", told)
     assert re.search(r"│ 0 +│ 8\.00 s +│ .*b \d+% \(rank 1 late\)", told)
@@ -103,13 +103,13 @@ def test_ranks_without_a_file_are_named(tmp_path, capsys):
     write_run(tmp_path, ranks=(1,))
     assert main(["trace", str(tmp_path)]) == 0
     told, errors = capsys.readouterr()
-    assert "no file of rank 0" in errors and "No rank holds the others up." in told
+    assert "no file of rank 0" in errors and "No rank is late." in told
 
 
 def test_a_run_without_events_is_told(tmp_path, capsys):
     (tmp_path / "rank-0.json").write_text(json.dumps({**content(0, world=1), "events": []}))
     assert main(["trace", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "No whole step was recorded" in capsys.readouterr().out
+    assert "No complete step was recorded" in capsys.readouterr().out
 
 
 def test_the_page_loads_nothing_and_names_cannot_end_its_data():

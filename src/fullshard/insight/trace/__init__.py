@@ -1,4 +1,4 @@
-"""All ranks' events of some steps as one timeline: why is a step slow, and who is late?"""
+"""The events of all ranks on one timeline: why a step is slow, and which rank is late."""
 
 from .analyse import Analysis, analyse
 from .chrome import chrome_trace

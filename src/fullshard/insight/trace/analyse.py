@@ -1,12 +1,11 @@
-"""Splits each wait into late arrival and transfer, and finds who is late.
+"""Splits each wait into late arrival and transfer, and finds the ranks that are late.
 
     rank 0   issue |......... w0 [ late ////|==== transfer ] w1
     rank 1                      issue ......|  w0 [ transfer ] w1
-                                            ^ the last rank has issued: only now can anything be sent
+                                            ^ the last rank issues the collective: data can be sent from here on
 
-A collective begins when its last rank issues it. Of a wait [w0, w1] the part before that moment is late arrival, and
-its rank is at fault; the rest is transfer. The k-th collective of a unit over a group of ranks is the same on all of
-them.
+A collective begins when its last rank issues it. The part of a wait [w0, w1] before that moment is late arrival,
+caused by that rank; the rest is transfer. The k-th collective of a unit over a group is the same on all its ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from typing import NamedTuple
 from .merge import RankTrace, Run
 
 ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}
+"""Verb that begins a wait -> the verbs that end it."""
 OUTSIDE = "(outside of units)"
 """The place of work while no unit is gathered: data, loss, the optimizer."""
-NOISE = 0.005  # of a step: collectives that cost others less are not counted in who is late
-TOP = 5  # units named for a step
+NOISE = 0.005  # share of a step; collectives that cost other ranks less do not make a rank late
+TOP = 5  # most units listed per step
 
 
 class Collective(NamedTuple):
-    """Which collective it is, alike on all its ranks; `number` counts those with the other three in common."""
+    """Identifies a collective, equally on all its ranks; `number` counts collectives with the same other fields."""
 
     kind: str
     unit: str
@@ -39,12 +39,12 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """A time in which a rank could not go on. Times in seconds; `late` + `transfer` = `end` - `begin`.
+    """A rank's wait for a collective. Times in seconds; `late` + `transfer` = `end` - `begin`.
 
     Attributes:
-        kind: of the collective: "gather", "reduce" or "all_reduce".
-        late: how long its last rank had not issued it yet.
-        late_rank: that rank; None if all had.
+        kind: "gather", "reduce" or "all_reduce".
+        late: the part of the wait before the last rank issued the collective.
+        late_rank: that rank; None if all ranks had issued it.
     """
 
     step: int
@@ -62,22 +62,22 @@ class Wait:
 
 
 class Work(NamedTuple):
-    """A time between two events in which a rank did not wait; `key` is the event that ended it, and its number."""
+    """The time between two events in which a rank did not wait; `key` is the event that ended it, and its number."""
 
     begin: float
     end: float
-    place: str  # the unit gathered last and still gathered, or OUTSIDE
+    place: str  # the unit that was gathered last and is still gathered, or OUTSIDE
     key: tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: seconds, and parts of them, as means over ranks.
+    """The duration of a step and its parts, in seconds, as means over ranks.
 
     Attributes:
-        time: of the step.
-        late, transfer: that ranks waited.
-        units: those that were waited for the longest: unit, seconds, the rank that was late (None: only transfer).
+        time: duration of the step.
+        late, transfer: the two parts of all waits.
+        units: the units with the longest waits: name, seconds, and the late rank (None: mostly transfer).
     """
 
     time: float
@@ -87,13 +87,13 @@ class Step:
 
     @property
     def compute(self) -> float:
-        """The rest: computing, and whatever else the program does."""
+        """The rest: computation, and anything else that the program does."""
         return self.time - self.late - self.transfer
 
 
 @dataclass(frozen=True)
 class UnitWait:
-    """What a rank waited for a unit's collectives, in seconds per step; `late_rank` caused most of `late`, if any."""
+    """A rank's waits for a unit's collectives, in seconds per step; `late_rank` caused most of `late`, or is None."""
 
     rank: int
     unit: str
@@ -105,13 +105,13 @@ class UnitWait:
 
 @dataclass(frozen=True)
 class LateRank:
-    """How a rank holds up others.
+    """A rank that other ranks wait for.
 
     Attributes:
-        times: collectives in which it came last and somebody waited for it.
-        typical, worst: seconds by which it issued those after the median of the other ranks.
-        cost: seconds that all other ranks together waited for it, per step.
-        place: the unit in which it lost the most of that time, shortly before, by what others need for the same.
+        times: number of collectives that it issued last while another rank waited.
+        typical, worst: median and largest delay of these, in seconds after the median of the other ranks.
+        cost: seconds per step that all other ranks together waited for it.
+        place: the unit that caused most of the delay: shortly before, the rank took longer there than the others.
     """
 
     rank: int
@@ -124,7 +124,13 @@ class LateRank:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the ranks' events say. `bounds`: by rank, where steps begin, and where the last one ends."""
+    """The result of `analyse`.
+
+    Attributes:
+        works: rank -> its work, in order.
+        bounds: rank -> the start of each step, and the end of the last.
+        issues: collective -> rank -> the time at which the rank issued it.
+    """
 
     steps: list[Step]
     waits: list[Wait]
@@ -135,26 +141,26 @@ class Analysis:
     issues: dict[Collective, dict[int, float]]
 
     def in_words(self, run: Run) -> list[str]:
-        """What was recorded, and the answer, a line each."""
+        """The summary, line by line: what was recorded, and which rank is late."""
         ranks, steps = len(run.ranks), len(self.steps)
         error = f"; their clocks agree to within {run.error * 1e6:.0f} us" if ranks > 1 else ""
         lines = [f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}{error}"]
         lines += [f"rank {trace.rank} raised {trace.raised}" for trace in run.ranks if trace.raised]
         if not steps:
-            return [*lines, "No whole step was recorded on all ranks."]
+            return [*lines, "No complete step was recorded on all ranks."]
         time, late = (fmean(getattr(step, name) for step in self.steps) for name in ("time", "late"))
         transfer = fmean(step.transfer for step in self.steps)
-        waits = f"{100 * late / time:.0f}% for late ranks, {100 * transfer / time:.0f}% for transfer"
-        lines.append(f"A step takes {time * 1e3:.1f} ms. Of it a rank waits {waits}.")
+        waits = f"{100 * late / time:.0f}% for late ranks and {100 * transfer / time:.0f}% for transfer"
+        lines.append(f"A step takes {time * 1e3:.1f} ms, of which ranks wait {waits}.")
         for worst in self.late_ranks[:1]:
             place = "outside of units" if worst.place == OUTSIDE else f"in unit {worst.place}"
-            lines.append(f"Rank {worst.rank} is late, by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
-            lines.append(f"For it others wait {worst.cost * 1e3:.1f} ms a step.")
-        return lines if self.late_ranks else [*lines, "No rank holds the others up."]
+            lines.append(f"Rank {worst.rank} is late by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
+            lines.append(f"The other ranks wait {worst.cost * 1e3:.1f} ms per step for it.")
+        return lines if self.late_ranks else [*lines, "No rank is late."]
 
 
 def analyse(run: Run) -> Analysis:
-    """Analyse a run: steps, waits and who is late. A step that not all ranks finished is left out."""
+    """Analyse a run: steps, waits and late ranks. Steps that some ranks did not finish are left out."""
     bounds = {trace.rank: step_bounds(trace) for trace in run.ranks}
     count = min(len(times) for times in bounds.values()) - 1
     bounds = {rank: times[: count + 1] for rank, times in bounds.items()}
@@ -177,9 +183,9 @@ def analyse(run: Run) -> Analysis:
 
 
 def step_bounds(trace: RankTrace) -> list[float]:
-    """Where steps begin, and where the last ends.
+    """The start of each step, and the end of the last.
 
-    As marked; else a step begins where the first unit is gathered while no reduction is in flight.
+    If the program marked no steps, a step begins when the first unit is gathered after all reductions have ended.
     """
     if trace.marks or not trace.events:
         return [trace.begin, *trace.marks]
@@ -198,9 +204,9 @@ def step_bounds(trace: RankTrace) -> list[float]:
 
 
 def _waits(trace: RankTrace, issues: dict[Collective, dict[int, float]]) -> Iterator[tuple[Collective, float, float]]:
-    """Each wait's collective, begin and end; notes when each collective was issued."""
+    """Each wait's collective, start and end. Adds the times at which the rank issued collectives to `issues`."""
     numbers: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-    latest: dict[tuple[str, str], Collective] = {}  # by the verb that waits, and unit
+    latest: dict[tuple[str, str], Collective] = {}  # by the verb that begins the wait, and the unit
     for row, following in zip_longest(trace.events, trace.events[1:]):
         if row.verb in ("gather", "reduce", "all_reduce"):
             name = row.verb, row.unit, row.ranks
@@ -209,13 +215,13 @@ def _waits(trace: RankTrace, issues: dict[Collective, dict[int, float]]) -> Iter
             issues[collective][trace.rank] = row.time
             latest["wait_gather" if row.verb == "gather" else "wait_reduce", row.unit] = collective
         elif row.verb in ENDS and following is not None and following.unit == row.unit:
-            waited = latest.get((row.verb, row.unit))
-            if following.verb in ENDS[row.verb] and waited is not None:
-                yield waited, row.time, following.time
+            collective_of_wait = latest.get((row.verb, row.unit))
+            if following.verb in ENDS[row.verb] and collective_of_wait is not None:
+                yield collective_of_wait, row.time, following.time
 
 
 def _works(trace: RankTrace) -> Iterator[Work]:
-    """What lies between waits."""
+    """A rank's work between its waits."""
     numbers: Counter[tuple[str, str]] = Counter()
     gathered: list[str] = []
     begin, waiting = trace.begin, False
@@ -247,7 +253,7 @@ def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait]) -> Ste
 
 
 def _at_fault(waits: list[Wait]) -> int | None:
-    """The rank that caused the largest part of late arrival, if that is most of the waits."""
+    """The rank that caused the most late arrival, if late arrival is more than half of the waits."""
     by_rank: dict[int, float] = defaultdict(float)
     for wait in waits:
         if wait.late_rank is not None:
@@ -258,13 +264,13 @@ def _at_fault(waits: list[Wait]) -> int | None:
 
 
 def _unit_waits(waits: list[Wait], steps: int) -> list[UnitWait]:
-    """By rank, unit and kind; the longest first."""
+    """Waits by rank, unit and kind; the longest first."""
     groups: dict[tuple[int, str, str], list[Wait]] = defaultdict(list)
     for wait in waits:
         groups[wait.rank, wait.unit, wait.kind].append(wait)
     rows = [
-        UnitWait(*name, sum(w.late for w in own) / steps, sum(w.transfer for w in own) / steps, _at_fault(own))
-        for name, own in groups.items()
+        UnitWait(*key, sum(w.late for w in group) / steps, sum(w.transfer for w in group) / steps, _at_fault(group))
+        for key, group in groups.items()
     ]
     return sorted(rows, key=lambda row: -(row.late + row.transfer))
 
@@ -276,49 +282,49 @@ def _late_ranks(
     steps: list[Step],
     error: float,
 ) -> list[LateRank]:
-    """The ranks that hold others up; those that cost the most first."""
+    """The ranks that others wait for; the most costly first."""
     costs: dict[Collective, float] = defaultdict(float)
     for collective, wait in waits:
         if wait.late_rank is not None:
             costs[collective] += wait.late
     floor = max(error, NOISE * median(step.time for step in steps))
     excess = _Excess(works)
-    arrivals: dict[int, list[tuple[float, str, float]]] = defaultdict(list)
+    arrivals: dict[int, list[tuple[float, str, float]]] = defaultdict(list)  # rank -> delay, place, cost
     for collective, cost in costs.items():
         times = issues[collective]
         last = max(times, key=times.__getitem__)
-        by = times[last] - median(time for rank, time in times.items() if rank != last)
-        if cost > floor and by > error:
-            arrivals[last].append((by, excess.place(last, times[last], by), cost))
-    return sorted((_late_rank(rank, own, len(steps)) for rank, own in arrivals.items()), key=lambda late: -late.cost)
+        delay = times[last] - median(time for rank, time in times.items() if rank != last)
+        if cost > floor and delay > error:
+            arrivals[last].append((delay, excess.place(last, times[last], delay), cost))
+    late_ranks = (_late_rank(rank, arrivals_of_rank, len(steps)) for rank, arrivals_of_rank in arrivals.items())
+    return sorted(late_ranks, key=lambda late: -late.cost)
 
 
 def _late_rank(rank: int, arrivals: list[tuple[float, str, float]], steps: int) -> LateRank:
     places: dict[str, float] = defaultdict(float)
-    for by, place, _ in arrivals:
-        places[place] += by
-    lateness = [by for by, *_ in arrivals]
+    for delay, place, _ in arrivals:
+        places[place] += delay
+    delays = [delay for delay, *_ in arrivals]
     cost = sum(cost for *_, cost in arrivals) / steps
-    return LateRank(rank, len(arrivals), median(lateness), max(lateness), cost, max(places, key=places.__getitem__))
+    return LateRank(rank, len(arrivals), median(delays), max(delays), cost, max(places, key=places.__getitem__))
 
 
 class _Excess:
-    """How much longer a rank worked on something than the other ranks on the same."""
+    """How much longer a rank took for a piece of work than the other ranks for the same work."""
 
     def __init__(self, works: dict[int, list[Work]]) -> None:
         self.works = works
-        self.ends = {rank: [work.end for work in own] for rank, own in works.items()}
+        self.ends = {rank: [work.end for work in works_of_rank] for rank, works_of_rank in works.items()}
         self.durations: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
-        for rank, own in works.items():
-            for work in own:
+        for rank, works_of_rank in works.items():
+            for work in works_of_rank:
                 self.durations[work.key][rank] = work.end - work.begin
 
-    def place(self, rank: int, time: float, by: float) -> str:
-        """Where a rank that came `by` seconds late at `time` lost the most, shortly before."""
-        window = range(bisect_left(self.ends[rank], time - 2 * by), bisect_left(self.ends[rank], time) + 1)
-        own = self.works[rank]
-        return own[max((number for number in window if number < len(own)), key=lambda n: self._of(rank, own[n]))].place
+    def place(self, rank: int, time: float, delay: float) -> str:
+        """The place of the work, shortly before `time`, that contributed most to a rank's delay in seconds."""
+        first, last = (bisect_left(self.ends[rank], moment) for moment in (time - 2 * delay, time))
+        return max(self.works[rank][first : last + 1], key=lambda work: self._excess(rank, work)).place
 
-    def _of(self, rank: int, work: Work) -> float:
+    def _excess(self, rank: int, work: Work) -> float:
         others = [time for other, time in self.durations[work.key].items() if other != rank]
         return work.end - work.begin - (median(others) if others else 0.0)

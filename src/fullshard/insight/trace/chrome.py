@@ -1,4 +1,4 @@
-"""The timeline in Chrome's trace format, for Perfetto: a process for each rank, its threads, and the bytes alive.
+"""The timeline in Chrome's trace format, for Perfetto: a process for each rank, with threads and memory counters.
 
 The format: Google, "Trace Event Format" (complete events "X", counters "C", metadata "M"; microseconds).
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .analyse import Analysis
+from .analyse import ENDS, Analysis
 from .merge import Run
 
 THREADS = ("compute", "wait", "gather", "reduce")
 
 
 def chrome_trace(run: Run, analysis: Analysis) -> dict[str, Any]:
-    """The whole file, as an object for `json.dump`."""
+    """The content of the file, for `json.dump`."""
     events: list[dict[str, Any]] = []
     for trace in run.ranks:
         rank = trace.rank
@@ -41,7 +41,7 @@ def chrome_trace(run: Run, analysis: Analysis) -> dict[str, Any]:
 
 
 def spans_of_work(analysis: Analysis, rank: int) -> list[tuple[float, float, str]]:
-    """Begin, end and unit of what a rank worked on; neighbours in the same unit are one."""
+    """Start, end and unit of a rank's work; adjacent spans in the same unit are joined."""
     spans: list[tuple[float, float, str]] = []
     for work in analysis.works[rank]:
         if spans and spans[-1][2] == work.place and spans[-1][1] == work.begin:
@@ -52,9 +52,9 @@ def spans_of_work(analysis: Analysis, rank: int) -> list[tuple[float, float, str
 
 
 def spans_of_transfer(run: Run, analysis: Analysis, rank: int, thread: str) -> list[tuple[float, float, str]]:
-    """Begin, end and unit of a rank's collectives: at the latest since the last rank issued it, until it was needed.
+    """Start, end and unit of a rank's collectives: from when the last rank issued it until its result was used.
 
-    Where the one before ends later, a span begins there: they take turns, and a thread's spans must not overlap.
+    A span begins no earlier than the previous one ends: collectives take turns, and spans of a thread must not overlap.
     """
     kinds = ("gather",) if thread == "gather" else ("reduce", "all_reduce")
     begins = {
@@ -62,7 +62,7 @@ def spans_of_transfer(run: Run, analysis: Analysis, rank: int, thread: str) -> l
         for collective, times in analysis.issues.items()
         if rank in times and collective.kind in kinds and len(collective.ranks) != 1
     }
-    ends = {"gather": ("gathered",), "reduce": ("reduced", "all_reduce")}[thread]
+    ends = ENDS[f"wait_{thread}"]
     events = next(trace.events for trace in run.ranks if trace.rank == rank)
     issued: dict[str, float] = {}
     spans: list[tuple[float, float, str]] = []

@@ -1,4 +1,4 @@
-"""The report as data for programs, and as one HTML page that needs no network (page.html, with the data in it)."""
+"""The report as data for programs, and as an HTML page that needs no network (`page.html` with the data inside)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def report(run: Run, analysis: Analysis) -> dict[str, Any]:
-    """The answer and its tables, for programs. Times in seconds."""
+    """The report for programs: the summary and all tables. Times in seconds."""
     return {
         "answer": analysis.in_words(run),
         "ranks": [trace.rank for trace in run.ranks],
@@ -29,17 +29,17 @@ def report(run: Run, analysis: Analysis) -> dict[str, Any]:
 
 
 def html_page(run: Run, analysis: Analysis) -> str:
-    """The page: the answer, the timeline of all ranks, and the tables."""
+    """The page: the summary, the timeline of all ranks, and the tables."""
     data = report(run, analysis) | {
         "timeline": [_timeline(trace, run, analysis) for trace in run.ranks],
         "bounds": analysis.bounds[run.ranks[0].rank],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # names of units may hold a closing tag
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # a unit's name may contain a closing tag
     return PAGE.read_text(encoding="utf-8").replace('"DATA"', text)
 
 
 def _timeline(trace: RankTrace, run: Run, analysis: Analysis) -> dict[str, Any]:
-    """The spans of one rank, rounded to 0.1 us, and its bytes over time."""
+    """A rank's spans, rounded to 0.1 us, and its bytes over time."""
     rank = trace.rank
 
     def rounded(spans: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

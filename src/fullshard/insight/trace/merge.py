@@ -1,4 +1,4 @@
-"""Reads the files of all ranks into one run, on one clock: that of rank 0, from the moment the first rank began."""
+"""Reads the files of all ranks into a `Run`, with times on rank 0's clock since the first rank's start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .record import COLUMNS, FORMAT
 
 
 class Row(NamedTuple):
-    """An event, as `fullshard.Event`; `time` in seconds since the run's begin, `allocated` in bytes or -1."""
+    """An event, as `fullshard.Event`; `time` in seconds since the start of the run, `allocated` in bytes or -1."""
 
     verb: str
     unit: str
@@ -25,14 +25,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. Times in seconds since the run's begin.
+    """The recording of a rank. Times in seconds since the start of the run.
 
     Attributes:
-        begin, end: of the recorded block.
-        marks: where steps ended, if the program said so.
-        raised: the error that ended the block, if any.
+        begin, end: start and end of the recording.
+        marks: the ends of steps, if the program marked them.
+        raised: the error that ended the recording, if any.
         clock: "host", or the type of the device whose stream gave the times.
-        offset_error: seconds by which the clock may be off from rank 0's.
+        offset_error: the largest error of the clock's offset from rank 0's, in seconds.
     """
 
     rank: int
@@ -47,15 +47,15 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Run:
-    """All ranks, in order; `missing` are those of the world without a file."""
+    """All ranks with a file, in order, and the ranks without one (`missing`)."""
 
     ranks: list[RankTrace]
     missing: list[int]
 
     @property
     def error(self) -> float:
-        """Seconds by which two clocks may differ: no shorter lateness can be told."""
-        return sum(sorted((rank.offset_error for rank in self.ranks), reverse=True)[:2])
+        """The most by which the clocks of two ranks may differ, in seconds: shorter lateness cannot be detected."""
+        return sum(sorted((trace.offset_error for trace in self.ranks), reverse=True)[:2])
 
 
 def read(paths: list[Path]) -> Run:
@@ -65,17 +65,18 @@ def read(paths: list[Path]) -> Run:
         paths: folders of `fullshard.trace`, files in them, or both.
 
     Raises:
-        ConfigError: there are no files, one is not ours, or they are of several runs.
+        ConfigError: no files, a file that is not a trace, or files of several runs.
     """
     files = [file for path in paths for file in (sorted(path.glob("rank-*.json")) if path.is_dir() else [path])]
     if not files:
         raise no_files(paths)
-    runs: list[Any] = []
+    run: Any = None
     traces: dict[int, tuple[Path, RankTrace]] = {}
     for file in dict.fromkeys(files):
         content = _content(file)
-        runs.append((content["run"], content["world"]))
-        if runs[-1] != runs[0]:
+        run_of_file = content["run"], content["world"]
+        run = run or run_of_file
+        if run_of_file != run:
             raise two_runs(files[0], file)
         try:
             trace = _trace(content)
@@ -86,7 +87,7 @@ def read(paths: list[Path]) -> Run:
         traces[trace.rank] = file, trace
     ranks = [traces[rank][1] for rank in sorted(traces)]
     start = min(rank.begin for rank in ranks)
-    return Run([_moved(rank, -start) for rank in ranks], [rank for rank in range(runs[0][1]) if rank not in traces])
+    return Run([_shifted(rank, -start) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces])
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -95,11 +96,11 @@ def _content(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise not_a_trace(file, error.strerror or str(error)) from error
     except ValueError as error:
-        raise not_a_trace(file, "not JSON, or only part of it") from error
+        raise not_a_trace(file, "not JSON, or truncated") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise not_a_trace(file, f"its format is not {FORMAT!r}")
     if not isinstance(content.get("world"), int) or "run" not in content:
-        raise not_a_trace(file, "it does not say of which run it is")
+        raise not_a_trace(file, "it does not name its run")
     if content.get("columns") != list(COLUMNS):
         raise not_a_trace(file, f"columns are {content.get('columns')}")
     return content
@@ -112,11 +113,11 @@ def _trace(content: dict[str, Any]) -> RankTrace:
     ]
     header = (content["rank"], content["begin"], content["end"], content["steps"], events)
     trace = RankTrace(*header, content["raised"], content["clock"], content["offset_error"])
-    return _moved(trace, content["offset"])
+    return _shifted(trace, content["offset"])
 
 
-def _moved(trace: RankTrace, by: float) -> RankTrace:
-    """The same, with `by` seconds added to all times."""
+def _shifted(trace: RankTrace, by: float) -> RankTrace:
+    """`trace` with `by` seconds added to all times."""
     return replace(
         trace,
         begin=trace.begin + by,

@@ -1,4 +1,4 @@
-"""One step of some ranks as a picture for a report, PNG or SVG; drawn by matplotlib."""
+"""A picture of one step of some ranks, for a report (PNG, SVG or PDF), drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .messages import no_matplotlib, nothing_to_draw, unknown_picture
 
 KINDS = (".png", ".svg", ".pdf")
 MOST_RANKS = 8
-COMPUTE, OUTER = ("#3b6ea8", "#7ba3d0"), "#c9c9c9"  # units by turns; outside of units
+COMPUTE, OUTER = ("#3b6ea8", "#7ba3d0"), "#c9c9c9"  # units, in alternating colours; outside of units
 GATHER, REDUCE, TRANSFER, LATE = "#5a9e6f", "#8a6bb1", "#e0a03c", "#c0392b"
 LANES = ("compute", "gather", "reduce")
-HEIGHT = 0.8  # of a lane, whose distance is 1
+HEIGHT = 0.8  # of a bar; lanes are 1 apart
 
 
 def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
-    """Draw the step of median length: for each rank what it computes and waits for, and its transfers; and memory.
+    """Draw the step of median length: compute, waits and transfers of each rank, and the first rank's memory.
 
     Args:
-        path: a file to write; its ending says which format.
+        path: the file to write; its suffix determines the format.
 
     Raises:
-        ConfigError: no whole step was recorded, another ending, or matplotlib is not installed.
+        ConfigError: no complete step was recorded, an unsupported suffix, or matplotlib is not installed.
         OSError: the file cannot be written.
     """
     if path.suffix.lower() not in KINDS:
@@ -74,12 +74,12 @@ def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
     waits = f"{(step.late + step.transfer) / step.time:.0%} waiting"
     lanes.set_title(f"Step {number + 1} of {len(analysis.steps)}: {step.time * 1e3:.4g} ms, {waits}{shown}")
     _draw_memory(memory, run, begin, end)
-    named = [("computes in a unit", COMPUTE[0]), ("outside of units", OUTER), ("waits for a transfer", TRANSFER)]
-    named += [("waits for a late rank", LATE), ("gathers", GATHER), ("reduces", REDUCE)]
+    legend = [("computes in a unit", COMPUTE[0]), ("outside of units", OUTER), ("waits for a transfer", TRANSFER)]
+    legend += [("waits for a late rank", LATE), ("gathers", GATHER), ("reduces", REDUCE)]
     figure.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in named],
+        handles=[Patch(color=colour, label=label) for label, colour in legend],
         loc="outside lower center",
-        ncols=len(named),
+        ncols=len(legend),
         frameon=False,
         fontsize=8,
     )
@@ -89,7 +89,7 @@ def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
 
 
 def _draw_memory(axes: Any, run: Run, begin: float, end: float) -> None:
-    """Of the first rank: bytes of gathered units and reductions, over time."""
+    """Draw the first rank's bytes of gathered units and reductions over time."""
     first = run.ranks[0]
     within = [(row.time, row.live) for row in first.events if begin <= row.time <= end]
     most = max((live for _, live in within), default=0)

@@ -1,7 +1,7 @@
-"""Records one rank's events into a file; with the offset of its clock to that of rank 0.
+"""Records a rank's events in a file, with the offset of its clock from rank 0's.
 
-The file is one JSON object. Times are seconds of the rank's own `time.perf_counter()`; `offset` added to them gives the
-time of rank 0's. Events are rows of numbers (`COLUMNS`), whose verbs, units and groups are indices into lists.
+The file is a JSON object. Times are in seconds of the rank's own `time.perf_counter()`; adding `offset` converts them
+to rank 0's clock. Events are rows of numbers (`COLUMNS`); verbs, units and groups are indices into lists.
 """
 
 from __future__ import annotations
@@ -24,66 +24,66 @@ from .messages import cannot_write
 
 FORMAT = "fullshard trace 1"
 COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
-"""Of an event; `allocated`: bytes of the accelerator's allocator, -1 where they were not read."""
-ROUNDS = 24  # collectives by which clocks are compared; a few milliseconds together
-SAMPLED = ("gathered", "collect")  # verbs at which the allocator is asked: memory peaks at these
+"""The columns of an event's row; `allocated`: bytes according to the accelerator's allocator, -1 if not sampled."""
+ROUNDS = 24  # all-reduces that compare the clocks; they take a few milliseconds in total
+SAMPLED = ("gathered", "collect")  # verbs at which allocated bytes are sampled: memory peaks there
 
 
 class Recording:
-    """What a rank has recorded so far. `step()` ends a step of training.
+    """The events that a rank has recorded so far. `step()` marks the end of a training step.
 
-    Without any call of it, `fullshard trace` finds where steps begin: where the first unit is gathered again after all
-    reductions are done.
+    If a program never calls `step()`, `fullshard trace` detects steps itself: a step begins when the first unit is
+    gathered after all reductions of the previous step.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
         self.clock = _DeviceClock(device) if device is not None else None
         self.events: list[Event] = []
-        self.marks: list[tuple[float, Any]] = []  # host time and the device's event, of each `step()`
-        self.stamps: list[Any] = []  # the device's events, one for each of `events`; None: captured
+        self.marks: list[tuple[float, Any]] = []  # for each `step()`: host time and device event
+        self.stamps: list[Any] = []  # for each of `events`: its device event; None during graph capture
         self.allocated: list[int] = []
 
     def step(self) -> None:
-        """Mark that a step of training ends here, the optimizer's included."""
+        """Mark the end of a training step; call it after the optimizer step."""
         stamp = timed_event(self.clock.device) if self.clock is not None else None
         if self.clock is None or stamp is not None:
             self.marks.append((time.perf_counter(), stamp))
 
     def listen(self, event: Event) -> None:
-        """Keep an event of the accelerator, with the place that the current stream has reached."""
+        """Record the current stream's position for an event of the engine; on an accelerator only."""
         assert self.clock is not None
         self.stamps.append(timed_event(self.clock.device))
         sampled = event.verb in SAMPLED
         self.allocated.append(torch.accelerator.memory_allocated(self.device) if sampled else -1)
 
     def as_json(self) -> dict[str, Any]:
-        """Rows of events and the ends of steps; waits for the device."""
+        """Events as rows, and the ends of steps. Waits for the device."""
         events, memory = self.events, [-1] * len(self.events)
-        times, marks = [event.time for event in events], [mark for mark, _ in self.marks]
+        times, marks = [event.time for event in events], [host_time for host_time, _ in self.marks]
         if self.clock is not None:
-            passed = [number for number, stamp in enumerate(self.stamps) if stamp is not None]
-            events, memory = [events[number] for number in passed], [self.allocated[number] for number in passed]
-            times = self.clock.times([self.stamps[number] for number in passed])
+            stamped = [index for index, stamp in enumerate(self.stamps) if stamp is not None]
+            events, memory = [events[index] for index in stamped], [self.allocated[index] for index in stamped]
+            times = self.clock.times([self.stamps[index] for index in stamped])
             marks = self.clock.times([stamp for _, stamp in self.marks])
-        verbs, units, groups = _Names(), _Names(), _Names()
+        verbs, units, groups = _Indices(), _Indices(), _Indices()
         rows = []
-        for event, when, allocated in zip(events, times, memory, strict=True):
-            names = (verbs.index(event.verb), units.index(event.unit), groups.index(event.ranks))
-            rows.append((*names, event.nbytes, event.live, round(when, 7), allocated))
+        for event, time_of_event, allocated in zip(events, times, memory, strict=True):
+            indices = (verbs.of(event.verb), units.of(event.unit), groups.of(event.ranks))
+            rows.append((*indices, event.nbytes, event.live, round(time_of_event, 7), allocated))
         tables = {"verbs": [*verbs], "units": [*units], "groups": [*groups]}
         return {"steps": marks, **tables, "columns": COLUMNS, "events": rows}
 
 
-class _Names(dict[Any, int]):
-    """The index of each value, by its first use."""
+class _Indices(dict[Any, int]):
+    """The index of each value in a list of distinct values, in order of first use."""
 
-    def index(self, value: Any) -> int:
+    def of(self, value: Any) -> int:
         return self.setdefault(value, len(self))
 
 
 class _DeviceClock:
-    """Times at which the current stream passes; read as times of the host's clock when all is over."""
+    """Converts device events to times of the host's clock, after the recording."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -91,18 +91,18 @@ class _DeviceClock:
         self.start, self.host_start = timed_event(device), time.perf_counter()
 
     def times(self, stamps: list[Any]) -> list[float]:
-        """Seconds of the host's clock; waits for the device."""
-        assert self.start is not None, "the recording began while a graph was captured"
+        """The times at which the stream reached these events, in seconds of the host's clock. Waits for the device."""
+        assert self.start is not None, "the recording began during graph capture"
         torch.accelerator.synchronize(self.device)
         return [self.host_start + self.start.elapsed_time(stamp) / 1e3 for stamp in stamps]
 
 
 @contextmanager
 def trace(path: Path | str) -> Iterator[Recording]:
-    """Record the engine's events while the block runs, and write `PATH/rank-R.json` at its end, also if it raises.
+    """Record the engine's events inside the context, and write `PATH/rank-R.json` at its end, also on an exception.
 
-    For all models of the process. `fullshard trace PATH` reads the files of all ranks and tells why a step is slow and
-    who is late. With several ranks every rank enters the block at the same point: their clocks are compared then.
+    Records all models of the process. `fullshard trace PATH` reads the files of all ranks and reports why a step is
+    slow and which rank is late. Every rank enters the context at the same point, where the ranks compare their clocks.
     Files of an earlier run in the folder are replaced.
 
         with fullshard.trace("runs/trace") as recording:
@@ -110,15 +110,15 @@ def trace(path: Path | str) -> Iterator[Recording]:
                 train_step(batch)
                 recording.step()  # optional
 
-    On an accelerator times are those at which its current stream passes; the host waits for it only at the block's
-    two ends. Steps that replay a captured graph have no events.
+    On an accelerator, times are those at which the current stream reaches each event; the host waits for the device
+    only at the start and end of the context. Steps that replay a captured graph have no events.
 
     Args:
-        path: a folder, made if needed. Ranks may have separate disks: bring the files together then.
+        path: a folder, created if needed. If ranks have separate disks, copy the files into one folder afterwards.
 
     Raises:
-        ConfigError: the folder cannot be written to, on some rank; on all of them, and before the block runs.
-        DivergenceError: other ranks do not enter the block.
+        ConfigError: a rank cannot write to the folder. All ranks raise, before the body of the context runs.
+        DivergenceError: other ranks do not enter the context.
     """
     folder = Path(path)
     rank, world, run, offset, error = _meet(folder)
@@ -135,13 +135,15 @@ def trace(path: Path | str) -> Iterator[Recording]:
         header["raised"] = f"{type(raised).__name__}: {raised}"[:500]
         raise
     finally:
-        body = recording.as_json()  # waits for the device, so that the end is after all events
+        body = recording.as_json()  # waits for the device, so that "end" is later than all events
         content = json.dumps({**header, "end": time.perf_counter(), **body}, separators=(",", ":"))
         replace_file(folder / f"rank-{rank}.json", content.encode())
 
 
 def _meet(folder: Path) -> tuple[int, int, int, float, float]:
-    """Rank, world, the run's number, and the clock's offset to rank 0's with its error. Collective.
+    """Compare with the other ranks before recording: rank, world, the run's id, and the clock's offset with its error.
+
+    Collective.
 
     Raises:
         ConfigError: a rank cannot write to the folder.
@@ -157,26 +159,26 @@ def _meet(folder: Path) -> tuple[int, int, int, float, float]:
     problems = {rank: answer for rank, (answer, _) in enumerate(answers) if answer}
     if problems:
         raise cannot_write(folder, problems)
-    _remove_ranks_from(dist.get_world_size(), folder)  # nobody writes before all have been here
+    _remove_ranks_from(dist.get_world_size(), folder)  # no rank writes before all ranks have got here
     rank, token, spans = dist.get_rank(), torch.zeros(1, device=device_of(group)), []
     for _ in range(ROUNDS):
         enter = time.perf_counter()
         dist.all_reduce(token)
-        token.item()  # an accelerator's collective is over only now
+        token.item()  # waits for the collective on an accelerator
         spans.append((enter, time.perf_counter()))
     first = objects_of_all(spans if rank == 0 else None, group, "a trace")[0]
     return rank, dist.get_world_size(), answers[0][1], *clock_offset(spans, first)
 
 
 def clock_offset(spans: list[tuple[float, float]], first: list[tuple[float, float]]) -> tuple[float, float]:
-    """What to add to this rank's clock to get the first rank's, and by how much that may be wrong, in seconds.
+    """The offset to add to this rank's clock to get the first rank's, and its largest error, in seconds.
 
-    Nobody leaves an all-reduce before everybody has entered it: each one bounds the offset from both sides, and the
-    tightest bounds of all count.
+    No rank leaves an all-reduce before all have entered it, so each all-reduce gives a lower and an upper bound of the
+    offset; the tightest bounds count.
 
     Args:
-        spans: when this rank entered and left each all-reduce, by its own clock.
-        first: the same of the first rank, by that one's.
+        spans: the times at which this rank entered and left each all-reduce, by its own clock.
+        first: those of the first rank, by the first rank's clock.
     """
     if spans == first:
         return 0.0, 0.0
@@ -187,14 +189,14 @@ def clock_offset(spans: list[tuple[float, float]], first: list[tuple[float, floa
 
 
 def _remove_ranks_from(world: int, folder: Path) -> None:
-    """Remove the files of an earlier, larger world: others are overwritten."""
+    """Remove files that an earlier run with more ranks left; all others are overwritten."""
     for file in folder.glob("rank-*.json"):
         if (number := file.stem.removeprefix("rank-")).isdigit() and int(number) >= world:
             file.unlink(missing_ok=True)
 
 
 def _problem(folder: Path) -> str:
-    """Why nothing can be written into the folder, which is made; empty if something can."""
+    """Create the folder; returns the reason if no file can be written into it, else an empty string."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{time.time_ns()}"
