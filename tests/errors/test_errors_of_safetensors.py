@@ -88,25 +88,25 @@ FOLDERS = [
         lambda _: list(fullshard.full_parameters(two_layers(), merge_lora=True)),
         "ConfigError: merge_lora: the model has no LoRA adapter",
     ),
-    (save, put(f"out/{INDEX}", "{}"), load, "CheckpointError: A folder holds two models"),
+    (save, put(f"out/{INDEX}", "{}"), load, "CheckpointError: A folder contains two models"),
     (load, "CheckpointError: There are no safetensors files of that name"),
-    (write_a_long_index, load, "DamagedCheckpointError: An index of safetensors files is longer than any can be"),
+    (write_a_long_index, load, "DamagedCheckpointError: An index of safetensors files is too long"),
     (put(INDEX, "{}"), load, "DamagedCheckpointError: An index of safetensors files is damaged"),
     (put(INDEX, index("../secret.safetensors")), load, "CheckpointError: A checkpoint names a file outside of its"),
     (
         put(INDEX, index("model-00001-of-00002.safetensors")),
         load,
-        "DamagedCheckpointError: A checkpoint names a file that is not there",
+        "DamagedCheckpointError: A checkpoint names a file that does not exist",
     ),
     (
         put("notes.txt", "mine"),
         lambda f: fullshard.save_safetensors(two_layers(), f),
-        "CheckpointError: The folder to write to is there already, and is not empty",
+        "CheckpointError: The folder to write to already exists and is not empty",
     ),
     (put("model.safetensors", b"not a header"), load, "DamagedCheckpointError: A safetensors file is damaged, or is"),
     (
         lambda f: fullshard.save_safetensors(of_complex_numbers(), f / "out"),
-        "CheckpointError: A tensor is of a dtype that safetensors files do not have",
+        "CheckpointError: A tensor has a dtype that safetensors files do not support",
     ),
     (save, lambda f: load(f, tied()), "CheckpointError: A parameter is tied in the model"),
     (save, lambda f: load(f, nn.Linear(4, 4)), "CheckpointError: Safetensors files do not fit the model: names differ"),
@@ -140,11 +140,11 @@ def test_adapters_without_peft(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
-    with raises("CheckpointError: There is not enough room for what is to be written"):
+    with raises("CheckpointError: There is not enough disk space for the safetensors files"):
         save(tmp_path)
 
 
 def test_more_names_than_a_file_can_have(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_header, "MOST_BYTES", 100)
-    with raises("CheckpointError: The header of a safetensors file would be longer than readers take"):
+    with raises("CheckpointError: The header of a safetensors file would be longer than readers accept"):
         save(tmp_path)

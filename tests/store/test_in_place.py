@@ -42,7 +42,7 @@ def values_in(folder: Path) -> set[float]:
         with SafetensorsSource(folder) as source:
             return {value for name in source.entries for value in source.read(name).unique().tolist()}
     except CheckpointError as error:
-        assert "holds two models" in str(error)
+        assert "contains two models" in str(error)
         return set()
 
 

@@ -2,11 +2,11 @@
 
     8 bytes        length N of the header, little-endian
     N bytes        JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, and
-                   "__metadata__": {text: text} or not; padded with spaces
-    the rest       elements, row-major, little-endian; offsets count from here, without holes or overlaps
+                   optionally "__metadata__": {text: text}; padded with spaces
+    the rest       elements, row-major, little-endian; offsets count from here, without gaps or overlaps
 
-The format is that of https://github.com/huggingface/safetensors (README, "Format"). Whatever a header says is checked
-against the size of its file before any memory is taken by it.
+Source of the format: https://github.com/huggingface/safetensors (README, "Format"). All numbers in a header are checked
+against the size of the file before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -42,93 +42,91 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""By the names that the format has for them."""
+"""Name in the format -> dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_BYTES = 100_000_000
-"""Of a header, as the safetensors library has it."""
+"""The longest header; the limit of the safetensors library."""
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LARGEST = 2**63 - 1  # what torch counts in
+_LARGEST = 2**63 - 1  # torch counts in int64
 
 
 @dataclass(frozen=True)
 class Header:
-    """A header that fits its file.
+    """A valid header.
 
     Attributes:
-        entries: by name, in the order of the data.
-        begins: by name, where elements begin in the file, in bytes.
+        entries: the tensors by name, in the order of their elements.
+        starts: by name, the position of the first element in the file, in bytes.
     """
 
     entries: dict[str, Entry]
-    begins: dict[str, int]
+    starts: dict[str, int]
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> Header:
-    """The header of a file. What the safetensors library refuses is refused.
+def read_header(read: Callable[[int, int], bytes], size: int, location: str) -> Header:
+    """Read a file's header. Refuses every file that the safetensors library refuses.
 
     Args:
-        read: gives the file's bytes from one on, so many.
+        read: `read(position, nbytes)` returns bytes of the file.
         size: of the file, in bytes.
-        called: the file, for errors.
+        location: the file, for errors.
 
     Raises:
-        DamagedCheckpointError: it is no safetensors file, or not whole.
-        CheckpointError: it has a dtype that is not known here.
+        DamagedCheckpointError: it is not a safetensors file, or is truncated.
+        CheckpointError: it has an unsupported dtype.
     """
     length = _LENGTH.unpack(read(0, _LENGTH.size))[0] if size >= _LENGTH.size else None
     if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
-        raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
-    try:
-        listed = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=unique_keys, parse_int=_count)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
-        raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
-    if not isinstance(listed, dict):
-        raise _damaged(called, "a header with names", f"{type(listed).__name__}")
-    metadata = {} if listed.get(METADATA) is None else listed[METADATA]
-    listed.pop(METADATA, None)
+        raise _damaged(location, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
+    header = parse_json(read(_LENGTH.size, length), location, _count)
+    if not isinstance(header, dict):
+        raise _damaged(location, "a dict of tensors", f"{type(header).__name__}")
+    metadata = header.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(called, f"{METADATA} of texts", repr(metadata)[:100])
+        raise _damaged(location, f"{METADATA}, a dict of strings", repr(metadata)[:100])
     try:
-        "".join([*listed, *metadata, *metadata.values()]).encode()
-    except UnicodeEncodeError as error:  # half a character, which JSON can write
-        raise _damaged(called, "names in UTF-8", str(error)) from None
+        "".join([*header, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON allows
+        raise _damaged(location, "names in UTF-8", str(error)) from None
     data = _LENGTH.size + length
     tensors = sorted(
-        ((*_offsets(name, facts, called), name) for name, facts in listed.items()), key=lambda tensor: tensor[:2]
+        ((*_offsets(name, fields, location), name) for name, fields in header.items()), key=lambda tensor: tensor[:2]
     )
-    entries, at = {}, 0
-    for begin, end, name in tensors:
-        if begin != at:
-            raise _damaged(called, f"{name!r} at {at}, where the tensor before it ends", f"at {begin}")
-        entries[name] = _entry(name, listed[name], end - begin, called)
-        at = end
-    if data + at != size:
-        problem = "truncated" if data + at > size else "longer than its header says"
-        raise _damaged(called, f"{data + at} bytes", f"{size}: it is {problem}")
-    return Header(entries, {name: data + begin for begin, _, name in tensors})
+    entries, end = {}, 0
+    for start, stop, name in tensors:
+        if start != end:
+            raise _damaged(location, f"{name!r} at {end}, where the previous tensor ends", f"at {start}")
+        entries[name] = _entry(name, header[name], stop - start, location)
+        end = stop
+    if data + end != size:
+        problem = "truncated" if data + end > size else "longer than its header says"
+        raise _damaged(location, f"{data + end} bytes", f"{size}: it is {problem}")
+    return Header(entries, {name: data + start for start, _, name in tensors})
 
 
-def parse_json(data: bytes, called: str) -> Any:
-    """JSON of which no name is there twice.
+def parse_json(data: bytes, location: str, parse_int: Callable[[str], int] = int) -> Any:
+    """Parse JSON in which no object has the same name twice.
 
     Raises:
-        DamagedCheckpointError: it is something else.
+        DamagedCheckpointError: invalid JSON, or a repeated name.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(called, "JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
+        return json.loads(data.decode(), object_pairs_hook=unique_keys, parse_int=parse_int)
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError and JSONDecodeError
+        expected = "JSON in which every name occurs once"
+        raise _damaged(location, expected, f"{type(error).__name__}: {error}"[:300]) from None
 
 
 def _count(text: str) -> int:
-    return -1 if text.startswith("-") else int(text)  # -0 is no count
+    return -1 if text.startswith("-") else int(text)  # -0 is invalid too
 
 
-def _offsets(name: str, facts: Any, called: str) -> tuple[int, int]:
-    offsets = facts.get("data_offsets") if isinstance(facts, dict) else None
+def _offsets(name: str, fields: Any, location: str) -> tuple[int, int]:
+    offsets = fields.get("data_offsets") if isinstance(fields, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
-        raise _damaged(called, f"{name!r} with data_offsets [begin, end]", repr(facts)[:200])
+        raise _damaged(location, f"{name!r} with data_offsets [begin, end]", repr(fields)[:200])
     return offsets[0], offsets[1]
 
 
@@ -136,13 +134,13 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
-    shape, kind = facts.get("shape"), facts.get("dtype")
-    if unknown := facts.keys() - {"shape", "dtype", "data_offsets"}:
-        raise _damaged(called, f"{name!r} with dtype, shape and data_offsets", f"{min(unknown)!r}"[:100])
+def _entry(name: str, fields: dict[str, Any], nbytes: int, location: str) -> Entry:
+    shape, kind = fields.get("shape"), fields.get("dtype")
+    if unknown := fields.keys() - {"shape", "dtype", "data_offsets"}:
+        raise _damaged(location, f"{name!r} with dtype, shape and data_offsets", f"{min(unknown)!r}"[:100])
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(
-            f"A safetensors file has a dtype that cannot be read: {called}",
+            f"A safetensors file has an unsupported dtype: {location}",
             parameter=name,
             expected=", ".join(DTYPES),
             got=repr(kind)[:100],
@@ -150,50 +148,50 @@ def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
     try:
         entry = Entry(checked_shape(name, shape), DTYPES[kind])
     except ValueError as error:
-        raise _damaged(called, f"{name!r} with a shape", str(error)) from None
+        raise _damaged(location, f"{name!r} with a shape", str(error)) from None
     if entry.nbytes != nbytes:
-        raise _damaged(called, f"{name!r}: {entry.nbytes} bytes, for {entry}", f"{nbytes}")
+        raise _damaged(location, f"{name!r}: {entry.nbytes} bytes, for {entry}", f"{nbytes}")
     return entry
 
 
-def _damaged(called: str, expected: str, got: str) -> DamagedCheckpointError:
+def _damaged(location: str, expected: str, got: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"A safetensors file is damaged, or is none: {called}",
+        f"A safetensors file is damaged, or is not a safetensors file: {location}",
         expected=expected,
         got=got,
-        remedy="copy it again from where it was whole",
+        remedy="copy it again from an intact source",
     )
 
 
 def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A header, and where in the file each tensor begins, in bytes: one after the other.
+    """A header for tensors without gaps, and by name the position of each tensor in the file, in bytes.
 
     Raises:
-        CheckpointError: a dtype that the format does not have.
+        CheckpointError: a dtype that the format does not have, or a header that is too long.
     """
-    listed: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    begins, at = {}, 0
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    starts, end = {}, 0
     for name, entry in entries.items():
         if entry.dtype not in NAMES:
             raise CheckpointError(
-                "A tensor is of a dtype that safetensors files do not have.",
+                "A tensor has a dtype that safetensors files do not support.",
                 parameter=name,
                 expected=", ".join(map(str, NAMES)),
                 got=entry.dtype,
-                remedy="cast it before it is saved",
+                remedy="cast it before saving",
             )
-        begins[name] = at
-        offsets = [at, at + entry.nbytes]
-        listed[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        at = offsets[1]
-    text = json.dumps(listed, separators=(",", ":")).encode()
+        starts[name] = end
+        end += entry.nbytes
+        offsets = [starts[name], end]
+        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_BYTES:
         raise CheckpointError(
-            "The header of a safetensors file would be longer than readers take.",
+            "The header of a safetensors file would be longer than readers accept.",
             expected=f"at most {MOST_BYTES} bytes",
             got=f"{len(text)}, for {len(entries)} tensors",
-            remedy="a smaller max_file_bytes",
+            remedy="pass a smaller max_file_bytes",
         )
     data = _LENGTH.size + len(text)
-    return _LENGTH.pack(len(text)) + text, {name: data + begin for name, begin in begins.items()}
+    return _LENGTH.pack(len(text)) + text, {name: data + start for name, start in starts.items()}
