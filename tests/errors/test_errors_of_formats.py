@@ -51,7 +51,7 @@ ASKED = [
     (
         save_small,
         lambda f: fullshard.convert(next(f.glob("**/rank-0.safetensors")), f / "b.pt"),
-        "CheckpointError: is one file of a checkpoint ... rank-0.safetensors",
+        "CheckpointError: is a single file of a checkpoint ... rank-0.safetensors",
     ),
     (lambda f: converted(f, to="deepspeed"), "ConfigError: Cannot write the format"),
     (lambda f: fullshard.convert(f / "a", f), "CheckpointError: already exists, and is not overwritten"),
@@ -70,7 +70,7 @@ ASKED = [
     (
         put("manifest.json", "{}"),
         lambda f: fullshard.convert(f / "manifest.json", f / "b.safetensors"),
-        "CheckpointError: is one file of a checkpoint",
+        "CheckpointError: is a single file of a checkpoint",
     ),
     (
         lambda f: (f / "a" / "manifest.json").mkdir(parents=True),

@@ -13,7 +13,7 @@ import tyro
 from . import terminal
 
 if TYPE_CHECKING:
-    from ..exchange.inspect import Found, Inspection
+    from ..exchange.inspect import Inspection, TensorInfo
 
 STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: all .*$": "bold green"}
 
@@ -77,7 +77,7 @@ def summary(inspection: Inspection) -> list[str]:
     from ..names import size
 
     lines = [f"{inspection.path}: {inspection.kind}"]
-    groups: dict[str, list[Found]] = {}
+    groups: dict[str, list[TensorInfo]] = {}
     for tensor in inspection.tensors:
         prefix = tensor.name.partition(".")[0]
         groups.setdefault(prefix if prefix in ("model", "optimizer") else "other", []).append(tensor)
@@ -132,14 +132,14 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _shape(tensor: Found) -> str:
+def _shape(tensor: TensorInfo) -> str:
     return "x".join(map(str, tensor.shape)) or "-"
 
 
-def _dtype(tensor: Found) -> str:
+def _dtype(tensor: TensorInfo) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _files(tensor: Found) -> str:
+def _files(tensor: TensorInfo) -> str:
     more = f" and {len(tensor.files) - 1} more" if len(tensor.files) > 1 else ""
     return f"{tensor.files[0]}{more}" if tensor.files else "-"

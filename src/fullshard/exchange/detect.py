@@ -1,11 +1,12 @@
 """Detect the format of the checkpoint at a path, and open it.
 
-a file        torch          of torch.save                    .safetensors, .safetensors.index.json
-a folder      fullshard      manifest.json, rank-*.safetensors; or a folder of several of these (`latest`)
-              dcp            .metadata, *.distcp: of torch.distributed.checkpoint
+a file        torch          written by torch.save
+              safetensors    *.safetensors, *.safetensors.index.json
+a folder      fullshard      manifest.json, rank-*.safetensors; or a folder of several checkpoints
+              dcp            .metadata, *.distcp, written by torch.distributed.checkpoint
               safetensors    *.safetensors
-              deepspeed      of ZeRO-3: `latest`, zero_pp_rank_*
-              fsdp1          files of torch.save, one a rank
+              deepspeed      `latest`, zero_pp_rank_*, written by ZeRO-3
+              fsdp1          a file of torch.save for each rank
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def kind_of(path: Path) -> str:
 
 
 def _kind_of_file(path: Path) -> str:
-    of_ours = RANK_FILE.fullmatch(path.name) and path.with_name(MANIFEST).exists()
-    if of_ours or path.name in (METADATA, MANIFEST) or path.suffix == ".distcp":
-        raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"pass its folder, {path.parent}")
+    is_rank_file = RANK_FILE.fullmatch(path.name) and path.with_name(MANIFEST).exists()
+    if is_rank_file or path.name in (METADATA, MANIFEST) or path.suffix == ".distcp":
+        raise CheckpointError(f"{path} is a single file of a checkpoint.", remedy=f"pass its folder, {path.parent}")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
     with path.open("rb") as file:
@@ -94,7 +95,7 @@ def _kind_of_folder(path: Path) -> str:
 
 
 def storage_at(path: Path) -> LocalStorage:
-    """The files of a checkpoint of Fullshard or DCP; in a folder of several, those of the latest.
+    """The files of a checkpoint of Fullshard or DCP; in a folder of several checkpoints, those of the latest.
 
     Raises:
         CheckpointError: there is no complete checkpoint.

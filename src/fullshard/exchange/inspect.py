@@ -20,14 +20,14 @@ from .detect import kind_of, open_source, storage_at
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorInfo:
     """A tensor of a checkpoint.
 
     Attributes:
         name: see `source.py`.
         shape, dtype: of the whole tensor.
         nbytes: the bytes of its elements.
-        files: the names of the files that hold it.
+        files: the names of the files that contain it.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Inspection:
         ties: further names of tensors -> the name of the tensor.
         values: the values that are not tensors.
         checked: bytes of files whose hashes were verified; None: the format has no hashes, or it was not requested.
-        damage: one line for every damaged file.
+        damage: a line for each damaged file.
     """
 
     path: Path
     kind: str
-    tensors: tuple[Found, ...]
+    tensors: tuple[TensorInfo, ...]
     ties: Mapping[str, str]
     values: Mapping[str, Any]
     checked: int | None
@@ -83,33 +83,33 @@ def inspect(
         with Files(storage_at(root)) as files:
             checked, damage = _verified(files, progress)
             if damage:  # values that are not tensors may be damaged too, so they are not read
-                tensors = [_tensor(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
+                tensors = [_tensor(name, entry, _stored_in(files, name)) for name, entry in files.index.entries.items()]
                 return Inspection(root, kind, tuple(tensors), {}, {}, checked, tuple(damage))
     with open_source(root, hashes=hashes) as source:
         tensors = [_tensor(name, entry, _files_of(source, root, name)) for name, entry in source.entries.items()]
         return Inspection(root, kind, tuple(tensors), source.ties, source.values, checked, ())
 
 
-def _tensor(name: str, entry: Entry, files: Iterable[str]) -> Found:
-    return Found(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
+def _tensor(name: str, entry: Entry, files: Iterable[str]) -> TensorInfo:
+    return TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
 
 
 def _files_of(source: Source, path: Path, name: str) -> list[str]:
     if isinstance(source, CheckpointSource):
-        return _where(source.files, name)
+        return _stored_in(source.files, name)
     if isinstance(source, PiecedSource):
         return source.files_of(name)
     return [source.file_of(name)] if isinstance(source, SafetensorsSource) else [path.name]
 
 
-def _where(files: Files, name: str) -> list[str]:
-    """The files of a tensor, whose name lacks `model.` in the folders of other programs."""
+def _stored_in(files: Files, name: str) -> list[str]:
+    """The files of a tensor; in folders of other programs its name lacks `model.`."""
     stored = files.index.stored
     return [piece.file for piece in stored.get(name) or stored.get(name.removeprefix(MODEL), [])]
 
 
 def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
-    """The bytes whose hashes were verified (None without a manifest), and one line for every damaged file."""
+    """The bytes whose hashes were verified (None without a manifest), and a line for each damaged file."""
     manifest = files.manifest
     if manifest is None:
         return None, []
