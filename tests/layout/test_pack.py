@@ -120,7 +120,7 @@ def test_incompatible_granules_get_collectives_of_their_own():
     specs = specs_of([(64, 1021), (64, 1019)])
     alone = plan_blocks(specs, [1021, 1019], 16, 1, 100, "blocks(row)")
     assert len(alone.segments) == 2 and alone.gathered_numel == alone.parameter_numel
-    assert "2 collectives with 0.0% padding instead of one" in alone.note
+    assert "2 collectives with 0.0% padding instead of a single collective" in alone.note
     together = plan_blocks(specs, [1021, 1019], 16, 1, 1 << 30, "blocks(row)")
     assert len(together.segments) == 1 and together.note == ""
     assert math.prod((64, 1021)) + math.prod((64, 1019)) < together.gathered_numel

@@ -1,4 +1,4 @@
-"""Pure plans of where parameters lie and which rank owns what."""
+"""Pure plans of where parameters lie in a bucket, and which rank owns which elements."""
 
 from .copies import Columns, columns_of, copies_out
 from .kinds import plan_flat, plan_rows

@@ -1,4 +1,4 @@
-"""The copies out of the staging buffer, as few as possible: each is a kernel launch, twice per unit and step."""
+"""The copies out of the staging buffer, as few as possible: each is launched twice per unit and step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .plan import Layout, Piece, round_up
 
 @dataclass(frozen=True)
 class Columns:
-    """A gathered segment as a matrix [world, S], cut into columns: one for each parameter, and one for the padding.
+    """A gathered segment as a matrix [world, S], cut into a column per parameter and a last column of padding, if any.
 
     Attributes:
         segment: its index.
-        staging_offset: where it begins in the staging buffer.
+        staging_offset: its first element in the staging buffer.
         slots: indices of the parameters, in the order of their columns.
-        widths: elements of a row in each column; last, if there is padding, that of the padding.
-        offsets: destination of each column, [world, width] without gaps, in the part of the full bucket that is copied.
+        widths: elements per row of each column.
+        offsets: destination of each column, [world, width] without gaps, in the copied part of the full bucket.
     """
 
     segment: int
@@ -46,10 +46,10 @@ def columns_of(layout: Layout) -> tuple[Columns, ...]:
 
 
 def copies_out(layout: Layout) -> tuple[Piece, ...]:
-    """The copies that move a layout's parameters from staging into the part of the full bucket that is copied.
+    """The copies that move a layout's parameters from staging into the copied part of the full bucket.
 
-    Excludes the segments of `columns_of`. Offsets are within these two buffers: the staging segments one after the
-    other, and the full bucket from `layout.in_place_numel` on.
+    Excludes the segments of `columns_of`. Offsets count within these two buffers: the concatenated staging segments,
+    and the full bucket from `layout.in_place_numel` on.
     """
     pieces, base = [], 0
     for index, segment in enumerate(layout.segments):
@@ -73,9 +73,9 @@ def copies_out(layout: Layout) -> tuple[Piece, ...]:
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Merge pieces of equal form that lie at equal distances on both sides into one piece with an additional dim.
+    """Merge pieces of equal form, at equal distances on both sides, into a single piece with an additional dim.
 
-    Parameters of the same shape (a block's biases and norms, its projections) usually do.
+    Parameters of the same shape (a block's biases and norms, its projections) usually lie at equal distances.
     """
     forms: dict[tuple[tuple[int, ...], ...], list[Piece]] = {}
     for piece in pieces:

@@ -13,11 +13,11 @@ from .messages import no_such_dim, scalar_in_rows, uneven_dim
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
 _MAX_PADDING = 64
-"""Chunks are padded to equal length if the padding is at most one part in this many of the parameters."""
+"""Chunks are padded to equal length if the padding is at most 1/64 of the parameters' elements."""
 
 
 def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
-    """Parameters back to back in one segment, cut anywhere.
+    """Parameters back to back in a single segment, cut anywhere.
 
     Args:
         specs: the bucket's parameters, in order.
@@ -40,13 +40,14 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
 def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segment_numel: int) -> Layout:
     """Every parameter cut on `spec.dim` into `torch.chunk`'s chunks.
 
-    Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a collective of their
-    own and are gathered in place; the others share one and are copied out. In the shared slice parameters are ordered
-    by how well their chunks align, so that it has padding only at its end. If rows divide evenly, or nearly so, each
-    parameter has space for equal chunks in the full bucket: one kernel then copies all of them (`Segment.in_columns`).
+    Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a separate collective
+    and are gathered in place; all others share a collective and are copied out. In the shared slice parameters are
+    ordered by how well their chunks align, so that it has padding only at its end. If rows divide evenly, or nearly
+    so, each parameter has space for equal chunks in the full bucket: a single kernel then copies all of them
+    (`Segment.in_columns`).
 
     Args:
-        specs: the bucket's parameters, in order; none 0-dimensional.
+        specs: the bucket's parameters, in order; at least 1-dimensional.
         world: ranks on the shard axis, at least 1.
         align: elements per 16 bytes.
         own_segment_numel: number of elements from which a collective costs less than a copy in and out.
@@ -103,7 +104,7 @@ def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool
 
 
 def _comes_out_whole(spec: ParameterSpec, world: int, align: int, own_segment_numel: int) -> bool:
-    """Whether a parameter is large enough for its own collective and contiguous after it: cut along the dim that is
+    """Whether a parameter is large enough for a separate collective, and contiguous after it: cut along the dim that is
     outermost in memory, into chunks that need no rounding."""
     large = math.prod(spec.shape) >= max(own_segment_numel, 1)
     return large and world > 1 and spec.order[0] == spec.dim and spec.chunk_numel(world) % align == 0

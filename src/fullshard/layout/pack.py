@@ -1,11 +1,11 @@
 """Planners that never cut a granule: parameters back to back, cut only where their granules end.
 
-The gathered segment is `world` slices of one length S, so slices end at S, 2S, ...; a parameter may extend across such
-an end only if one of its granules ends there. `least_slice` finds the least S for a given order of parameters, exactly:
-placing each parameter as early as possible is optimal for a given S, but feasibility is not monotone in S (a larger S
-moves the ends of all slices), so a binary search would be wrong. Stepping S by one alignment would be exact but slow.
-Instead every comparison made during placement is recorded as a linear function of S; nothing changes between two values
-of S at which the outcome of a comparison changes, so the scan jumps from one such value to the next.
+The gathered segment is `world` slices of equal length S, so slices end at S, 2S, ...; a parameter may extend across the
+end of a slice only if a granule ends there. `least_slice` finds the exact least S for a fixed order of parameters. For
+a fixed S, placing each parameter as early as possible is optimal; but feasibility is not monotone in S (a larger S
+moves the ends of all slices), so a binary search would be wrong. Stepping S by the alignment would be exact but slow.
+Instead every comparison during placement is recorded as a linear function of S. Placement can only change at a value of
+S at which some comparison changes, so the scan jumps from each such value to the next.
 
 Pure. Everything in elements.
 """
@@ -29,7 +29,7 @@ class Blocks:
 
     Attributes:
         granule: number of elements, counted in memory order from a parameter's first (a quantisation block: 32,
-            128 * 128), or "row": all elements of one index of the outermost dim.
+            128 * 128), or "row": all elements of an index of the outermost dim.
 
     Raises:
         LayoutError: neither a positive int nor "row".
@@ -50,13 +50,13 @@ class Blocks:
 
 
 class _Scan:
-    """One attempt at a slice length, and the next length at which any outcome would differ."""
+    """An attempt to pack with a slice length, and the next length at which a comparison would change."""
 
     def __init__(self, slice_numel: int, align: int) -> None:
         self.S, self.align = slice_numel, align
         self.next: int | None = None
 
-    def holds(self, constant: int, slope: int) -> bool:
+    def nonnegative(self, constant: int, slope: int) -> bool:
         """Whether constant + slope * S >= 0; records where that changes."""
         value = constant + slope * self.S
         if value >= 0 > slope:
@@ -80,8 +80,8 @@ class _Scan:
     def multiples(self, constant: int, slope: int, unit: int) -> int:
         """floor((constant + slope * S) / unit); records where that changes."""
         quotient = (constant + slope * self.S) // unit
-        self.holds(constant - quotient * unit, slope)
-        self.holds(constant - (quotient + 1) * unit, slope)
+        self.nonnegative(constant - quotient * unit, slope)
+        self.nonnegative(constant - (quotient + 1) * unit, slope)
         return quotient
 
     def place(self, cursor: tuple[int, int], numel: int, granule: int) -> tuple[int, int] | None:
@@ -90,19 +90,19 @@ class _Scan:
         if numel == 0:
             return cursor
         index = (at + slope * self.S) // self.S  # of the slice that the cursor is in
-        self.holds(at, slope - index)
-        self.holds(-at - 1, index + 1 - slope)
+        self.nonnegative(at, slope - index)
+        self.nonnegative(-at - 1, index + 1 - slope)
         end = index + 1  # the slice ends at end * S
-        if self.holds(-at - numel, end - slope):
+        if self.nonnegative(-at - numel, end - slope):
             return cursor
         unit = math.lcm(granule, self.align)  # before a cut: whole granules from an aligned start
         before = self.multiples(-at, end - slope, unit) * unit
-        if before > 0 and (self.holds(before - numel, 1) or self.divides(granule)):
+        if before > 0 and (self.nonnegative(before - numel, 1) or self.divides(granule)):
             return -before, end
-        if self.holds(-numel, 1) or self.divides(granule):
+        if self.nonnegative(-numel, 1) or self.divides(granule):
             return 0, end
         before = self.multiples(0, 1, unit) * unit
-        if before > 0 and self.holds(before - numel, 1):
+        if before > 0 and self.nonnegative(before - numel, 1):
             return -before, end + 1
         return None
 
@@ -117,11 +117,11 @@ class _Scan:
             if numel:
                 last = (start[0] + numel, start[1])
                 cursor = (round_up(start[0] + numel, self.align), start[1])
-        return offsets if self.holds(-last[0], world - last[1]) else None
+        return offsets if self.nonnegative(-last[0], world - last[1]) else None
 
 
 def least_slice(sizes: Sequence[tuple[int, int]], world: int, align: int) -> tuple[int, list[int]]:
-    """The least slice length, a multiple of `align`, that holds parameters in this order, and their offsets.
+    """The least slice length, a multiple of `align`, for parameters in this order, and their offsets.
 
     Args:
         sizes: (numel, granule) of each parameter.
@@ -135,7 +135,7 @@ def least_slice(sizes: Sequence[tuple[int, int]], world: int, align: int) -> tup
         offsets = scan.pack(sizes, world)
         if offsets is not None:
             return slice_numel, offsets
-        assert scan.next is not None  # a slice that holds everything always suffices
+        assert scan.next is not None  # a slice as long as all parameters together always suffices
         slice_numel = round_up(max(scan.next, slice_numel + 1), align)
 
 
@@ -148,14 +148,14 @@ def plan_blocks(
     label: str,
     whole_rows: bool = False,
 ) -> Layout:
-    """Cut parameters only at granules: in one segment, or in several where saved padding outweighs their latency.
+    """Cut parameters only at granules: in a single segment, or in several if less padding outweighs their latency.
 
     Rows that are long compared with a rank's share cause much padding: a parameter that extends across several slices
     makes their length a multiple of its rows. If this costs more than a copy, the rows layout is used, which does not
     cut rows either.
 
-    Compares several orders: the original one, by size, by granule. Compares one segment for all with one per granule
-    and one per parameter: each segment is a collective of its own, gathered in place.
+    Compares several orders (the original order, by size, by granule) and several divisions into segments (a single
+    segment, a segment per granule, a segment per parameter). Each segment is a collective, gathered in place.
 
     Args:
         specs: the bucket's parameters.
@@ -192,7 +192,7 @@ def plan_blocks(
     if count > 1:
         total = sum(numel for numel, _ in sizes)
         note = (
-            f"{count} collectives with {_percent(gathered, total)} padding instead of one "
+            f"{count} collectives with {_percent(gathered, total)} padding instead of a single collective "
             f"with {_percent(plans[0][2], total)}"
         )
     return replace(_assemble(specs, packed, world, align), label=label, note=note)
@@ -223,7 +223,7 @@ def _best_order(group: list[int], sizes: Sequence[tuple[int, int]], world: int, 
 
 
 def _assemble(specs: Sequence[ParameterSpec], packed: Sequence[Packed], world: int, align: int) -> Layout:
-    """The layout with segments one after the other; the engine treats it as flat."""
+    """The layout of consecutive segments; the engine treats it as flat."""
     segments: list[Segment] = []
     slots: dict[int, Slot] = {}
     shard = full = 0
@@ -236,11 +236,11 @@ def _assemble(specs: Sequence[ParameterSpec], packed: Sequence[Packed], world: i
 
 
 def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
-    """Every parameter whole on one rank, with balanced loads: the better of two methods.
+    """Every parameter whole on a single rank, with balanced loads: the better of two methods.
 
-    In order, each rank taking the next parameters (`least_slice` with whole parameters as granules, exact for an
-    order); or the largest first, each to the rank with the least (R. L. Graham, "Bounds on multiprocessing timing
-    anomalies", SIAM J. Appl. Math. 17, 1969: at most 4/3 of the optimum).
+    Either in order, where each rank takes the next parameters (`least_slice` with whole parameters as granules, exact
+    for an order); or the largest parameter first, each to the rank with the smallest load (R. L. Graham, "Bounds on
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969: at most 4/3 of the optimum).
     """
     assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     numels = [math.prod(spec.shape) for spec in specs]

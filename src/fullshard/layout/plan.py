@@ -1,18 +1,18 @@
 """How a bucket's parameters lie in memory, and which rank owns which elements.
 
-A bucket is gathered by one or more collectives, its **segments**. In each, every rank contributes one slice of the
-same length S, and the gathered segment is the slices one after the other:
+A bucket is gathered by one or more collectives, its **segments**. To each, every rank contributes a slice of equal
+length S; the gathered segment is the concatenation of the slices:
 
     shard of rank 1                     gathered segment (world = 3)
     [ slice 0 | slice 1 | ... ]         [ rank 0: S | rank 1: S | rank 2: S ]
         |         |
       segment 0  segment 1
 
-- **flat**: one segment, parameters back to back in the *gathered* order, cut anywhere. The gathered segment is the
-  full bucket: no copy.
-- **rows**: every parameter cut on one dim as by `torch.chunk`, so the *slice* holds each parameter's chunk. A parameter
-  with a segment of its own is contiguous after the gather (no copy); parameters that share a segment are rank-major
-  after it and are copied into place once.
+- **flat**: a single segment; parameters lie back to back in the *gathered* segment, cut anywhere. The gathered segment
+  is the full bucket: no copy.
+- **rows**: every parameter is cut along a dim as by `torch.chunk`; the *slice* contains a chunk of each. A parameter
+  with a separate segment is contiguous after the gather (no copy); parameters that share a segment are rank-major after
+  the gather, and are copied into place.
 
 Everything is counted in elements. Pure: integers in, frozen plan out. Nothing here imports torch.
 """
@@ -29,7 +29,7 @@ ALIGN_BYTES = 16  # alignment that vectorized kernels and NCCL's fast paths requ
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter before it is laid out.
+    """A parameter, before its place in the bucket is planned.
 
     Attributes:
         name: its qualified name, for errors.
@@ -62,7 +62,7 @@ def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a parameter, as a view of its shard.
+    """A rank's part of a parameter, as a view of its shard.
 
     Attributes:
         offset: first element in the shard.
@@ -100,15 +100,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """One collective of a bucket.
+    """A collective of a bucket.
 
     Attributes:
-        shard_offset: where this segment's slice begins in every rank's shard.
-        slice_numel: S, the length of one rank's slice.
-        full_offset: where the gathered segment begins in the full bucket; None if its parameters are copied out
-            of a staging buffer.
-        in_columns: whether one kernel copies all of them out: the full bucket has space for equal chunks of all ranks,
-            for each parameter and for the padding at the end of the slices; see `columns_of`.
+        shard_offset: the first element of this segment's slice in every rank's shard.
+        slice_numel: S, the length of a rank's slice.
+        full_offset: the first element of the gathered segment in the full bucket; None if its parameters are copied
+            out of a staging buffer.
+        in_columns: whether a single kernel copies all of them out: the full bucket has space for equal chunks of all
+            ranks, for each parameter and for the padding at the end of the slices; see `columns_of`.
     """
 
     shard_offset: int
@@ -119,7 +119,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies.
+    """Where a parameter lies in its bucket.
 
     Attributes:
         spec: the parameter.
@@ -159,14 +159,15 @@ class Layout:
         kind: "flat" or "rows".
         world: ranks on the shard axis.
         align: elements per 16 bytes; full offsets and slice lengths are multiples of it.
-        slots: one per parameter, in the order of the specs.
-        segments: one per collective.
+        slots: the parameters, in the order of the specs.
+        segments: the collectives.
         full_numel: length of the full bucket.
         label: the name for users if it is not the kind: layouts that differ from flat only in where parameters lie
             ("owner", "blocks(row)") are flat to the engine.
         note: a decision of the planner that users may want to know; may be empty.
 
-    No two parameters overlap, and each lies within the full bucket, at a multiple of `align`: a plan asserts it.
+    The constructor asserts that parameters do not overlap, and that each lies within the full bucket, at a multiple of
+    `align`.
     """
 
     kind: str
@@ -217,12 +218,12 @@ class Layout:
 
     @property
     def gathered_numel(self) -> int:
-        """Elements of one gather over all ranks, padding included."""
+        """Elements of a gather over all ranks, padding included."""
         return self.world * self.shard_numel
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Runs (first element, length) that contain padding, in coordinates of all gathered segments one after another.
+        """Runs (first element, length) that contain padding; elements count through all gathered segments.
 
         Exact for flat. A rows segment with any padding is listed whole: its padding is scattered over the ranks.
         """
@@ -270,7 +271,7 @@ class Layout:
         return self.kind == "flat"
 
     @property
-    def padding_is_strewn(self) -> bool:
+    def padding_is_scattered(self) -> bool:
         """Whether `padding` lists whole segments of which only some elements are padding."""
         return self.kind != "flat" and bool(self.padding)
 
@@ -301,9 +302,9 @@ class Layout:
         return tuple(pieces)
 
     def strides_in_segment(self, slot: Slot) -> tuple[int, ...] | None:
-        """Strides of the whole parameter as one view of its gathered segment; None if it cannot be a view.
+        """Strides of the whole parameter as a single view of its gathered segment; None if it cannot be a view.
 
-        It can if each rank holds at most one row: rows then follow each other at the distance of a slice.
+        It can if each rank has at most one row: rows then follow each other at the distance of a slice.
         """
         dim = slot.spec.dim
         if self.kind == "flat" or self.segments[slot.segment].full_offset is not None:

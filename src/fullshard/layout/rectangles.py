@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A block of a tensor and where its elements lie in the run.
+    """A block of a tensor, and the position of its elements in the run.
 
     Attributes:
         offsets: first index on every dim.
         sizes: extent on every dim.
-        start: its first element within the run; the rest follow without gaps.
+        start: its first element within the run; its other elements follow without gaps.
     """
 
     offsets: tuple[int, ...]
@@ -33,7 +33,7 @@ class Rectangle:
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> tuple[Rectangle, ...]:
     """The smallest set of rectangles, in order, that covers elements [start, stop) of a row-major tensor of `shape`.
 
-    At most 2 * ndim - 1 rectangles; none for an empty run. A 0-dimensional tensor has one element.
+    At most 2 * ndim - 1 rectangles; none for an empty run. A 0-dimensional tensor has a single element.
     """
     result: list[Rectangle] = []
     _cover(shape, (), start, stop, 0, result)

@@ -5,8 +5,9 @@
     buffer of a window over both      [ a 0:7 | a 7:8 | b 0:6 ]
                                         rank 0   rank 1
 
-A rank's parts lie side by side, rank by rank. If all ranks hold about the same number of elements one gather fills the
-buffer; else every rank that holds elements sends them, so that a parameter on one rank of a thousand is sent once.
+The buffer contains the parts of rank 0, then those of rank 1, and so on. If all ranks have about the same number of
+elements, a single gather fills the buffer; otherwise each rank that has elements broadcasts them, so that a parameter
+that lies on one rank of a thousand is sent once.
 
 Pure: integers in, frozen plan out. Everything is counted in elements.
 """
@@ -18,16 +19,16 @@ from dataclasses import dataclass
 
 from .plan import Layout, Part, Slot
 
-_SMALL = 1 << 14  # elements of padding that cost less than one collective per rank
+_SMALL = 1 << 14  # elements of padding that cost less than a collective per rank
 
 
 @dataclass(frozen=True)
 class Lot:
-    """One rank's part of one parameter, in a window's buffer.
+    """A rank's part of a parameter, in a window's buffer.
 
     Attributes:
-        rank: on the shard axis.
-        part: the rank's part of the parameter.
+        rank: the rank's index on the shard axis.
+        part: its part of the parameter.
         at: the part's first element in the buffer.
     """
 
@@ -42,9 +43,9 @@ class Window:
 
     Attributes:
         slots: the parameters, each with its layout.
-        lots: by parameter, the lots of all ranks that hold elements of it, in rank order.
+        lots: by parameter, the lots of all ranks that have elements of it, in rank order.
         starts, lengths: by rank, the elements [start, start + length) of the buffer that it sends.
-        even: whether one gather of equal lengths fills the buffer; `lengths` are then padded to the longest.
+        even: whether a single gather of equal lengths fills the buffer; `lengths` are then padded to the longest.
         numel: length of the buffer.
     """
 
@@ -56,7 +57,7 @@ class Window:
     numel: int
 
     def whole_at(self, index: int) -> int | None:
-        """Offset at which a parameter lies in the buffer contiguously, in its memory order; None if it does not."""
+        """The offset of a parameter in the buffer if it is contiguous there, in its memory order; else None."""
         layout, slot = self.slots[index]
         lots = self.lots[index]
         first, expected = lots[0].at if lots else 0, 0

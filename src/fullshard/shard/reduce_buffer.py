@@ -50,7 +50,7 @@ class ReduceBuffer(Scratch):
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._strewn = layout.padding_is_strewn  # `padding` then lists whole segments, zeroed before the copies
+        self._strewn = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
         # For when all members have a gradient, each in one piece. `_copies`: groups of member indices, the call that
         # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_gaps`: padding that no
