@@ -30,7 +30,7 @@ CALLS = [
     ),
     (
         lambda: DataParallelMeshDims(shard="dp", replicate="dp"),
-        "ConfigError: DataParallelMeshDims requires the names of data-parallel ... each once",
+        "ConfigError: DataParallelMeshDims requires the names of data-parallel ... without repetition",
     ),
     (
         lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims("data")),
@@ -59,7 +59,7 @@ def test_a_mesh_of_devices_that_there_are_not(fake_world):
 
 
 def test_no_names_of_data_parallel_dims():
-    with raises("ConfigError: DataParallelMeshDims requires the names of data-parallel ... each once"):
+    with raises("ConfigError: DataParallelMeshDims requires the names of data-parallel ... without repetition"):
         DataParallelMeshDims()
 
 
@@ -69,7 +69,7 @@ def test_nodes_of_unequal_size(fake_world, monkeypatch):
 
     fake_world(3)
     monkeypatch.setattr(torch.distributed, "all_gather_object", hosts)
-    with raises("ConfigError: Nodes do not have the same number of ranks, so node-local"):
+    with raises("ConfigError: Node-local groups need the same number of ranks"):
         FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 

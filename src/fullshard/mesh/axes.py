@@ -53,7 +53,7 @@ class Axis:
     def lines(self) -> Lines:
         """The groups that carry the engine's collectives over the axis.
 
-        Cached once they are the engine's own: another axis of the same ranks may open them after this one was used.
+        Cached once they are the engine's own: a different axis of the same ranks may open them later.
         """
         lines: Lines | None = self.__dict__.get("_lines")
         if lines is None:
@@ -146,7 +146,7 @@ _devices: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.W
 
 
 def _axes(mesh: DeviceMesh, device: torch.device, shard: Axis, replicate: Axis | None) -> MeshAxes:
-    """The one `MeshAxes` with these attributes; two `DeviceMesh` of the same ranks are equal whatever their groups."""
+    """The interned `MeshAxes` with these attributes; a `DeviceMesh` alone does not identify its groups."""
     key = (mesh, device, shard.group, shard.size, replicate and replicate.group)
     for axis in (shard, replicate):
         if axis is not None:
@@ -267,7 +267,7 @@ _hybrid: dict[tuple[Any, ...], MeshAxes] = {}
 
 
 def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None) -> MeshAxes:
-    """The axes for `process_group=`: one group to shard over; for hybrid strategies a pair (shard, replicate).
+    """The axes for `process_group=`: a group to shard over; for hybrid strategies a pair (shard, replicate).
 
     Args:
         groups: None (all ranks; hybrid: shard inside a node, replicate over nodes), a process group, or a pair.
@@ -321,9 +321,9 @@ def device_type_of(group: Any) -> str:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device for tensors that this rank exchanges over `group`: the one on which the group's units compute.
+    """The device for tensors that this rank exchanges over `group`: the device on which the group's units compute.
 
-    Without units the device that the group is bound to (`init_process_group(device_id=)`), else the current one.
+    Without units the device that the group is bound to (`init_process_group(device_id=)`), else the current device.
     """
     kind = device_type_of(group)
     for device in (_devices.get(group), getattr(group, "bound_device_id", None)):
@@ -335,7 +335,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def backend_of(group: Any, device_type: str) -> str | None:
     """The name of the backend by which `group` serves a device type; None if it does not."""
     backend = str(dist.get_backend(group))
-    if backend == "undefined":  # the group was made without a backend: torch chose one for every device type
+    if backend == "undefined":  # the group was created without a backend: torch chose a backend for every device type
         backend = str(get_backend_config(group))
     if ":" not in backend:
         return backend
@@ -343,9 +343,9 @@ def backend_of(group: Any, device_type: str) -> str | None:
 
 
 def unsharded_axes(axes: MeshAxes) -> MeshAxes:
-    """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis.
+    """The same ranks with nothing split: a single rank on the shard axis, all ranks on the replicate axis.
 
-    For a single group or a 1-D mesh, as callers have checked.
+    For a single group or a 1-D mesh; callers check this.
     """
     ranks = axes.shard
     single = Axis(ranks.group, 1, 0, ranks.backend, (axes.global_rank,))
@@ -365,7 +365,7 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
 
 
 def _node_mesh(kind: str) -> DeviceMesh:
-    """Shard over the ranks of a node, replicate over nodes. Ranks with the same host name are on one node."""
+    """Shard over the ranks of a node, replicate over nodes. Ranks with the same host name are on the same node."""
     world = dist.get_world_size()
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname())

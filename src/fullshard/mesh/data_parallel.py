@@ -15,7 +15,7 @@ class DataParallelMeshDims:
     """The data-parallel dims of the `mesh` passed to `fully_shard`, if it has others (names are PyTorch's).
 
     Attributes:
-        shard: name of the dim that parameters are sharded on; several names are flattened into one dim.
+        shard: name of the dim that parameters are sharded on; several names are flattened into a single dim.
         replicate: name or names of the dims of replicas (hybrid sharding); None without replicas.
 
     Raises:
@@ -48,8 +48,8 @@ def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     """The 1-D (shard) or 2-D (replicate, shard) mesh that `dims` name in `mesh`. Collective if dims are flattened.
 
-    Private torch API: `DeviceMesh._flatten`, for several names. The public alternative is to make the mesh with one dim
-    in their place, which the error recommends.
+    Private torch API: `DeviceMesh._flatten`, for several names. The public alternative is a mesh with a single dim
+    instead, which the error recommends.
 
     Raises:
         ConfigError: an unknown name, or replicas without a dim to shard on.

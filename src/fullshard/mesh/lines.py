@@ -1,15 +1,15 @@
 """The engine's own connections beside a user's process group.
 
-Collectives of a group pair up in the order in which each rank issues them. A collective that the user issues between
-ours, on one rank only, would pair with one of ours: wrong numbers if sizes agree, and an abort of the process in gloo's
-own thread if they do not. So the engine uses groups of its own, and a second group for comparisons between ranks that
-may be at different points. Both are cut when ranks turn out to be stuck: whatever waits then ends at once with an
-error, and no memory is written any more.
+Collectives of a group pair up in the order in which each rank issues them. A collective that the user issues on only
+one rank, between the engine's, would pair with one of the engine's: the results are wrong if sizes agree, and gloo
+aborts the process if they do not. So the engine uses separate groups: one for its collectives, and another for
+comparisons between ranks that may be at different points. When ranks are stuck, the engine shuts both down: every wait
+ends at once with an error, and no more memory is written.
 
-Lines belong to one process group, whatever its ranks: two models with a group each may run in two threads.
+Lines belong to a process group, not to a set of ranks: two models, each with its own group, may run in two threads.
 
-On accelerators gathers and reductions use the user's group, since a communicator there costs memory and the device does
-the waiting. Comparisons use a gloo group on the host there, too: next to a gather of a different size on the same
+On accelerators gathers and reductions use the user's group, since a communicator costs memory there and the device does
+the waiting. Comparisons use a gloo group on the host there too: beside a gather of a different size on the same
 communicator their result would be undefined, and reading it would wait for the device.
 """
 
@@ -63,8 +63,8 @@ class _Own:
     """The engine's own groups beside a user's group. None means the user's, of which this keeps no reference.
 
     Attributes:
-        listening: the addresses on which these groups' ranks listen, including this one. Each of their connections, and
-            no other, has one end there: other threads of the program may open connections at any time.
+        listening: the addresses on which these groups' ranks listen, including this rank's. Exactly the connections of
+            these groups have an end there; the program's other threads may open further connections at any time.
     """
 
     data: dist.ProcessGroup | None
@@ -121,7 +121,7 @@ def close_lines(group: dist.ProcessGroup) -> None:
 
 
 def cut_all_lines() -> None:
-    """Shut down all of the engine's connections of this process: whatever waits for one ends with an error."""
+    """Shut down all of the engine's connections of this process: every wait for them ends with an error."""
     for lines in list(_opened.values()):
         lines.cut()
 
@@ -138,7 +138,7 @@ def _sockets() -> list[int]:
 
 @contextlib.contextmanager
 def _connection(fd: int) -> Iterator[socket.socket]:
-    """Another owner's socket: it stays open afterwards, and `socket.setdefaulttimeout` does not affect it."""
+    """Context with a socket for a descriptor of a different owner, whose socket stays open and as it is."""
     blocks = os.get_blocking(fd)
     with socket.socket(fileno=os.dup(fd)) as connection:
         os.set_blocking(fd, blocks)

@@ -41,8 +41,8 @@ def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigEr
         f"reshard_after_forward={size} does not divide {ranks} ranks into smaller groups of equal size.",
         expected=f"one of {', '.join(fitting)}" if fitting else "True or False: this number has no other divisor",
         got=size,
-        remedy="pass one of these (an int is the size of the groups over which parameters stay split from forward to "
-        "backward), or True (free full parameters after forward), or False (keep them until backward)",
+        remedy="pass a divisor (the size of the groups over which parameters stay split from forward to backward), "
+        "True (free full parameters after forward), or False (keep them until backward)",
     )
 
 
@@ -93,15 +93,15 @@ def groups_do_not_cross(rank: int, shard_groups: Sequence[Any], replicas: Sequen
         rank=rank,
         expected="a replicate group that contains exactly one rank of each shard group",
         got=f"shard groups {', '.join(map(str, shard_groups))} of ranks {replicas}",
-        remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or pass "
-        "this mesh as device_mesh",
+        remedy="take both from a 2-D mesh, init_device_mesh(device_type, (replicas, ranks_per_replica)), or pass this "
+        "mesh as device_mesh",
     )
 
 
 def unequal_nodes(sizes: Mapping[str, int]) -> ConfigError:
     """The error for nodes with different numbers of ranks."""
     return ConfigError(
-        "Nodes do not have the same number of ranks, so node-local groups cannot be made.",
+        "Node-local groups need the same number of ranks on every node.",
         expected="equal numbers",
         got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
         remedy="pass process_group=(shard_group, replicate_group) or a 2-D device_mesh",
@@ -113,7 +113,7 @@ def alone() -> str:
     return message(
         "The model is sharded over this process alone: torch.distributed is not initialized, and torchrun did not "
         "start the program.",
-        remedy="ignore this in a notebook or on one device; to train on several devices, start the program with "
+        remedy="ignore this in a notebook or on a single device; to train on several devices, start the program with "
         "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
     )
 
@@ -124,7 +124,7 @@ def alone() -> str:
 def unnamed_dims(shard: Any, replicate: Any) -> ConfigError:
     """The error for dims without names, or with a name that occurs twice."""
     return ConfigError(
-        "DataParallelMeshDims requires the names of data-parallel mesh dims, each once.",
+        "DataParallelMeshDims requires the names of data-parallel mesh dims, without repetition.",
         expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
         got=f"shard={shard!r}, replicate={replicate!r}",
     )
@@ -154,7 +154,7 @@ def nothing_to_shard_on(replicate: Any) -> ConfigError:
 def cannot_flatten(names: Sequence[str]) -> ConfigError:
     """The error for a torch that does not flatten dims."""
     return ConfigError(
-        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with one dim in their place."
+        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with a single dim instead."
     )
 
 

@@ -28,7 +28,7 @@ _REPLICATE = frozenset({"ddp", "replica", "replicas", "replicate", "replicated",
 def meaning(name: str) -> str | None:
     """The meaning of a dim's name if it is clear: "shard", "context" or "replicate"; else None.
 
-    The name of a shard and a context dim flattened into one means "shard".
+    The name of a dim that was flattened from a shard dim and a context dim means "shard".
 
     >>> meaning("dp_shard"), meaning("fsdp2"), meaning("dp_shard_cp"), meaning("replicate"), meaning("dp")
     ('shard', 'shard', 'shard', 'replicate', None)
@@ -47,7 +47,7 @@ def refuse_misread(mesh: Any) -> None:
     """Refuse a 2-D mesh whose dim names contradict (replicate, shard). Other meshes pass.
 
     Raises:
-        ConfigError: both names mean a dim to split over, or the second one means replicas.
+        ConfigError: both names mean a dim to split over, or the second name means replicas.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
         return
