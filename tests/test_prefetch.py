@@ -190,7 +190,7 @@ def test_what_strayed_is_not_how_passes_of_its_kind_go():
     assert not log.next(3) and log.left == (2, 3) and log.taken() == [1, 3]
     assert log.end() == (FORWARD, 2, 3)
     log.begin(FORWARD)
-    assert not log.known
+    assert not log.previous
     for each in (1, 2):
         log.next(each)
     log.end()

@@ -159,8 +159,8 @@ FAULTS = (
     Fault(
         "the order of units is learned once and for all",
         "agreement/log.py",
-        "tokens = self.known if self.left is None else self._seen",
-        "tokens = self.known or self._seen",
+        "tokens = self.previous if self.left is None else self._seen",
+        "tokens = self.previous or self._seen",
         test="tests/test_prefetch.py -k order",
     ),
     Fault(

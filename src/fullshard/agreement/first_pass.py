@@ -99,7 +99,7 @@ class FirstPass:
         return [member for member in changed if id(member) in comparable]  # an extension's gathered values are not
 
     def goes_back(self, index: int) -> bool:
-        """Whether backwards visit a unit, the same on every rank, even if no gradient reaches it on this one.
+        """Whether backwards visit a unit, the same on every rank, even if no gradient reaches it on this rank.
 
         Whether outputs need gradients may differ between ranks, so this rank's own outputs do not decide. A trainable
         unit has to be reduced, with zeros if necessary. Gathering a frozen unit would be wasted where no rank needs

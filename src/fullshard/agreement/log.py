@@ -5,8 +5,8 @@ it is new, and need not compare while each repeats its list: a rank that is abou
 (`position.py`), and so never issues a collective that the others do not.
 
 Prefetch follows the same tokens. A forward issues its gathers in a fixed order, whether early or late, so the next
-token is the next gather. A backward reduces in between, so the next gather among its tokens counts. Passes of one kind
-that begin with different units gathered issue different tokens, and have lists of their own.
+token is the next gather. A backward reduces in between, so the next gather among its tokens counts. Passes of the same
+kind that begin with different units gathered issue different tokens, and have separate lists.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 from ..watcher.log import GATHER, REGATHER, VERB_BITS, VERBS
 
 NOTHING = -1
-"""Expected where no token is."""
+"""In place of a token where there is none."""
 VERB = (1 << VERB_BITS) - 1
-"""The bits of a token that hold its verb; those above hold the unit's index."""
+"""The bits of a token with its verb; the bits above contain the unit's index."""
 ENTER, LEAVE, SIZES, MODEL = range(len(VERBS), len(VERBS) + 4)
 """Compared but never issued: a unit's forward begins or ends; gather sizes have changed; a model is new."""
 MOST_UNITS = 1 << 20
 """An upper bound: no root has this many units."""
 
 _MEMORY = 1024  # passes
-_KINDS = 64  # of passes, whose tokens are kept
+_KINDS = 64  # of passes whose tokens are remembered
 _CONTEXT = 512  # passes that a prediction looks back: 256 micro-batches
 
 
@@ -44,12 +44,12 @@ class Log:
 
     Attributes:
         kind: of the current pass, and the state in which it began; None outside of passes.
-        known: the tokens of the last pass of this kind; empty if there was none.
-        expected: the next token if the pass repeats them; `NOTHING` once it differs, and at the end.
+        previous: the tokens of the previous pass of this kind; empty if there was none.
+        expected: the next token if the pass repeats `previous`; `NOTHING` once it differs, and at the end.
         ahead: iterator over the tokens after `expected`.
         left: where the pass first differed: the expected and the actual token, either of which may be `NOTHING`; None
             while it repeats.
-        complete: kinds of passes of which at least one has ended.
+        complete: kinds of passes that have ended at least once.
 
     >>> log = Log()
     >>> def repeats(*tokens):
@@ -84,28 +84,28 @@ class Log:
 
         Args:
             kind: a token, the same on all ranks.
-            state: passes of one kind that begin in different states issue different tokens.
+            state: passes of the same kind that begin in different states issue different tokens.
         """
         letter = self._letters.setdefault(kind, chr(len(self._letters)))
         self._history = (letter + self._history)[:_MEMORY]
         self._sum = _mixed(self.taken(), self._sum)
-        self._around.append((self.kind, self.known, self.ahead, self.expected, self.left, self._seen, self._strayed))
+        self._around.append((self.kind, self.previous, self.ahead, self.expected, self.left, self._seen, self._strayed))
         self._start((kind, state))
 
     def turn(self, state: Hashable) -> None:
-        """Continue the current pass as one of its kind that began in this state."""
+        """Continue the current pass as a pass of its kind that began in this state."""
         assert self.kind is not None
         kind, _ = self.kind
-        self._keep()
+        self._remember()
         self._start((kind, state))
 
     def _start(self, kind: tuple[int, Hashable] | None) -> None:
         self.kind = kind
-        self.known = self._tokens.get(kind, [])
-        self.ahead = iter(self.known)
+        self.previous = self._tokens.get(kind, [])
+        self.ahead = iter(self.previous)
         self.expected = next(self.ahead, NOTHING)
         self.left: tuple[int, int] | None = None
-        self._seen: list[int] = []  # the pass's tokens, once it differs from `known`
+        self._seen: list[int] = []  # the pass's tokens, once it differs from `previous`
         self._strayed = False
 
     def next(self, token: int) -> bool:
@@ -121,9 +121,10 @@ class Log:
         return True
 
     def stray(self, expected: int, token: int) -> None:
-        """The pass needs this token where it had already gathered a different one ahead: its tokens show a wrong order.
+        """Record that the pass needs this token although it has gathered a different unit ahead.
 
-        So the next pass of the kind gathers nothing ahead, and its tokens show the real order.
+        The pass's tokens then show a wrong order, so the next pass of the kind gathers nothing ahead, and its tokens
+        show the real order.
         """
         self._leave(expected, token)
         self._strayed = True
@@ -136,7 +137,7 @@ class Log:
         """The tokens of the current pass so far."""
         if self.left is not None:
             return self._seen
-        return self.known[: len(self.known) - length_hint(self.ahead) - (self.expected != NOTHING)]
+        return self.previous[: len(self.previous) - length_hint(self.ahead) - (self.expected != NOTHING)]
 
     def end(self) -> tuple[int, int, int] | None:
         """End the pass; its tokens become those expected of its kind.
@@ -146,28 +147,28 @@ class Log:
         """
         if self.kind is None:
             return None
-        kind, known = self.kind[0], self.known
+        kind, previous = self.kind[0], self.previous
         self.complete.add(kind)
-        left = self._keep()
+        left = self._remember()
         self._resume_outer()
-        return (kind, *left) if known and left is not None else None
+        return (kind, *left) if previous and left is not None else None
 
     def lose(self) -> None:
         """End passes after an exception. They count as they are: on ranks without the exception they ended normally."""
         while self.kind is not None:
-            self._keep()
+            self._remember()
             self._resume_outer()
 
     def _resume_outer(self) -> None:
-        """Continue the pass around the one that is over."""
+        """Continue the pass around the pass that is over."""
         around = self._around.pop()
-        self.kind, self.known, self.ahead, self.expected, self.left, self._seen, self._strayed = around
+        self.kind, self.previous, self.ahead, self.expected, self.left, self._seen, self._strayed = around
 
-    def _keep(self) -> tuple[int, int] | None:
-        """Keep the current pass's tokens; return where it first differed from the last one of its kind."""
+    def _remember(self) -> tuple[int, int] | None:
+        """Remember the current pass's tokens; return where it first differed from the previous pass of its kind."""
         if self.expected != NOTHING:
             self._leave(self.expected, NOTHING)
-        tokens = self.known if self.left is None else self._seen
+        tokens = self.previous if self.left is None else self._seen
         self._sum = _mixed(tokens, self._sum)
         self._tokens.pop(self.kind, None)
         if not self._strayed:
@@ -177,7 +178,7 @@ class Log:
         return self.left
 
     def forget(self) -> None:
-        """Discard all tokens: whatever comes next is new."""
+        """Discard all tokens: everything that follows is new."""
         for memory in (self._around, self._tokens, self._letters, self.complete):
             memory.clear()
         self._history = ""
@@ -192,18 +193,18 @@ class Log:
         return token >> VERB_BITS if token & VERB == GATHER else None
 
     def next_gathers(self, depth: int) -> list[int]:
-        """Up to `depth` units that are gathered next if the pass repeats the last one of its kind.
+        """Up to `depth` units that are gathered next if the pass repeats the previous pass of its kind.
 
         Skips reductions: a gather may be issued before a reduction that is expected first. The pass then differs from
-        `known`, once, and its gathers still show how far it has come.
+        `previous`, once, and its gathers still show its progress.
         """
         if self._strayed:
             return []
         if self.left is None:
             coming = _gathers_in([self.expected, *copy(self.ahead)])
         else:
-            known, issued = list(_gathers_in(self.known)), list(_gathers_in(self._seen))
-            coming = iter(known[len(issued) :] if known[: len(issued)] == issued else ())
+            gathers, issued = list(_gathers_in(self.previous)), list(_gathers_in(self._seen))
+            coming = iter(gathers[len(issued) :] if gathers[: len(issued)] == issued else ())
         return list(islice(coming, max(0, depth)))
 
     def fingerprint(self) -> int:

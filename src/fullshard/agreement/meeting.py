@@ -21,7 +21,7 @@ _published: list[weakref.ref[dist.ProcessGroup]] = []  # the default group under
 
 
 def arrive(axes: MeshAxes) -> None:
-    """Start the watcher when a unit is made on this mesh, and let the process wait for gloo's threads when it exits."""
+    """Start the watcher for a unit on this mesh, and make the process wait for gloo's threads when it exits."""
     rest_at_exit()  # for a single rank too: the program may have its own collectives
     if axes.world == 1 or axes.shard.backend not in _WATCHED or not dist.is_initialized():
         return

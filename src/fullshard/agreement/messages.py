@@ -24,8 +24,8 @@ def different_orders(ranks: Sequence[int], tokens: Sequence[int], names: Sequenc
         "ranks run their units in different orders (checked along the first forward).\n"
         f"  rank {ranks[0]} {_about_to(tokens[0], names)}\n"
         f"  rank {ranks[1]} {_about_to(tokens[1], names)}",
-        remedy="let every rank run the same units in the same order: if a rank has nothing to compute in "
-        "one, call it anyway and multiply its result by zero",
+        remedy="let every rank run the same units in the same order: if a rank has nothing to compute in a unit, call "
+        "it anyway and multiply its result by zero",
         topic="ranks-differ",
     )
 
@@ -82,7 +82,7 @@ _ALIKE_OR_EVERY = (
 
 
 def other_forward_order(names: Sequence[str], rank: int, before: int | None, now: int | None) -> str:
-    """The warning for a forward that left the order of the one before it.
+    """The warning for a forward that left the order of the previous forward.
 
     Args:
         names: of all units.
@@ -196,7 +196,7 @@ def different_units_reduced(rank: int) -> DivergenceError:
 
 
 def steps_counted(count: int, by: str) -> str:
-    """How often optimizers have updated a unit, and the settings of the last one."""
+    """How often optimizers have updated a unit, and the settings of the last optimizer."""
     return f"{count} step{'' if count == 1 else 's'}, the last of {by}"
 
 
@@ -209,7 +209,7 @@ def different_steps(ranks: Sequence[int], steps: Sequence[str], differ: bool) ->
         differ: whether these texts differ; if not, an earlier step did.
     """
     return DivergenceError(
-        "optimizers stepped differently on different ranks: their parameters no longer form one model.\n"
+        "optimizers stepped differently on different ranks: their parameters no longer belong to the same model.\n"
         f"  rank {ranks[0]}: {steps[0]}\n"
         f"  rank {ranks[1]}: {steps[1] if differ else 'stepped with different settings before'}",
         remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
@@ -264,7 +264,7 @@ def drawn_apart(parameter: str, ranks: Sequence[int], more: int, count: int) -> 
         "own weights: harmless for weights that every rank drew at random, wrong for weights that ranks loaded.",
         parameter=parameter,
         got=_unlike(ranks, more, count),
-        remedy="call torch.manual_seed(0) on all ranks before the model is made, or pass sync_module_states=True in "
+        remedy="call torch.manual_seed(0) on all ranks before the model is built, or pass sync_module_states=True in "
         "every call that shards a part of it, to make them equal; random weights need no change",
         topic="weights-differ",
     )
@@ -283,8 +283,9 @@ def loaded_apart(parameter: str, ranks: Sequence[int], more: int, count: int, wr
         parameter=parameter,
         expected="the same values on all ranks",
         got=_unlike(ranks, more, count) + (", written to more often on some ranks, as by a load" if wrote else ""),
-        remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
-        "pass sync_module_states=True, which broadcasts rank 0's weights, to every call that shards a part of the "
-        "model: a call for the model cannot restore weights that earlier calls for its blocks have cut",
+        remedy="call torch.manual_seed with the same seed on all ranks before building the model, load the same "
+        "checkpoint on all, or pass sync_module_states=True, which broadcasts rank 0's weights, to every call that "
+        "shards a part of the model: a call for the model cannot restore weights that earlier calls for its blocks "
+        "have cut",
         topic="weights-differ",
     )

@@ -5,7 +5,7 @@ every axis; only if these differ is the first rank's text sent and compared line
 
 Names may differ where ranks ignore different modules: ignored experts shift the numbers of the layers after them. For
 siblings of a module that some rank ignores, the component of the name at that module's position is not compared;
-everything else about a parameter is. A name that one rank shards and the other ignores, with the same shape, still
+everything else about a parameter is. A name that a rank shards and another rank ignores, with the same shape, still
 counts as a difference: either rank could be mistaken.
 """
 
@@ -28,7 +28,7 @@ from .messages import different_models
 
 @dataclass(frozen=True)
 class Line:
-    """The description of one parameter.
+    """The description of a parameter.
 
     Attributes:
         name: from the root.

@@ -117,7 +117,7 @@ class Position:
             self._compare(MODEL)
 
     def compare_sizes(self) -> None:
-        """Compare with the other ranks if units' storage was replaced on this one and their gather sizes changed.
+        """Compare with the other ranks if units' storage was replaced on this rank and their gather sizes changed.
 
         Raises:
             DivergenceError: other ranks gather different sizes, or begin a pass.
@@ -138,7 +138,7 @@ class Position:
         """Record a unit's gather or reduction that is about to be issued, and compare it if it is new.
 
         Raises:
-            DivergenceError: other ranks are about to issue a different one; or the watchers found the ranks stuck.
+            DivergenceError: other ranks are about to issue a different one; or the watchers reported stuck ranks.
         """
         # Runs with every collective, with cold caches, where a call costs as much as ten lines: so `Log.next` is
         # inlined for expected tokens.
@@ -164,7 +164,7 @@ class Position:
         RANK.record(word(verb, self._place + index))
 
     def keep(self, index: int, count: int) -> None:
-        """Compare a user's request, made between passes on every rank, for units to stay gathered: it changes passes.
+        """Compare the users' requests, between passes, for units to stay gathered: they change what passes issue.
 
         Args:
             index: of the first of the units.
@@ -198,10 +198,10 @@ class Position:
         self.log.forget()
 
     def _warn_of_another_order(self, kind: int, *tokens: int) -> None:
-        """Warn once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the one before it.
+        """Warn once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the previous forward.
 
-        PyTorch's wrapper gives this warning in that mode. Ranks compare in any case where one leaves its order; the
-        warning names the units.
+        PyTorch's wrapper gives this warning in that mode. Ranks that leave their order compare in any case; the warning
+        names the units.
         """
         if kind & VERB != FORWARD or dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             return

@@ -62,7 +62,7 @@ class SharedOrder:
         self._kind = -1
         self._orders: dict[int, list[int]] = {}  # tokens, by kind of pass
         self._merging: Merging | None = None  # builds the order of the current pass
-        self._at = 0  # the cursor in a known order
+        self._at = 0  # the cursor in the order of this kind of pass
         self._begun: dict[int, int] = {}  # by unit, its rank in the order of forwards since the last backward
 
     @property
@@ -123,7 +123,7 @@ class SharedOrder:
         self._begun.clear()
 
     def come_to(self, verb: int, index: int) -> None:
-        """Take part in other ranks' actions in a backward until all ranks agree on this one. Collective.
+        """Take part in other ranks' actions in a backward until all ranks agree on this action. Collective.
 
         Args:
             verb: `GATHER` (to run a unit's forward again), `REGATHER`, `REDUCE`, or `END`: nothing is left.

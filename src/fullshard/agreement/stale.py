@@ -21,8 +21,9 @@ class Stale:
 
     On a CPU it compares values, which detects every change. On an accelerator that would make the host wait for the
     device in every pass that begins with gathered units (each generated token, each micro-batch), so the hosts compare
-    the changes they know of. In addition each pass compares the values of one unit, in turn, and reads the result late
-    (`late.py`): a change that no host knew of, such as a write by a kernel that torch did not see, is then an error.
+    the changes that they have recorded. In addition each pass compares the values of a single unit, in turn, and reads
+    the result late (`late.py`): an unrecorded change, such as a write by a kernel that torch did not see, is then an
+    error.
 
     Args:
         units: all units under the root.
@@ -67,7 +68,7 @@ class Stale:
         return list(zip(changed, written, strict=True))
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Begin a pass: what it gathers includes all optimizer steps so far, however they change weights."""
+        """Begin a pass: its gathers include all optimizer steps so far, however they change weights."""
         if self._on_device:
             for unit in units:
                 unit.touched.seen = unit.touched.count

@@ -33,12 +33,12 @@ _AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
 class UseAgreement:
     """Which parameters had a gradient on any rank, and whether all ranks gathered and reduced in the same order.
 
-    One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, one for every
-    unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order of
-    gathers and reductions since the last backward, because gathers of equal sizes would silently swap two units. Only
-    a rank that lacks gradients for some parameters has to read the result at once. The rest is compared at once where
-    that costs nothing (on a CPU), else a few backwards later (`late.py`): in the same backward on all ranks, without
-    a host waiting.
+    A small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, a number for
+    every unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order
+    of gathers and reductions since the last backward, because gathers of equal sizes would silently swap two units.
+    Only a rank that lacks gradients for some parameters has to read the result at once. All else is compared at once
+    on a CPU, where that costs nothing, and a few backwards later on an accelerator (`late.py`): in the same backward on
+    all ranks, without a host waiting.
 
     Args:
         comm: collectives.
@@ -155,7 +155,7 @@ class UseAgreement:
         refuse_changed(units, changed)
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
-        """Raise, with details: ranks' optimizers stepped differently since the model was made. Collective."""
+        """Raise, with details: ranks' optimizers stepped differently since the model was built. Collective."""
         steps = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
         local = "; ".join(steps)
         for axis in axes.all:

@@ -1,15 +1,15 @@
-"""Whether all ranks started from the same weights. As each rank keeps only its slice, nobody would notice otherwise.
+"""Whether all ranks started from the same weights. Each rank has only its slice, so a difference would go unnoticed.
 
-When a unit is made every rank still has whole values, and records a fingerprint of each; the first forward compares
-these over the shard axis. Left out are parameters whose slice was changed in between on any rank (a loaded
-checkpoint), parameters that had no values then (meta), and units whose shards lie on the host (offloading). Over the
-replicate axis, where ranks hold the same slices, the slices themselves are compared.
+When a unit is built every rank still has whole values, and records a fingerprint of each; the first forward compares
+these over the shard axis. Not compared are parameters whose slice has changed since on any rank (a loaded checkpoint),
+parameters that had no values then (meta), and units whose shards lie on the host (offloading). Over the replicate axis,
+where ranks have the same slices, the slices themselves are compared.
 
-Replicas that differ are an error: they would never be one model. Over the shard axis it depends on the cause. A program
-that sets no seed draws different random weights on every rank; each rank keeps its slice of a random draw, which is a
-random draw and trains as well: a warning. If one rank loaded weights and others did not, all but its slice of them is
+Replicas that differ are an error: they would never be the same model. Over the shard axis it depends on the cause. A
+program without a seed draws different random weights on every rank; the slices of random draws are a random draw
+too, which trains as well: a warning. If one rank loaded weights and others did not, all but its slice of them is
 lost: an error. The number of writes to the parameter before it was sharded, which torch counts, distinguishes the two.
-If all ranks loaded, but different files, nothing distinguishes them, and there is only the warning.
+If all ranks loaded different files, nothing distinguishes them, and there is only the warning.
 """
 
 from __future__ import annotations
