@@ -414,7 +414,7 @@ class Silent(Store):
 
 def test_a_store_that_does_not_answer_is_said_after_the_limit(world: Callable[..., World]) -> None:
     ranks = world(2, limit=2.0, line=Silent)
-    while 0 not in ranks.ranks[1].watcher.known:
+    while 0 not in ranks.ranks[1].watcher.last_statuses:
         time.sleep(0.05)
     Silent.silent.set()
     began = time.monotonic()

@@ -128,7 +128,7 @@ def test_no_answer_ends_what_a_broken_connection_has_ended_already() -> None:
     assert not stuck([broken, elsewhere(1)], [elsewhere(1)], 300.0, 1000.0)
     absent = unheard(1, None)
     assert stuck([broken, absent], [], 300.0, 1000.0) and sure([broken, absent])
-    assert "rank 1 has made no unit, and ended or raised before" in report([broken, absent])
+    assert "rank 1 ended or raised before it sharded a model" in report([broken, absent])
     assert not stuck([{**broken, "broken": False}, absent], [], 300.0, 1000.0)
 
 

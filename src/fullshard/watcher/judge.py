@@ -30,7 +30,7 @@ def unheard(rank: int, last: Status | None, seconds: float = 0.0) -> Status:
     """The status of a rank that does not answer, without its position, which only the rank itself can report.
 
     Args:
-        last: its last status; None: it has never sent one, as it has made no unit.
+        last: its last status; None: it has never sent a status, as it has not sharded a model yet.
         seconds: how long it has not answered.
     """
     status: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last", "call", "own", "silent"))
@@ -42,7 +42,7 @@ def unheard(rank: int, last: Status | None, seconds: float = 0.0) -> Status:
 
 
 def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: float) -> bool:
-    """Whether the ranks are stuck for good. Requires that one has waited for `limit` seconds, or is gone.
+    """Whether the ranks are stuck for good. Requires that a rank has waited for `limit` seconds, or is gone.
 
     Silence proves nothing: it counts only once it has lasted for the limit, as the wait has; or if a connection broke,
     in which case the job is over anyway.
@@ -199,7 +199,7 @@ def verdict(statuses: Sequence[Status]) -> Verdict:
         return _different_calls(statuses)
     compare = [status for status in statuses if _compares(status)]
     elsewhere = [status for status in statuses if status["waited"] is None]
-    # Ranks that compare have left the shared order, provided that the others, as far as is known, wait too.
+    # Ranks that compare have left the shared order, provided that the others wait too, or their devices may.
     if compare and len(compare) < len(statuses) and all([status["idle"] for status in elsewhere]):
         return _verdict("departed", compare, statuses)
     if elsewhere:
@@ -233,7 +233,7 @@ def first_hand(statuses: Sequence[Status]) -> list[Status]:
 
 
 def line_of_error(status: Status) -> str:
-    """The line of a rank's traceback with the type of the error, of the last one if chained; empty without an error.
+    """The line of a rank's traceback with the type of the (last, if chained) error; empty without an error.
 
     >>> line_of_error({"raised": "Traceback (most recent call last):\\n  File a\\nConfigError: no.\\n  remedy: do"})
     'ConfigError: no.'
@@ -256,7 +256,7 @@ def _ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
 
 
 def _called_after(statuses: Sequence[Status], done: Sequence[Status]) -> list[Status]:
-    """Ranks that made a call outside the training step after at least as many others had finished their program."""
+    """Ranks in a call outside the training step, if at least as many others have finished their program."""
     remaining = [status for status in statuses if status not in done]
     calling = [s for s in remaining if s.get("call") and stands(s) and s["call"]["did"] not in OF_STEPS]
     return calling if calling == remaining and len(calling) <= len(done) else []

@@ -1,7 +1,7 @@
-"""The log of what a rank issued: one integer per event, in a bounded deque, so that recording costs one append.
+"""The log of what a rank issued: an integer per event, in a bounded deque, so that recording costs a single append.
 
 An integer holds, from its lowest bits, the verb, the unit (its index plus `ROOT` times the number of its root) and the
-turn. As turns count up, each integer differs from the one before, and the last one shows whether a rank makes progress.
+turn. As turns count up, each integer differs from the previous, and the last shows whether a rank makes progress.
 The step is recorded before each pass, as a separate integer with the number of finished steps in place of the turn.
 """
 
@@ -23,7 +23,7 @@ VERB_BITS = 4
 _UNIT_BITS = 28
 ROOT = 1 << 16
 TURN = 1 << VERB_BITS + _UNIT_BITS
-"""What one turn adds to an integer."""
+"""The increment of an integer per turn."""
 MOST_ROOTS = (1 << _UNIT_BITS) // ROOT
 _MOST_STEPS = 1 << 32
 

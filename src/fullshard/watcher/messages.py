@@ -27,7 +27,7 @@ _OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "computes": "compute
 
 
 def report(statuses: Sequence[Status]) -> str:
-    """The report on stuck ranks: the verdict, one line for all ranks in the same state, errors and stacks."""
+    """The report on stuck ranks: the verdict, a line for each group of ranks in the same state, errors and stacks."""
     statuses = sorted(statuses, key=lambda status: status["rank"])
     waits = [status[wait] for status in statuses for wait in ("waited", "own") if status.get(wait) is not None]
     lines = [f"Ranks are stuck: {sentence(verdict(statuses))}", *(f"  {line}" for line in lines_of(statuses))]
@@ -40,7 +40,7 @@ def report(statuses: Sequence[Status]) -> str:
 
 
 def quotes(raising: Sequence[Status], standing: Sequence[Status]) -> dict[str, list[str]]:
-    """Heading -> lines: the error of the first of `raising` that raised one, and the stacks of `standing` ranks."""
+    """Heading -> lines: the first error of the `raising` ranks, and the stacks of the `standing` ranks."""
     raised = [status for status in raising if has_raised(status)][:1]
     stacks = grouped([(status["rank"], status["stack"]) for status in standing if status["stack"]])[:_MOST_STACKS]
     return {
@@ -58,7 +58,7 @@ def cut_short(text: str) -> list[str]:
 
 
 def sentence(cause: Verdict) -> str:
-    """A verdict in words: the first sentence of a report, and of the one by `fullshard doctor`."""
+    """A verdict in words: the first sentence of a report, also of the report by `fullshard doctor`."""
     if cause.kind == "transport":
         return "all ranks wait at the same point, and nothing arrives: the network or its transport is stuck."
     who, waiting = ranks_of([status["rank"] for status in cause.named]), _while(cause.others)
@@ -78,7 +78,7 @@ def sentence(cause: Verdict) -> str:
         return f"{who} {_called(first)} after the end of {gone} ({after(cause.others[0])})."
     action = _DID[cause.kind](first)
     if cause.kind == "absent" and any(status.get("broken") for status in cause.others):
-        action = "has made no unit, and ended or raised before"
+        action = "ended or raised before it sharded a model"
     return f"{_agreeing(who, action)}{waiting}."
 
 
@@ -91,7 +91,7 @@ def first_difference(statuses: Sequence[Status]) -> str:
 
 
 def _while(statuses: Sequence[Status]) -> str:
-    """The calls in which these ranks wait, as a "while" clause; empty if none is known."""
+    """The calls in which these ranks wait, as a "while" clause; empty if no call was reported."""
     waiting = [(status["rank"], _called(status)) for status in statuses if status.get("call") and stands(status)]
     calls = [f"{who} {call}" for who, call in grouped(waiting)[:3]]
     return f" while {', and '.join(calls)}" if calls else ""
@@ -151,7 +151,7 @@ _DID: dict[str, Callable[[Status], str]] = {
 
 
 def lines_of(statuses: Sequence[Status], beyond: str = "does not answer: its watcher cannot be reached") -> list[str]:
-    """What ranks are doing, with one line for all ranks in the same state.
+    """What ranks are doing, with a line for each group of ranks in the same state.
 
     Args:
         beyond: the line for ranks that cannot be reached.
@@ -162,7 +162,7 @@ def lines_of(statuses: Sequence[Status], beyond: str = "does not answer: its wat
 
 
 def line_of(status: Status, beyond: str = "does not answer: its watcher cannot be reached") -> str:
-    """What one rank is doing, in one line."""
+    """What a rank is doing, in a line."""
     last, call = f"; last: {at(status)}", _calling(status)
     raised = f"raised {line_of_error(status)}" if status["raised"] else ""
     if status["gone"] is not None:
@@ -237,7 +237,7 @@ def is_a_file(path: str) -> ConfigError:
     return ConfigError("watch() takes the path of a folder, which is created when needed.", got=f"the file {path}")
 
 
-def found_before(report: str) -> str:
+def reported_earlier(report: str) -> str:
     """The note on a backend's own error that ends a rank after the watchers' report."""
     return f"fullshard reported earlier: {report}"
 

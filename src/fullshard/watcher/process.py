@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""The signal by which neighbours ask for Python stacks; one that programs do not use."""
+"""The signal by which neighbours ask for Python stacks; programs do not use it."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -81,7 +81,7 @@ class Call(NamedTuple):
     Attributes:
         did: a predicate that follows a rank's name: "called fullshard.save", "ran the model's forward".
         at: file and line of the program: "train.py:79".
-        waits: whether the innermost frame is in one of PyTorch's collectives, where the host waits for other ranks.
+        waits: whether the innermost frame is in a collective of PyTorch's, where the host waits for other ranks.
         in_pass: whether a sharded model's forward, or a backward, is running.
     """
 
@@ -115,7 +115,7 @@ _unobserved: dict[int, list[Frame]] = {}  # by thread: see `unobserved`
 def unobserved() -> Iterator[None]:
     """A context in which other threads see this thread's frames as they are now.
 
-    Whoever looks at a frame keeps its variables alive for that time, after its function has returned.
+    A thread that looks at a frame keeps the frame's variables alive meanwhile, even after its function has returned.
     """
     thread = threading.get_ident()
     _unobserved[thread] = frames_at(thread)
@@ -145,15 +145,15 @@ def frames_of_trace(trace: TracebackType | None) -> list[Frame]:
 
 
 def readable(frames: Sequence[Frame]) -> str:
-    """The innermost frame and the program's frames, one per line: the callers of library frames show the place."""
+    """The innermost frame and the program's frames, a line each: the callers of library frames show the place."""
     return "\n".join([str(frame) for index, frame in enumerate(frames) if not index or frame.is_users])
 
 
 def call_of(frames: Sequence[Frame]) -> Call | None:
     """The call that the program is in; None if no frame is the program's.
 
-    Its line is the program's innermost one. If that line is part of the model (a forward that calls a block), it is the
-    line that called the whole model.
+    Its line is that of the program's innermost frame; inside the model (a forward that calls a block), the line that
+    called the whole model.
     """
     at = _users(frames, 0)
     if at is None:

@@ -1,7 +1,7 @@
 """The rank's side of the watcher: what it records, how it waits, and what it raises; and `watch`, for users.
 
-All of it belongs to the process, not to a model: a process has one log and one watcher, whatever it trains. The engine
-records what it issues (`RANK.record`) and waits for collectives by `RANK.wait`; nothing else happens in a step.
+All of it belongs to the process, not to a model: a process has a single log and a single watcher. In a step the engine
+only records what it issues (`RANK.record`) and waits for collectives (`RANK.wait`).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Rank:
         waits: the waits that have lasted for a slice, oldest first.
         names, nbytes: number of a root -> its units' names, and the bytes that they gather or reduce.
         raised: the last integer of the log before the error that ended the program, and its traceback.
-        caught: the last integer of the log before the error of a pass, and that error in one line.
-        reading: one entry for each thread that reads or writes files.
+        caught: the last integer of the log before the error of a pass, and that error in a line.
+        reading: an entry for each thread that reads or writes files.
         idle: whether the device waits for collectives rather than the host.
         peers: the ranks of the default process group with which this rank shares a mesh.
         verdict: the watchers' report; None if there is none.
@@ -122,7 +122,7 @@ class Rank:
     # What the rank does.
 
     def talks(self, what: str) -> None:
-        """Record an exchange between ranks that belongs to no unit; `what` is one of `TALKS`."""
+        """Record an exchange between ranks that belongs to no unit; `what` is in `TALKS`."""
         self._talks += TURN
         self.record(word(AGREEMENT, TALKS.index(what)) + self._talks)
 
@@ -199,7 +199,7 @@ class Rank:
         work.wait()  # has completed: raises if it failed
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error for a failed collective: the watchers' verdict if one comes soon, else `error` as the cause."""
+        """The error for a failed collective: the watchers' verdict if it comes soon, else `error` as the cause."""
         if self.watcher is None:
             return error
         with self._waiting(self.log[-1], broken=True):
@@ -290,16 +290,17 @@ def watch(
 ) -> None:
     """Set how long ranks may wait for each other, and where reports go. Call it before the first forward, on all ranks.
 
-    A watcher is a thread of each rank. While ranks make progress it does next to nothing. When a rank has waited for a
-    collective of Fullshard's, its watcher calls the roll in the process group's store, and all watchers answer with
-    what their ranks are doing, and since when. When a rank has waited for `limit` seconds, or another rank is gone,
-    every waiting rank raises a `DivergenceError` with the report: which ranks wait for what, which are elsewhere, which
-    are gone and how, the first difference in the order of units, and the Python stacks. A slow rank is waited for while
-    it makes progress: in its first step for four times the limit, and as long as it computes, reads or writes; later as
-    long as its Python stack moves, it or its children compute, or it sends, receives, reads or writes. On CPUs no wait
-    for a collective of Fullshard's lasts longer than 0.8 of the process group's timeout. Silence does not prove that a
-    rank is gone: it counts only once it has lasted for the limit, and not while the rank's neighbours on its machine
-    see it make progress.
+    A watcher is a thread of each rank. While ranks make progress it does next to nothing. When its rank waits for a
+    collective of Fullshard's, it calls the roll in the process group's store, and all watchers answer with what their
+    ranks are doing, and since when. When a rank has waited for `limit` seconds, or another rank is gone, every waiting
+    rank raises a `DivergenceError` with the report: what each rank waits for or does elsewhere, which ranks are gone
+    and how they ended, the first difference in the order of units, and the Python stacks.
+
+    Ranks wait for a slow rank while it makes progress. In its first step that is as long as it computes, reads or
+    writes, and at least four times the limit; later, as long as its Python stack changes, it or its children compute,
+    or it sends, receives, reads or writes. On CPUs no wait for a collective of Fullshard's lasts longer than 0.8 of the
+    process group's timeout. A rank that does not answer counts as gone only after the limit, and not while other
+    watchers on its machine see it make progress.
 
     Args:
         limit: seconds. None: a third of the process group's timeout, 300 at most.
@@ -333,7 +334,7 @@ def note_at_the_end(rank: Rank) -> None:
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         rank.note(error)
         if rank.verdict is not None and not isinstance(error, DivergenceError):
-            error.add_note(messages.found_before(rank.verdict))  # a backend's own error, after the others left
+            error.add_note(messages.reported_earlier(rank.verdict))  # a backend's own error, after the others left
         previous_hook(kind, error, trace)
 
     sys.excepthook = hook

@@ -7,12 +7,13 @@ Watchers communicate by keys in the process group's store, each over its own con
     roll       the latest round: its number, its caller, what it asks for; or the report that ends everything
     round/N    exists if there is a round N; threads check for it twice a second
 
-The rank that called a round calls the next ones, and judges; another waiting rank takes over if no round follows. The
-ranks on the same machine look a silent rank up in `/proc`: it is gone, stopped, or alive and holds the interpreter lock
-(they then get its Python stack by a signal, which `faulthandler` answers all the same). Of a silent rank without
-neighbours nothing is known but its silence, which counts only once it has lasted for the limit.
+The rank that called a round calls the next rounds too, and judges; a different waiting rank takes over if no round
+follows. Ranks on the same machine look up a silent rank in `/proc`: it is gone, stopped, or alive and holding the
+interpreter lock (they then get its Python stack by a signal, which `faulthandler` answers even so). A silent rank
+without neighbours counts as gone only once its silence has lasted for the limit.
 
-A watcher that cannot reach the store is alone: it judges by what is certain without it, and retries now and then.
+A watcher that cannot reach the store is alone: it judges by what is certain without the store, and retries
+periodically.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ class Watcher:
 
     Attributes:
         is_alone: whether the last attempt to reach the store failed.
-        known: rank -> its last status, of the ranks that have sent one.
+        last_statuses: rank -> its last status, of the ranks that have sent a status.
         before: all ranks' statuses at the previous look.
     """
 
     def __init__(self, rank: Rank, number: int, world: int, connect: Callable[[], Any]) -> None:
         self.rank, self.number, self.world = rank, number, world
-        self.known: dict[int, Status] = {}
+        self.last_statuses: dict[int, Status] = {}
         self.before: list[Status] = []
         self.is_alone = False
         self._connect, self._line = connect, connect()
@@ -124,7 +125,7 @@ class Watcher:
         self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was first seen
         self._silence: Silence | None = None
         self._alike = 0  # consecutive looks without progress
-        self._condemned: dict[int, float] = {}  # rank to terminate (this one, silent neighbours) -> time of the verdict
+        self._condemned: dict[int, float] = {}  # rank to terminate (this, or silent neighbours) -> time of the verdict
         self._printed: set[object] = set()  # keys of messages that are printed once
         self._silent: dict[int, int] = {}  # rank that did not answer the last round -> the neighbour that looks at it
         self._read_at = self._answered_store = time.monotonic()
@@ -144,7 +145,7 @@ class Watcher:
         """Stop the thread, which would crash the process if it ran native code while the interpreter ends.
 
         Args:
-            announce: whether the rank ends, which other ranks are then told.
+            announce: whether the rank ends, which is then announced to other ranks.
         """
         self._ends = announce
         self._over.set()
@@ -194,7 +195,7 @@ class Watcher:
         """Call a method of the store's connection. While it does not answer, `hears_nothing_for` counts.
 
         Raises:
-            StoreGone: the store cannot be reached. The next call reconnects, as a late answer to this one may follow.
+            StoreGone: the store cannot be reached. The next call reconnects, as a late answer to this call may follow.
         """
         self._asked_store = time.monotonic()
         try:
@@ -233,13 +234,13 @@ class Watcher:
     @property
     def _gone(self) -> set[int]:
         """Ranks whose last status says that they ended."""
-        return {rank for rank, status in self.known.items() if status["gone"] is not None}
+        return {rank for rank, status in self.last_statuses.items() if status["gone"] is not None}
 
     def _read_roll(self) -> None:
         """Answer a new round if there is one."""
         number, now = self._roll["round"], time.monotonic()
-        if _KEEPER not in self.known and self._has(f"rank/{_KEEPER}"):
-            (self.known[_KEEPER],) = self._get_ranks([_KEEPER])  # while its store still answers
+        if _KEEPER not in self.last_statuses and self._has(f"rank/{_KEEPER}"):
+            (self.last_statuses[_KEEPER],) = self._get_ranks([_KEEPER])  # while its store still answers
         late = now - self._read_at > 20 * _TICK  # rounds may have passed, and their keys been removed
         self._read_at = now
         if not (self._has(f"round/{number + 1}") or late):
@@ -250,7 +251,7 @@ class Watcher:
         self._roll, self._roll_at = roll, now
         gone = roll.get("gone")
         if gone is not None and gone != self.number:
-            (self.known[gone],) = self._get_ranks([gone])
+            (self.last_statuses[gone],) = self._get_ranks([gone])
         if self.number in roll.get("ranks", ()):
             self._receive(roll["report"], roll["keeps"])
         if self._round is None or roll["by"] != self.number:
@@ -285,7 +286,7 @@ class Watcher:
             return
         waited = self._waited()
         since = time.time() - (waited or 0.0)
-        if since - self._since > 1.0:  # a new wait: looks during the last one say nothing about it
+        if since - self._since > 1.0:  # a new wait: looks during the previous wait do not count
             self._since, self._alike = since, 0
             self.before.clear()
             self._heard.clear()
@@ -306,13 +307,13 @@ class Watcher:
     def _collect(self, turn: Round) -> None:
         """Collect answers; conclude when all have arrived, or the time is up."""
         now = time.monotonic()
-        present = {rank for rank in self.rank.peers if rank in self.known or self._has(f"rank/{rank}")}
+        present = {rank for rank in self.rank.peers if rank in self.last_statuses or self._has(f"rank/{rank}")}
         missing = sorted(present - set(self._answers))
         for rank, status in zip(missing, self._get_ranks(missing), strict=True):
-            if status["round"] != self.known.get(rank, {}).get("round"):
+            if status["round"] != self.last_statuses.get(rank, {}).get("round"):
                 self._heard[rank] = now
             self._heard.setdefault(rank, now)
-            self.known[rank] = status
+            self.last_statuses[rank] = status
             if status["round"] >= turn.number or status["gone"] is not None:
                 self._answers[rank] = status
         pending = present - set(self._answers)
@@ -325,7 +326,7 @@ class Watcher:
         """Judge the answers of a round: give the verdict, or call another round."""
         limit, hard = self.rank.limits()
         lookers = {rank: by for rank, by in turn.silent.items() if rank not in self._answers and by in self._answers}
-        unseen = sorted(self.rank.peers & set(self.known) - set(self._answers) - set(lookers))
+        unseen = sorted(self.rank.peers & set(self.last_statuses) - set(self._answers) - set(lookers))
         if new := {rank: by for rank in unseen[:_MOST_SILENT] if (by := self._neighbour_of(rank)) is not None}:
             self._call(turn.full, lookers | new)
             return
@@ -348,13 +349,13 @@ class Watcher:
 
     def _neighbour_of(self, rank: int) -> int | None:
         """The lowest rank on the same machine that has answered and is alive."""
-        machine = self.known[rank]["machine"]
+        machine = self.last_statuses[rank]["machine"]
         neighbours = [peer for peer, s in self._answers.items() if s["machine"] == machine and s["gone"] is None]
         return min(neighbours, default=None)
 
     def _status_of(self, rank: int) -> Status:
         """The best status of a rank: its own answer, a neighbour's observation, or that of a silent rank."""
-        last, now = self.known.get(rank), time.monotonic()
+        last, now = self.last_statuses.get(rank), time.monotonic()
         if rank in self._answers:
             return self._answers[rank]
         if last is not None and last["gone"] is None:
@@ -368,18 +369,18 @@ class Watcher:
         return unheard(rank, last, now - self._heard.get(rank, now))
 
     def _judge_alone(self) -> None:
-        """Judge without the store, by what is known of its keeper and of ranks that ended before."""
+        """Judge without the store, by the status of its keeper and of ranks that ended before."""
         self._called = time.monotonic()
         statuses = [self.status(True)]
         for rank in sorted({_KEEPER, *self._gone} & self.rank.peers - {self.number}):
             statuses.append(self._status_without_store(rank))
-        # Whether a live rank waits too cannot be known.
+        # Whether a live rank waits too is unknown.
         certain = statuses[0]["broken"] or any([s["gone"] is not None or s["state"] == "T" for s in statuses])
         if certain and (report := self._report_on(statuses)):
             self._receive(report, {})
 
     def _status_without_store(self, rank: int) -> Status:
-        last = self.known.get(rank)
+        last = self.last_statuses.get(rank)
         if last is not None and last["gone"] is not None:
             return last
         if last is not None and last["machine"] == process.machine():
@@ -430,11 +431,13 @@ class Watcher:
     def _end_if_deaf(self) -> None:
         """Terminate ranks that do not raise the verdict, except stopped ones, which may be in a debugger."""
         for rank, since in list(self._condemned.items()):
-            is_self = rank == self.number
-            if is_self and self.rank.leaves:
-                del self._condemned[rank]
-                continue
-            if not is_self and (not process.lives(self.known[rank]) or process.state(self.known[rank]["pid"]) == "T"):
+            if rank == self.number:
+                pid, is_over = os.getpid(), self.rank.leaves
+            else:
+                status = self.last_statuses[rank]
+                pid = status["pid"]
+                is_over = not process.lives(status) or process.state(pid) == "T"
+            if is_over:
                 del self._condemned[rank]
                 continue
             grace = self.rank.settings.grace
@@ -443,7 +446,6 @@ class Watcher:
                 continue
             self._print_once(rank, messages.ended_by_watcher(rank, grace, self.rank.verdict or ""))
             with contextlib.suppress(ProcessLookupError):
-                pid = os.getpid() if is_self else self.known[rank]["pid"]
                 os.kill(pid, signal.SIGKILL if late > 5.0 else signal.SIGTERM)
 
     def _print_once(self, key: object, text: str) -> None:
@@ -487,7 +489,7 @@ class Watcher:
         return Wait(silence.issued, silence.since, self._home) if in_pass else None
 
     def _in_own_collective(self) -> float | None:
-        """Seconds for which the rank has been in a collective of the program's own; None if it is not in one."""
+        """Seconds for which the rank has been in a collective of the program's own; None if it is not."""
         silence = self._standing()
         return time.time() - silence.since if silence is not None and silence.call and silence.call.waits else None
 
@@ -502,7 +504,7 @@ class Watcher:
         return in_own if in_own is not None and in_own > self.rank.limits()[0] else None
 
     def _silent_for(self) -> float | None:
-        """Seconds for which a rank whose device waits has been at one position; None if it is not."""
+        """Seconds for which a rank whose device waits has been at the same position; None if it has not."""
         silence = self._standing()
         return time.time() - silence.since if silence is not None and self.rank.idle else None
 
@@ -525,7 +527,7 @@ class Watcher:
                 self._silence = Silence(frames, process.call_of(frames), now, issued)
 
     def _frames(self) -> list[Frame]:
-        """The Python stack of the waiting thread, or else of the thread that made the first unit."""
+        """The Python stack of the waiting thread, or else of the thread that built the first unit."""
         waits = self.rank.waits[:1]
         return process.frames_at(waits[0].thread if waits else self._home)
 
@@ -573,7 +575,7 @@ class Watcher:
         }
 
     def _caught(self, records: Sequence[Record]) -> str | None:
-        """The error that a pass of this step or the previous one raised and the program caught; None without one."""
+        """The error that a pass of this or the previous step raised and the program caught; None without an error."""
         at, text = self.rank.caught or (0, "")
         steps = [record.step for record in records[:-1] if record.word == at]
         return text if steps and records[-1].step - steps[0] <= 1 else None
@@ -587,9 +589,9 @@ class Watcher:
         """What this rank observes of the silent ranks assigned to it, as a part of its status."""
         seen = {}
         for rank in [int(rank) for rank, looker in silent.items() if looker == self.number]:
-            if rank not in self.known:
-                (self.known[rank],) = self._get_ranks([rank])
-            seen[str(rank)] = process.look_at(self.known[rank])
+            if rank not in self.last_statuses:
+                (self.last_statuses[rank],) = self._get_ranks([rank])
+            seen[str(rank)] = process.look_at(self.last_statuses[rank])
         return {"seen": seen}
 
 
