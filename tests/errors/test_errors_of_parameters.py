@@ -120,7 +120,11 @@ CALLS = [
         run,
         "ConfigError: A parameter is a tensor subclass with inner ... Silent without fsdp_pre_all_gather",
     ),
-    (lambda: fully_shard(int8(Short)), run, "ConfigError: fsdp_post_all_gather made a tensor of a different shape"),
+    (
+        lambda: fully_shard(int8(Short)),
+        run,
+        "ConfigError: fsdp_post_all_gather returned a tensor with a different shape",
+    ),
     (
         lambda: fully_shard(int8()),
         lambda m: m.unshard(),
@@ -223,5 +227,5 @@ def test_a_sharded_state_dict_over_two_meshes():
 def test_several_rectangles_for_a_writer_of_one(tmp_path):
     model = fully_shard(nn.Linear(3, 7), layout="flat")
     writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), save_distributed=True)
-    with pytest.raises(CheckpointException, match="storage writer keeps one tensor per name"):
+    with pytest.raises(CheckpointException, match="storage writer stores a single tensor per name"):
         dcp.save(dict(model.state_dict()), storage_writer=writer, no_dist=True)

@@ -1,4 +1,4 @@
-"""One parameter of a sharded model: where it is registered, this rank's part of it, and its form while sharded."""
+"""The parameters of a sharded model: where each is registered, this rank's part of it, and its form while sharded."""
 
 from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
 from .flat import FlatParameterForm

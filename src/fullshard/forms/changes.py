@@ -33,7 +33,7 @@ class Owner(weakref.ref):  # type: ignore[type-arg]
 
 @dataclass(slots=True)
 class Touched:
-    """The known actions of users' code on a unit's shards.
+    """The recorded actions of users' code on a unit's shards.
 
     Attributes:
         changes: number of changes of values.
@@ -72,7 +72,7 @@ class Touched:
 
 
 class Untouched:
-    """Checks that users have replaced nothing that the engine made: compared in C, once per pass.
+    """Checks that users have replaced none of the engine's objects: compared in C, once per pass.
 
     Args:
         objects: pairs of a function that reads an object, and the object that it must return.

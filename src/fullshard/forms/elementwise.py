@@ -27,7 +27,7 @@ def is_elementwise(name: str) -> bool:
         return True
     single = name.removeprefix("_foreach_").rstrip("_")
     if name.startswith("_foreach_") and single in ("copy", "zero", "max"):
-        return single != "max"  # with one operand it reduces over all elements
+        return single != "max"  # with a single operand it reduces over all elements
     packet = getattr(_aten, single, None) if single and not name.startswith("__") else None
     overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
     tags = [getattr(packet, overload).tags for overload in overloads]
@@ -82,17 +82,17 @@ def _fused_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     values: list[Any] = []
     for value in (*args, *kwargs.values()):
         several = isinstance(value, (list, tuple))
-        tensors = [one for one in (value if several else [value]) if isinstance(one, torch.Tensor)]
+        tensors = [item for item in (value if several else [value]) if isinstance(item, torch.Tensor)]
         if not any([isinstance(tensor, DTensor) or tensor.dim() for tensor in tensors]):
             values.append(value)  # numbers, counts of steps
             continue
         if not several or len(value) != len(first):
             return NotImplemented
-        own = [*map(_beside, value, first)]
-        if {*map(type, own)} != {torch.Tensor}:
+        locals_ = [*map(_beside, value, first)]
+        if {*map(type, locals_)} != {torch.Tensor}:
             return NotImplemented
         changed += value
-        values.append(own)
+        values.append(locals_)
     func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
     increment_version(changed)
     return None

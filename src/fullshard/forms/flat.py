@@ -1,4 +1,4 @@
-"""One `FlatParameter` over the whole shard, registered on the wrapped module; other modules have stand-ins with shapes.
+"""A `FlatParameter` over the whole shard, registered on the wrapped module; modules inside have stand-ins with shapes.
 
 The wrapper's form with use_orig_params=False. The flat parameter is the only tensor that an optimizer updates.
 """
@@ -103,17 +103,10 @@ class FlatParameterForm(LocalForm):
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return self.flat.data_ptr() != shard.data_ptr()
 
-    def _replaced(self, members: Sequence[Member]) -> Member | None:
-        """The first member whose stand-in on a module was replaced by the user."""
-        for member in members:
-            for place in member.places:
-                if place.target.get(place.name) is not member.stand_in:
-                    return member
-        return None
-
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        if (replaced := self._replaced(members)) is not None:
-            raise self.not_fitting(replaced, replaced.places[0].registered())
+        for member in members:
+            if any(place.shown() is not member.stand_in for place in member.places):  # the user replaced a stand-in
+                raise self.not_fitting(member, member.places[0].registered())
         holder = self.holder
         flat = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
         if not isinstance(flat, nn.Parameter) or flat.numel() != self.layout.shard_numel or flat.dim() != 1:
@@ -140,5 +133,5 @@ class FlatParameterForm(LocalForm):
 
     def copied(self) -> FlatParameterForm:
         copy = type(self)(self.layout, self.axes, self.apart)
-        copy.flat = self.flat  # until the copy registers one of its own
+        copy.flat = self.flat  # until the copy registers its own
         return copy

@@ -1,4 +1,4 @@
-"""`FlatParameter`: all parameters of a wrapper instance in one 1-D tensor, of which each rank holds a slice."""
+"""`FlatParameter`: all parameters of a wrapper instance in a single 1-D tensor, of which each rank has a slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTRIBUTE = "_flat_param"
 
 @dataclass(frozen=True)
 class FlatParamShardMetadata:
-    """One rank's part of a `FlatParameter`, with an entry per parameter of which the rank holds elements.
+    """A rank's part of a `FlatParameter`, with an entry for each parameter of which the rank has elements.
 
     Attributes:
         param_names: names relative to the wrapped module.
@@ -104,7 +104,7 @@ def is_contiguous(slot: Slot) -> bool:
 
 
 def shard_metadata(layout: Layout, rank: int) -> FlatParamShardMetadata:
-    """The metadata of the part of a flat layout that `rank` holds."""
+    """The metadata of `rank`'s part of a flat layout."""
     entries: Sequence[tuple[Slot, int, int]] = [
         (slot, part.start, part.start + part.numel - 1)
         for slot in sorted(layout.slots, key=lambda slot: slot.offset)

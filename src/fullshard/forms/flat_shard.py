@@ -1,4 +1,4 @@
-"""A tensor of which each rank holds one run of elements: the sharded parameters of flat layouts.
+"""A tensor of which each rank has a run of elements: the sharded parameters of flat layouts.
 
 It has the whole parameter's shape, so that code which groups parameters by `ndim` or `shape` treats them like the
 originals; its values are the elements [start, stop) in memory order. Element-wise operations compute on the run;
@@ -25,12 +25,11 @@ from ..errors import PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
 from ..torch_private.foreach_types import works_in_lists
-from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
+from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
-from .norms import norms
 from .row_shard import assign_data
 from .run import Run
 
@@ -39,7 +38,7 @@ aten = torch.ops.aten
 
 @works_in_lists
 class FlatShard(torch.Tensor):
-    """A tensor of shape `run.shape` of which this rank holds the elements of `run`, in the 1-D tensor `local`.
+    """A tensor of shape `run.shape` of which this rank has the elements of `run`, in the 1-D tensor `local`.
 
     Owns nothing: `local` is a view of the unit's shard (parameters), a view of its reduced slice (gradients), or a
     separate tensor (optimizer state).
@@ -209,7 +208,7 @@ def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return value
         return [_local(v, runs[i], func) if i < len(runs) and runs[i] else v for i, v in enumerate(value)]
 
-    # Units of other layouts have DTensors, which torch cannot mix with these in one call.
+    # Units of other layouts have DTensors, which torch cannot mix with FlatShards in the same call.
     flat = [run is not None for run in runs]
     outputs = call_apart(func, [*map(local_list, args)], {k: local_list(v) for k, v in kwargs.items()}, flat)
     if outputs is None:
@@ -239,10 +238,6 @@ def _local(value: Any, run: Run | None, func: Any) -> Any:
 def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
     run = _first_run(args)
     return not_computed_flat(func, run.name if run else None, why)
-
-
-def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    return reduce_value(value, op, run.axis.group) if run.axis.size > 1 else value
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
@@ -277,26 +272,58 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     run = args[0]._run
-    total = _all_reduce(run, args[0]._local_tensor.sum(**kwargs))
+    total = run.reduce(args[0]._local_tensor.sum(**kwargs))
     return total / run.numel if func is aten.mean.default else total
 
 
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The order of a norm."""
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if (len(args) > 2 and args[2] is not None) or kwargs.get("dim") is not None:
         raise _unsupported(func, args, "a norm along some dims only")
-    return norms([args[0]], float(order), kwargs.get("dtype"))[0]
+    return _norms([args[0]], _order(args, kwargs), kwargs.get("dtype"))[0]
+
+
+def _norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norms of whole tensors, FlatShards or plain: local norms, then a single all-reduce per axis."""
+    local = [inside(shard) for shard in shards]
+    neutral = math.inf if order == -math.inf or order < 0 else 0.0  # of no elements
+    norms = [
+        torch.linalg.vector_norm(t, order, dtype=dtype)
+        if t.numel()
+        else torch.full((), neutral, dtype=(dtype or t.dtype).to_real(), device=t.device)
+        for t in local
+    ]
+    by_axis: dict[int, list[int]] = {}
+    for i, shard in enumerate(shards):
+        if isinstance(shard, FlatShard):
+            by_axis.setdefault(id(shard._run.axis.group), []).append(i)
+    for indices in by_axis.values():
+        run: Run = shards[indices[0]]._run
+        stacked = torch.stack([norms[i] for i in indices])
+        if math.isinf(order):
+            stacked = run.reduce(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+        elif order == 0:  # the number of nonzero elements
+            stacked = run.reduce(stacked)
+        else:
+            stacked = run.reduce(stacked**order) ** (1.0 / order)
+        for i, norm in zip(indices, stacked.unbind(), strict=True):
+            norms[i] = norm
+    return norms
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return norms(list(args[0]), float(args[1] if len(args) > 1 else kwargs.get("ord", 2)), kwargs.get("dtype"))
+    return _norms(list(args[0]), _order(args, kwargs), kwargs.get("dtype"))
 
 
 def _foreach_powsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    order = _order(args, kwargs)
     if not 0 < order < math.inf:
         raise _unsupported(func, args)
-    return [norm**order for norm in norms(list(args[0]), order, kwargs.get("dtype"))]
+    return [norm**order for norm in _norms(list(args[0]), order, kwargs.get("dtype"))]
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,7 +344,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     run = next(a._run for a in args if isinstance(a, FlatShard))
     local = [_local(a, run, func) for a in args]
     differs = torch.tensor(float(not torch.equal(*local)), device=local[0].device)
-    return not bool(_all_reduce(run, differs))
+    return not bool(run.reduce(differs))
 
 
 _LOCAL = {

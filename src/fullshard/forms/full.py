@@ -27,10 +27,10 @@ _Address = Callable[[], int]
 
 
 class GatherPlan:
-    """The calls of a gather, moment by moment: made once, run in every step.
+    """The calls of a gather, moment by moment: built once, run in every step.
 
     Attributes:
-        comm: the collectives for which it was made; None for a plan of a single gather, which refers to its source.
+        comm: the collectives for which it was built; None for a plan of a single gather, which refers to its source.
         begins: allocate memory, and cast.
         gathers: each starts a collective.
         fills: once the collectives are over, allocate the copied part and copy into it.
@@ -198,7 +198,7 @@ def plain_part(member: Member) -> torch.Tensor:
 
 @contextmanager
 def _allocated(*buffers: Scratch) -> Iterator[None]:
-    """A context in which these have memory, as making views of parts of them requires."""
+    """A context in which these buffers have memory, which views of their parts require."""
     freed = [buffer for buffer in buffers if not buffer.allocated]
     for buffer in freed:
         buffer.allocate()
@@ -208,7 +208,7 @@ def _allocated(*buffers: Scratch) -> Iterator[None]:
 
 
 def _sized(scratch: Scratch | None, numel: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-    """`scratch` if it is such a buffer, else a new one, freed."""
+    """`scratch` if it has this length and dtype, else a new buffer, freed."""
     if scratch is not None and (scratch.tensor.numel(), scratch.tensor.dtype) == (numel, dtype):
         return scratch
     scratch = Scratch(numel, dtype, device)
@@ -370,7 +370,7 @@ class PlainFull:
     def _unpacking(
         self, dtype: torch.dtype, world: int, lengths: Sequence[int]
     ) -> tuple[Scratch, Callable[[], object]]:
-        """The buffer for all ranks' packed slices, and what unpacks it into `_outs`; made at the first call."""
+        """The buffer for all ranks' packed slices, and the function that unpacks it into `_outs`."""
         if self._received is None:
             self._received = Scratch(world * sum(map(packed_bytes, lengths)), torch.uint8, self.whole.tensor.device)
             with _allocated(self.whole, self.staging):

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import local_part, read_device, read_dtype, read_is_meta, same_memory
+from ..torch_private.local_tensor import read_device, read_dtype, read_is_meta, same_memory
 from .changes import Untouched
 from .flat_shard import FlatShard
 from .full import Full, PlainFull
@@ -25,7 +25,7 @@ from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, ho
 from .messages import does_not_fit_local
 from .row_shard import full_of
 from .rows import refuse_tie
-from .run import Run
+from .run import Run, take_run
 
 
 class LocalForm:
@@ -49,8 +49,7 @@ class LocalForm:
         self.split = layout.world > 1
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
-        memory = local_part(original).permute(slot.spec.order).reshape(-1)
-        local.copy_(memory[part.start : part.start + part.numel])
+        take_run(slot, part, original, local)
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
         shown = self.view(member, member.local)
@@ -81,8 +80,7 @@ class LocalForm:
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if local.is_meta:
             return torch.empty(member.slot.shape, dtype=local.dtype, device="meta")
-        slice_numel = self.layout.segments[member.slot.segment].slice_numel
-        run = Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
+        run = Run.of(self.layout, member.slot, self.axes)
         whole = FlatShard(local.detach().to(self.axes.device), run).full_tensor()
         if member.split is not None:
             whole = full_of(member.split.unsharded(whole))

@@ -25,7 +25,7 @@ PART_KEY = "_fullshard_part"
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One parameter of a bucket.
+    """A parameter of a bucket.
 
     Attributes:
         slot: where it lies in the bucket.
@@ -36,10 +36,10 @@ class Member:
         split: how it is split over tensor-parallel ranks, if at all.
         unsharded: the unsharded parameter; None until the first gather.
         stand_in: shown on modules instead of `sharded`, if the form has stand-ins.
-        trains: the `requires_grad` with which `unsharded` was made; if it has changed there, the user set it.
-        qualified: its name relative to the root, once known.
-        birth: fingerprints of the whole value and of `local` when it was made, and the number of writes to the original
-            before, to compare with other ranks.
+        trains: the `requires_grad` with which `unsharded` was created; if it differs there, the user has set it.
+        qualified: its name relative to the root; None until the root is determined.
+        birth: fingerprints of the whole value and of `local` at its creation, and the number of earlier writes to the
+            original, to compare with other ranks.
     """
 
     slot: Slot
@@ -56,7 +56,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The name relative to the root if known, else to the module that was sharded."""
+        """The name relative to the root, or to the module that was sharded until the root is determined."""
         return self.qualified or self.slot.name
 
     @property
@@ -87,7 +87,7 @@ def attributes_of(parameter: torch.Tensor, alike: torch.Tensor | None = None) ->
     """The attributes that users set on a parameter (`p.no_decay = True`), without Fullshard's and a subclass's own.
 
     Args:
-        alike: a tensor made by an operation of the parameter's class: its attributes are the class's own.
+        alike: the result of an operation of the parameter's class: its attributes are the class's own.
     """
     flatten = getattr(parameter, "__tensor_flatten__", None)
     inner = flatten()[0] if flatten is not None and type(parameter) is not nn.Parameter else ()
@@ -111,7 +111,7 @@ def explicit_grad_dtype(parameter: torch.Tensor) -> tuple[bool, torch.dtype | No
 
 
 def take_grad_dtype(target: torch.Tensor, original: torch.Tensor | None = None) -> None:
-    """Set `target`'s `grad_dtype` to the user's on `original`; None for the one in `target`'s `identity_of`."""
+    """Set `target`'s `grad_dtype` to the user's on `original`; None: to that in `target`'s `identity_of`."""
     noted = target.__dict__.pop(_GRAD_DTYPE_KEY, _GRAD_DTYPE_KEY)
     explicit, dtype = explicit_grad_dtype(original) if original is not None else (noted is not _GRAD_DTYPE_KEY, noted)
     if explicit and not explicit_grad_dtype(target)[0]:

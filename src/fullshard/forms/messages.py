@@ -20,7 +20,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         parameter=parameters,
         rank=rank,
         expected=f"a Parameter of shape {(numel,)}",
-        got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
+        got=_kind_and_shape(replacement),
         remedy="change values inside summon_full_params(model), or in place",
         topic="parameter-replaced",
     )
@@ -43,12 +43,12 @@ def pickled(parameter: str) -> PhaseError:
 def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[int]) -> CheckpointError:
     """The error for a run of which a safetensors file would keep only a part."""
     return CheckpointError(
-        "Hugging Face's storage writer keeps one tensor per name and rank, but this rank's run of elements consists of "
-        "several rectangles: all but one would be lost.",
+        "Hugging Face's storage writer stores a single tensor per name and rank, but this rank's run of elements "
+        "consists of several rectangles: all but the last would be lost.",
         parameter=parameter,
         rank=rank,
         expected="at most one rectangle of elements",
-        got=f"{count} of shape {shape}",
+        got=f"{count} rectangles of a parameter of shape {shape}",
         remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
         '"owner"; DCP\'s own FileSystemWriter writes all layouts',
     )
@@ -57,7 +57,7 @@ def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[in
 def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> PhaseError:
     """The error for an operation that runs of elements do not support; `why` gives details, if any."""
     return PhaseError(
-        f"{func} is not supported on a flat shard, of which each rank holds a run of elements"
+        f"{func} is not supported on a flat shard, of which each rank has a run of elements"
         + (f": {why}." if why else "."),
         parameter=parameter,
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
@@ -95,7 +95,7 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         parameter=parameter,
         got=f"{called} on the object from before fully_shard",
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
-        "modules inside one module that fully_shard is applied to",
+        "modules of the same unit",
         topic="optimizer-built-early",
     )
 
@@ -104,7 +104,7 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
 
 
 def copied_into_whole(name: str | None) -> PhaseError:
-    """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
+    """The error for copying a sharded tensor into a plain tensor; `load_state_dict` quotes it for each parameter."""
     return PhaseError(
         f"{name or 'This tensor'} is sharded and the target is not: load whole values, from "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model).",
@@ -118,13 +118,14 @@ def saved_by_torch() -> str:
         "torch.save writes only this rank's part of a sharded state dict: neither a plain model nor a different number "
         "of ranks can load it.",
         remedy="use fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
+        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on a single rank. "
+        "Shown once",
         topic="copied-or-pickled",
     )
 
 
 def used_while_freed(called: Any, parameter: str) -> PhaseError:
-    """The error for computing with a sharded parameter as if it were the whole one."""
+    """The error for computing with a sharded parameter as if it were whole."""
     return PhaseError(
         f"{called} was called with a plain tensor and a sharded parameter whose unit is not gathered.",
         parameter=parameter,
@@ -144,7 +145,7 @@ def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any
         "A sharded parameter's .data was set to a tensor that is not its shard.",
         parameter=name,
         expected=f"{kind} of shape {shape}, split the same way",
-        got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
+        got=_kind_and_shape(value),
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
         topic="parameter-replaced",
     )
@@ -200,7 +201,7 @@ def _kind_and_shape(value: Any) -> str:
 
 
 def _remedy_for(replacement: Any, remedy: str) -> str:
-    """The remedy for a replaced parameter; a plain tensor indicates `functional_call`, which replaces for one call."""
+    """The remedy for a replaced parameter; a plain tensor indicates a temporary `functional_call`."""
     if isinstance(replacement, torch.Tensor) and not isinstance(replacement, nn.Parameter):
         return (
             "torch.func.functional_call is not supported on a sharded model, because units gather their own "
@@ -308,10 +309,10 @@ def freed_whole(parameter: str) -> ConfigError:
     )
 
 
-def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
+def returned_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
     """The error for a tensor of the wrong shape from `fsdp_post_all_gather`."""
     return ConfigError(
-        "fsdp_post_all_gather made a tensor of a different shape than the parameter.",
+        "fsdp_post_all_gather returned a tensor with a different shape than the parameter.",
         parameter=parameter,
         expected=expected,
         got=shape,

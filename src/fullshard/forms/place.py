@@ -85,30 +85,9 @@ class Place:
 
 
 class _Attributes:
-    """Writes a module's parameters as attributes, for a class that watches them. The reference is weak."""
+    """Replaces the `_parameters` of a module whose class watches its attributes: parameters are set as attributes.
 
-    __slots__ = ("_module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if (module := self._module()) is not None:
-            setattr(module, name, value)
-
-    def update(self, shown: dict[str, Any]) -> None:
-        for name, value in shown.items():
-            self[name] = value
-
-    def get(self, name: str) -> Any:
-        module = self._module()
-        return module._parameters.get(name) if module is not None else None
-
-
-class _InsideList:
-    """Replaces a module's `_parameters` if the module also has a list of its weights (`nn.LSTM`).
-
-    Showing a parameter under a name is not a registration, which torch's registration hooks would see.
+    The reference to the module is weak.
     """
 
     __slots__ = ("_module",)
@@ -118,11 +97,10 @@ class _InsideList:
 
     def __setitem__(self, name: str, value: Any) -> None:
         if (module := self._module()) is not None:
-            module._parameters[name] = value
-            names: Any = module.__dict__["_flat_weights_names"]
-            if name in names:
-                weights: Any = module.__dict__["_flat_weights"]
-                weights[names.index(name)] = value
+            self._put(module, name, value)
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        setattr(module, name, value)
 
     def update(self, shown: dict[str, Any]) -> None:
         for name, value in shown.items():
@@ -133,23 +111,31 @@ class _InsideList:
         return module._parameters.get(name) if module is not None else None
 
 
-class _OutsideList:
-    """Replaces a module's `__dict__` if the module also has a list of its weights (`nn.LSTM`)."""
+class _InsideList(_Attributes):
+    """Replaces the `_parameters` of a module that also has a list of its weights (`nn.LSTM`).
 
-    __slots__ = ("_module",)
+    Writes them directly: showing a parameter is not a registration, which torch's hooks would see.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    __slots__ = ()
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        if (module := self._module()) is not None:
-            module.__dict__[name] = value
-            names: Any = module.__dict__["_flat_weights_names"]
-            module.__dict__["_flat_weights"] = [getattr(module, weight, None) for weight in names]
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        module._parameters[name] = value
+        names: Any = module.__dict__["_flat_weights_names"]
+        if name in names:
+            weights: Any = module.__dict__["_flat_weights"]
+            weights[names.index(name)] = value
 
-    def update(self, shown: dict[str, Any]) -> None:
-        for name, value in shown.items():
-            self[name] = value
+
+class _OutsideList(_Attributes):
+    """Replaces the `__dict__` of a module that also has a list of its weights (`nn.LSTM`)."""
+
+    __slots__ = ()
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        module.__dict__[name] = value
+        names: Any = module.__dict__["_flat_weights_names"]
+        module.__dict__["_flat_weights"] = [getattr(module, weight, None) for weight in names]
 
     def get(self, name: str) -> Any:
         module = self._module()

@@ -15,19 +15,19 @@ from .member import Member
 
 
 class Form(Protocol):
-    """How the parameters of a bucket appear while sharded. One object per bucket; a new form is one new file.
+    """How the parameters of a bucket appear while sharded. One object per bucket; a new form is a new file.
 
     A **local** is this rank's part of a member, in the shape of `member.part`, in any buffer laid out as the shard
     (the shard itself, a reduced gradient, optimizer state). The tensor that users see for it is **shown**.
 
     Attributes:
-        plain: whether the shard is one plain 1-D tensor.
+        plain: whether the shard is a plain 1-D tensor.
         keeps_originals: whether the original Parameter objects become the sharded parameters.
         shows_kept: whether a parameter whose gradients were accumulated without sync gets a `.grad` of zeros: plain
             parameters offer no other way to notice that the user discarded those gradients.
-        counts: whether `version` is ever anything but 0.
+        counts: whether `counters` and `reassigned` detect changes that the shard's own version counter does not count.
         follows: whether `follow` does anything.
-        gives_empty: whether a parameter of which this rank holds no elements gets an (empty) `.grad`.
+        gives_empty: whether a parameter of which this rank has no elements gets an (empty) `.grad`.
     """
 
     plain: bool
@@ -41,7 +41,7 @@ class Form(Protocol):
         """Copy this rank's `part` of the original's values into `local`."""
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        """Make a member's sharded parameter over `member.local`, which replaces `original`."""
+        """Create a member's sharded parameter over `member.local`, which replaces `original`."""
 
     def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         """The shown tensor (not a Parameter) of a local; shares memory."""
@@ -56,7 +56,7 @@ class Form(Protocol):
         """This rank's part of a whole value, as a local; shares memory with `whole` where possible."""
 
     def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
-        """A check that the sharded parameters, their storage and dtype are still those made by this form."""
+        """A check that the sharded parameters, their storage and dtype are still those that this form created."""
 
     def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Tensors whose version counters count in-place changes, besides the shard itself."""

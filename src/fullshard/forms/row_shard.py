@@ -100,7 +100,7 @@ class RowShard(DTensor):
         return full_of(self, grad_placements)
 
     def data_ptr(self) -> int:
-        """0: a DTensor has no memory besides its local tensor's. (torch returns that one's offset, without a base.)"""
+        """0: a DTensor has no memory besides its local tensor's. (torch returns the local's offset, without a base.)"""
         return 0
 
     def _apart(self, attributes: dict[str, Any]) -> torch.Tensor:
@@ -185,7 +185,7 @@ def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-    """`DTensor.full_tensor` for any dtype. Over gloo uses the engine's connections for calls that may be one rank's."""
+    """`DTensor.full_tensor` for any dtype. Over gloo uses the engine's connections, as a rank may call it alone."""
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if not is_compiling() and _is_gathered_by_us(tensor):
         if not differentiable:
@@ -225,7 +225,7 @@ def _is_gathered_by_us(tensor: DTensor) -> bool:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, without a graph: the rows of all ranks one after the other; the last ranks may have fewer."""
+    """The whole tensor, without a graph: the rows of all ranks, concatenated; the last ranks may have fewer rows."""
     (at,) = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
     mesh, dim = tensor.device_mesh, tensor.placements[at].dim  # type: ignore[attr-defined]
     local, rows = local_of(tensor).detach().movedim(dim, 0), tensor.shape[dim]

@@ -1,4 +1,4 @@
-"""Rows: every parameter is split on one dim as by `torch.chunk`, and appears as a DTensor."""
+"""Rows: every parameter is split along a dim as by `torch.chunk`, and appears as a DTensor."""
 
 from __future__ import annotations
 

@@ -8,28 +8,25 @@ import torch
 from torch import nn
 
 from ..layout import Part, Slot
-from ..torch_private.local_tensor import local_part
 from .flat_shard import FlatShard
 from .member import NAME_KEY, Member
 from .messages import replaced_by_another
 from .rows import RowsForm
-from .run import Run
+from .run import Run, take_run
 
 
 class RunsForm(RowsForm):
     """See the module's docstring, and `Form`."""
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
-        memory = local_part(original).permute(slot.spec.order).reshape(-1)
-        local.copy_(memory[part.start : part.start + part.numel])
+        take_run(slot, part, original, local)
 
     def _dress(self, member: Member, parameter: nn.Parameter) -> None:
         parameter.__dict__[NAME_KEY] = member.name
 
     def run_of(self, member: Member) -> Run:
-        """The elements of a member that the ranks hold."""
-        slice_numel = self.layout.segments[member.slot.segment].slice_numel
-        return Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
+        """The elements of a member on each rank."""
+        return Run.of(self.layout, member.slot, self.axes)
 
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         return FlatShard(local, self.run_of(member))

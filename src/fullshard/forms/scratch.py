@@ -1,8 +1,7 @@
-"""Buffers whose memory comes and goes while their views stay.
+"""Buffers whose memory is freed and allocated again while their views stay.
 
-A gathered bucket exists for a fraction of a step, but making its hundreds of views anew each time would cost more
-than the gather. So the tensor and its views live as long as the bucket, and only their common storage is freed and
-allocated again.
+A gathered bucket exists for a fraction of a step, but creating its hundreds of views each time would cost more than the
+gather. So the tensor and its views live as long as the bucket, and only their common storage is freed and allocated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters that are DTensors before they are sharded: each rank's local part is sharded again.
 
-Tensor parallelism splits a parameter over the ranks that compute one batch together; data parallelism splits each such
-part over the ranks that compute different batches. The engine sees only the local part: it plans, gathers, frees and
+Tensor parallelism splits a parameter over ranks that compute the same batch together; data parallelism splits each such
+part over ranks that compute different batches. The engine sees only the local part: it plans, gathers, frees and
 reduces it like any other tensor. To users it is a DTensor: over both meshes for optimizers and checkpoints, over the
 tensor-parallel mesh for the module.
 """
@@ -34,7 +34,7 @@ class SpmdMesh:
         """Check that a parameter with these placements is whole on every data-parallel dim.
 
         Raises:
-            ConfigError: it is split on one.
+            ConfigError: it is split on such a dim.
         """
         for index in self.data_dims:
             if not placements[index].is_replicate():
@@ -49,6 +49,7 @@ class TensorParallel:
         mesh, placements: of the unsharded parameter.
         outer, outer_placements: of the sharded parameter: data-parallel dims first.
         shape, stride: of the whole parameter.
+        data_dims: dims of `mesh` on which the parameter is whole, and over which gradients are reduced.
     """
 
     mesh: DeviceMesh
@@ -57,7 +58,7 @@ class TensorParallel:
     outer_placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-    data_dims: tuple[int, ...] = ()  # of `mesh`: the parameter is whole on these, and gradients are reduced over them
+    data_dims: tuple[int, ...] = ()
 
     @classmethod
     def of(

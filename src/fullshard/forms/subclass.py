@@ -38,9 +38,9 @@ from .member import Member
 from .messages import (
     does_not_gather_itself,
     freed_whole,
-    made_another_shape,
     not_cut_into_chunks,
     replaced_by_another,
+    returned_another_shape,
     sends_uneven_rows,
     without_rows,
 )
@@ -81,7 +81,7 @@ class Chunks:
         self._by_slot = dict(zip(slots, self.tensors, strict=True))
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """The chunk of one parameter."""
+        """The chunk of a parameter."""
         return self._by_slot[slot]
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Chunks:
@@ -173,12 +173,12 @@ def rows_on_rank(tensor: Any, axis: Axis) -> Any:
 class SubclassFull:
     """The full buffers of a bucket of extensions.
 
-    The bytes of all tensors that the parameters send lie side by side in one buffer, which a single collective gathers.
-    The result is rank-major: one kernel copies it out, the rows of all ranks into a buffer per tensor.
+    The bytes of all tensors that the parameters send lie side by side in a buffer, which a single collective gathers.
+    The result is rank-major: a single kernel copies it out, the rows of all ranks into a buffer per tensor.
 
-    Ownership: the buffers are made at the first gather, and anew when a sent tensor changes its shape or dtype. Those
-    of the collective are allocated from `begins` to `fills`; those per tensor from `fills` to `ends` if the subclass
-    copied the data it needs, else to `frees`.
+    Ownership: the buffers are created at the first gather, and again when a sent tensor changes its shape or dtype.
+    Those of the collective are allocated from `begins` to `fills`; those per tensor from `fills` to `ends` if the
+    subclass copied the data it needs, else to `frees`.
 
     Args:
         form: of the bucket.
@@ -235,9 +235,9 @@ class SubclassFull:
     def _gather(self, comm: Gathers, axis: Axis) -> Pending:
         return comm.gather(axis, self._receive.tensor[: self.nbytes], self._send.tensor)
 
-    @torch.inference_mode(False)  # tensors made here must be usable in training later
+    @torch.inference_mode(False)  # tensors created here must be usable in training later
     def _arrange(self, comm: Gathers, axis: Axis, sizes: list[_Sizes]) -> None:
-        """Make the buffers for tensors of these sizes."""
+        """Create the buffers for tensors of these sizes."""
         rows = self._rows_of_all(comm, axis, sizes)
         for gathered, local_sizes, counts in zip(self._gathered, sizes, rows, strict=True):
             gathered.expect(axis.size, local_sizes, counts)
@@ -271,7 +271,7 @@ class SubclassFull:
     def _rows_of_all(self, comm: Gathers, axis: Axis, sizes: Sequence[_Sizes]) -> list[list[tuple[int, int]]]:
         """For each tensor of each parameter, the rows that every rank sends (padded), and the rows of all ranks.
 
-        If rows divide evenly, all ranks send the same number as this one. If not, ranks exchange their numbers.
+        If rows divide evenly, all ranks send as many rows as this rank. If not, ranks exchange their numbers.
 
         Raises:
             DivergenceError: ranks send different numbers of tensors, or numbers of rows that are neither equal nor
@@ -357,10 +357,10 @@ class SubclassFull:
 
 
 class _Gathered:
-    """The buffers of one parameter, and the tensor that its class makes from them.
+    """The buffers of a parameter, and the unsharded tensor that its class creates from them.
 
-    Ownership: tensors that the class makes belong to it, but their storage is freed with the unit's and allocated again
-    before the class fills them.
+    Ownership: tensors that the class creates belong to it, but their storage is freed with the unit's, and allocated
+    again before the class fills them.
 
     Attributes:
         received: per sent tensor, that of all ranks: [world * rows, ...], rows padded as sent.
@@ -374,7 +374,7 @@ class _Gathered:
         self._expected: tuple[_Sizes, list[tuple[int, int]]] | None = None  # sizes and rows of `received`
         self._outputs: tuple[torch.Tensor, ...] = ()  # views of `received` without padded rows
         self._keeps: list[bool] = []  # per buffer, whether the class's tensor uses it
-        self._made: Any = None  # the unsharded tensor as made by the class
+        self._unsharded: Any = None  # the tensor that the class returned
         self._metadata: Any = None
 
     def tensors_to_send(self, source: Any, mesh: DeviceMesh, policy: Any) -> list[torch.Tensor]:
@@ -396,11 +396,11 @@ class _Gathered:
         return [_plain(tensor) for tensor in sent]
 
     def expect(self, world: int, sizes: _Sizes, rows: list[tuple[int, int]]) -> None:
-        """Make new buffers for sent tensors of these sizes, unless sizes and rows equal those of the last gather."""
+        """Create buffers for sent tensors of these sizes, unless sizes and rows equal those of the last gather."""
         if self._expected == (sizes, rows):
             return
         self._expected = sizes, rows
-        self.member.unsharded, self._made, self.inner = None, None, []
+        self.member.unsharded, self._unsharded, self.inner = None, None, []
         self.received, outputs = [], []
         for (sent, total), (shape, dtype) in zip(rows, sizes, strict=True):
             out = Scratch(world * sent * math.prod(shape[1:]), dtype, self.device)
@@ -411,7 +411,7 @@ class _Gathered:
         self._outputs = tuple(outputs)
 
     def make_unsharded(self, ranks: int) -> None:
-        """Let the class make its unsharded tensor, or fill the tensor that it made before.
+        """Let the class create its unsharded tensor, or fill the tensor that it created before.
 
         Raises:
             ConfigError: the tensor does not have the parameter's shape.
@@ -421,27 +421,28 @@ class _Gathered:
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
         post: Any = chunk.fsdp_post_all_gather  # type: ignore[attr-defined]
-        if self._made is not None:
+        if (unsharded := self._unsharded) is not None:
             # A plain tensor is filled through an alias with a separate version counter: autograd must not take equal
             # values for a change of a saved tensor. A subclass is filled as the object that the module uses, on which
             # attributes may be set, unless padded rows were cut off.
-            out = member.unsharded if tuple(self._made.shape) == member.slot.shape else self._made
-            post(outputs, self._metadata, self.dtype, out=self._made.data if type(self._made) is torch.Tensor else out)
+            out = member.unsharded if tuple(unsharded.shape) == member.slot.shape else unsharded
+            out = unsharded.data if type(unsharded) is torch.Tensor else out
+            post(outputs, self._metadata, self.dtype, out=out)
             return
         unsharded, inner = post(outputs, self._metadata, self.dtype)
         shape = member.slot.shape
         shown = unsharded
         if tuple(unsharded.shape) != shape and tuple(unsharded.shape) == (-(-shape[0] // ranks) * ranks, *shape[1:]):
-            shown = unsharded.narrow(0, 0, shape[0])  # made from padded rows, it has padded rows
+            shown = unsharded.narrow(0, 0, shape[0])  # created from padded rows, it has padding too
         if tuple(shown.shape) != shape:
-            raise made_another_shape(member.name, member.slot.shape, tuple(unsharded.shape))
+            raise returned_another_shape(member.name, member.slot.shape, tuple(unsharded.shape))
         buffers = {out.storage.data_ptr() for out in self.received}
         used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(unsharded))}
         storages = {storage.data_ptr(): storage for storage in [tensor.untyped_storage() for tensor in inner]}
         self.inner = [(storage, storage.nbytes()) for at, storage in storages.items() if at not in buffers]
         self._keeps = [out.storage.data_ptr() in used for out in self.received]
         show_as_parameter(member, shown.data if type(shown) is torch.Tensor else shown)
-        self._made = unsharded
+        self._unsharded = unsharded
 
     def free_unused(self) -> int:
         """Free buffers that the class's tensor does not use; returns the bytes that remain."""
