@@ -25,7 +25,7 @@ from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSourc
 from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSink, TorchFileSource
 from ..store.metadata import NAME as METADATA
 from ..store.source import Entry, Sink, Source
-from ..store.storage import MANIFEST, LocalStorage
+from ..store.storage import MANIFEST
 from ..store.write import RANK_FILE, file_of
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")
@@ -92,19 +92,6 @@ def _kind_of_folder(path: Path) -> str:
     if incomplete:
         raise CheckpointError(f"{path} has no complete checkpoint, only {incomplete[0]}, which was not finished.")
     raise CheckpointError(f"{path} is not a checkpoint of a known format.", got=", ".join(sorted(names)[:5]))
-
-
-def storage_at(path: Path) -> LocalStorage:
-    """The files of a checkpoint of Fullshard or DCP; in a folder of several checkpoints, those of the latest.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-    """
-    folder = Folder(path)
-    name = folder.newest()
-    if name is None:
-        raise CheckpointError(f"{path} has no complete checkpoint.", expected="a folder with the files of a checkpoint")
-    return LocalStorage(path / name)
 
 
 def open_source(path: Path, model_only: bool = False, hashes: bool = True) -> Source:

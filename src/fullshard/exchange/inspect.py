@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ..errors import DamagedCheckpointError
-from ..store.formats.own import CheckpointSource
+from ..store.formats.own import CheckpointSource, storage_at
 from ..store.formats.pieced import PiecedSource
 from ..store.formats.safetensors_folder import SafetensorsSource
 from ..store.read import Files
 from ..store.source import MODEL, Entry, Source
-from .detect import kind_of, open_source, storage_at
+from .detect import kind_of, open_source
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ READ = {
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether DeepSpeed wrote a folder: one step's, or the folder with `latest`."""
+    """Whether DeepSpeed wrote a folder: that of a step, or the folder with `latest`."""
     return _has_states(path) or _latest(path) is not None
 
 
@@ -72,7 +72,7 @@ class DeepSpeedSource(PiecedSource):
     """A folder of DeepSpeed ZeRO-3. Nothing in it is executed.
 
     Args:
-        path: the folder with `latest`, or one step's folder.
+        path: the folder with `latest`, or the folder of a step.
 
     Raises:
         CheckpointError: files are missing or damaged, or not of ZeRO-3.
@@ -125,7 +125,7 @@ class DeepSpeedSource(PiecedSource):
             raise CheckpointError(f"{self._path} has different numbers of parameter groups and flat groups.")
 
     def _read_group(self, prefix: str, suffix: str, group: Mapping[str, tuple[int, ...]], flat: Sequence[Any]) -> None:
-        """Add the parameters of one group; `flat` has one tensor per rank."""
+        """Add the parameters of a group; `flat` has a tensor for each rank."""
         numel = sum(self._part(shape) for shape in group.values())
         pieces = [
             _checked(archive, f"group of rank {rank}", stored, numel)
@@ -137,7 +137,7 @@ class DeepSpeedSource(PiecedSource):
             start += self._part(shape)
 
     def _add_partitioned(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], start: int) -> None:
-        """Add a tensor whose elements begin at `start` in the pieces, of which there is one per rank."""
+        """Add a tensor whose elements begin at `start` in the ranks' pieces."""
         runs, left = [], math.prod(shape)
         for piece in pieces:
             runs.append(piece.run(start, min(self._part(shape), left)))

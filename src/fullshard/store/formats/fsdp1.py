@@ -87,7 +87,7 @@ class PerRankSource(PiecedSource):
             )
 
     def _add_merged(self, name: str, tensors: Sequence[Stored | Sharded | None]) -> None:
-        """Add a tensor, given its contents in each file: the whole tensor, some of its rows, or nothing."""
+        """Add a tensor from its contents in each file: the whole tensor, some of its rows, or nothing."""
         sharded: Sharded | None = None
         parts: dict[int, tuple[int, Piece]] = {}  # first row -> the number of rows, and their elements
         for archive, tensor in zip(self._archives, tensors, strict=True):

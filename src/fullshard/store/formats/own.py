@@ -29,6 +29,19 @@ from .safetensors_header import make_header
 from .state import put_nested
 
 
+def storage_at(path: str | os.PathLike[str]) -> LocalStorage:
+    """The files of a checkpoint of Fullshard or DCP; in a folder of several checkpoints, those of the newest.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    folder = Folder(path)
+    name = folder.newest()
+    if name is None:
+        raise CheckpointError(f"{path} has no complete checkpoint.", expected="a folder with the files of a checkpoint")
+    return LocalStorage(folder.at(name))
+
+
 class CheckpointSource(Source):
     """A checkpoint of Fullshard or DCP. See `Source`.
 
@@ -44,11 +57,7 @@ class CheckpointSource(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str], hashes: bool = True) -> None:
-        folder = Folder(path)
-        name = folder.newest()
-        if name is None:
-            raise CheckpointError("There is no complete checkpoint here.", got=str(path))
-        self.files = Files(LocalStorage(folder.at(name)), hashes)
+        self.files = Files(storage_at(path), hashes)
         index, manifest = self.files.index, self.files.manifest
         prefixes = (MODEL, OPTIMIZER)
         self._prefix = "" if any(n.startswith(prefixes) for n in index.entries) else MODEL

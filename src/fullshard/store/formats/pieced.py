@@ -44,7 +44,7 @@ class PiecedSource(Source):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._archives: list[Archive] = []
-        # By name: one piece with the whole tensor, or one-dimensional pieces that follow one another. Checked.
+        # By name: a piece with the whole tensor, or consecutive one-dimensional pieces. Checked.
         self._pieces: dict[str, Piece | Sequence[Piece]] = {}
         self.entries: dict[str, Entry] = {}
         self.values: Mapping[str, Any] = {}
@@ -65,9 +65,9 @@ class PiecedSource(Source):
         self._pieces[name], self.entries[name] = pieces, entry
 
     def _add_whole(self, name: str, archive: Archive, stored: Any) -> None:
-        """Add a tensor that is whole in one file."""
+        """Add a tensor that is whole in a single file."""
         if not isinstance(stored, Stored):
-            raise CheckpointError(f"{archive.path} has a value that is not a tensor in place of one.", parameter=name)
+            raise CheckpointError(f"{archive.path} has a value in place of a tensor.", parameter=name)
         archive.check(name, stored)
         self._add(name, Piece(archive, stored), Entry(stored.shape, stored.dtype))
 

@@ -104,7 +104,7 @@ class State:
             values[str(key)] = self.plain(optimizer[key], f"optimizer.{key}")
 
     def _add_state(self, state: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-        """Add the tensors of one parameter's state, at any depth; returns the values that are not tensors."""
+        """Add the tensors of a parameter's state, at any depth; returns the values that are not tensors."""
         scalars: dict[str, Any] = {}
         for key, value in state.items():
             self._count(depth)

@@ -62,14 +62,14 @@ class TorchFileSource(Source):
 class TorchFileSink(Sink):
     """A file of `torch.save`: a plain state dict if there is only a model, else a dict with `model`, `optimizer`, ...
 
-    `torch.save` writes the file with empty space for the elements, which are then written one tensor at a time. This
-    takes the memory of one tensor.
+    `torch.save` writes the file with empty space for the elements, which are then written tensor by tensor. This takes
+    the memory of a single tensor.
 
     Args:
         path: the file. Until `finish`, `.saving` is appended to its name.
         entries: all tensors.
         values: everything else: plain Python values, which may contain tensors.
-        ties: see `Source`. Both names are saved as one tensor.
+        ties: see `Source`. Both names are saved as the same tensor.
     """
 
     def __init__(
