@@ -81,7 +81,7 @@ CALLS = [
         FSDP.get_state_dict_type,
         "CheckpointError: instances in this module have different state dict types",
     ),
-    (lambda: FSDP.get_state_dict_type(nn.Linear(4, 4)), "CheckpointError: this module contains no"),
+    (lambda: FSDP.get_state_dict_type(nn.Linear(4, 4)), "CheckpointError: this model contains no"),
     (
         lambda: FSDP.rekey_optim_state_dict({"state": {7: {}}}, OptimStateKeyType.PARAM_NAME, two_layers()),
         "CheckpointError: The optimizer state has a key that the optimizer does not",

@@ -36,7 +36,7 @@ def keep(m: nn.Module) -> None:
 
 CALLS = [
     # Gradients: counts of tokens, sums, norms.
-    (lambda: set_token_count(8, 8), "ConfigError: set_token_count takes a model, got int"),
+    (lambda: set_token_count(8, 8), "ConfigError: set_token_count takes a module, got int"),
     (
         sharded,
         lambda m: set_token_count(m, 8),
@@ -44,7 +44,7 @@ CALLS = [
     ),
     (
         lambda: set_token_count(nn.Linear(4, 4), 8),
-        "ConfigError: Linear has no units: neither front-end was ... call fully_shard(model)",
+        "ConfigError: set_token_count takes a sharded model, and this Linear has ... call fully_shard(model)",
     ),
     (
         lambda: set_token_count(counting(), 8.5),
@@ -69,7 +69,7 @@ CALLS = [
     ),
     (
         lambda: fullshard.set_check_nonfinite(nn.Linear(4, 4), True),
-        "ConfigError: Linear has no units: neither front-end was",
+        "ConfigError: set_check_nonfinite takes a sharded model",
     ),
     (lambda: fullshard.nonfinite_gradients(nn.Linear(4, 4)), "ConfigError: Linear has no units: neither front-end was"),
     (
@@ -84,11 +84,11 @@ CALLS = [
         "NonfiniteError: the total norm of order 2.0 of the gradients is nan, not finite",
     ),
     # Batches of unequal number.
-    (lambda: fullshard.join(nn.Linear(4, 4), [ONE]), "ConfigError: join takes a sharded model and this"),
+    (lambda: fullshard.join(nn.Linear(4, 4), [ONE]), "ConfigError: join takes a sharded model"),
     (lambda: fullshard.join(sharded(), 8), "ConfigError: join takes this rank's batches as an iterable"),
     # What stays gathered, and what is parked.
     (lambda: keep_gathered("model").__enter__(), "ConfigError: keep_gathered takes a module, got str"),
-    (lambda: fullshard.free(nn.Linear(4, 4)), "ConfigError: There is no unit in this Linear"),
+    (lambda: fullshard.free(nn.Linear(4, 4)), "ConfigError: free takes a sharded model, and this Linear has no"),
     (
         sharded,
         lambda m: m[0].register_forward_hook(lambda *_: keep(m)),
@@ -101,7 +101,7 @@ CALLS = [
         run,
         "PhaseError: free was called while a forward or backward through unit",
     ),
-    (lambda: fullshard.park(nn.Linear(4, 4)), "ConfigError: park takes a sharded model, got Linear without units"),
+    (lambda: fullshard.park(nn.Linear(4, 4)), "ConfigError: park takes a sharded model, and this Linear has no"),
     (sharded, lambda m: fullshard.park(m, m.parameters()), "ConfigError: park takes a model and its optimizers, got"),
     (
         lambda: fullshard.park(sharded(), sgd(two_layers())),

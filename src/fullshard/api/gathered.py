@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import PhaseError
-from ..names import plain_class
-from ..runtime import Phase, Runner, runners_in
+from ..runtime import Phase, Runner
 from ..shard import is_parked
 from . import messages
+from .units import refuse_running, runners_of
 
 
 def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ class _KeepGathered(ContextDecorator, AbstractContextManager[None]):
 
 def _hold(module: nn.Module) -> list[Runner]:
     """Enter a context: the units of `module`, which stay gathered from now on."""
-    runners = _units_in(module, "keep_gathered")
+    runners = runners_of(module, "keep_gathered")
     for runner in runners:
         if runner.root is not None:
             runner.root.recover_if_broken()
@@ -117,7 +117,7 @@ def free(model: nn.Module) -> None:
         ConfigError: there is no unit in `model`.
         PhaseError: a forward or backward through it is running; or gathered weights were written to (they are freed).
     """
-    runners = _units_in(model, "free")
+    runners = runners_of(model, "free")
     refuse_running(runners, "free")
     first_error: Exception | None = None
     for runner in runners:
@@ -129,32 +129,3 @@ def free(model: nn.Module) -> None:
             first_error = first_error or error
     if first_error is not None:
         raise first_error
-
-
-def refuse_running(runners: list[Runner], what: str) -> None:
-    """Recover from exceptions, and raise if a forward or backward through any of these units is running.
-
-    Args:
-        runners: the runners of the units.
-        what: the function that was called, for the error.
-
-    Raises:
-        PhaseError: names the unit.
-    """
-    for runner in runners:
-        root = runner.root
-        if root is None:
-            continue
-        root.recover_if_broken()
-        if root.pass_top is not None or root.in_backward:
-            raise messages.called_within_a_pass(what, runner.unit.name)
-
-
-def _units_in(module: nn.Module, what: str) -> list[Runner]:
-    if not isinstance(module, nn.Module):
-        raise messages.takes_a_module(what, type(module).__name__)
-    runners = runners_in(module)
-    if not runners:
-        has_parameters = any(True for _ in module.parameters())
-        raise messages.no_unit_inside(plain_class(module).__name__, has_parameters)
-    return runners

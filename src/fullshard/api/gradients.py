@@ -12,6 +12,7 @@ from ..comm import Comm
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
 from . import messages
+from .units import runners_of
 
 
 def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:
@@ -34,9 +35,7 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
         UsageError: gradients accumulated without sync are not reduced yet: they would be divided by the new count.
         PhaseError: the model is not a root; or a backward is running.
     """
-    if not isinstance(model, nn.Module):
-        raise messages.counts_of_no_model(type(model).__name__)
-    checked, tops = _checked(counts), _tops(model)
+    tops, checked = _tops(runners_of(model, "set_token_count")), _checked(counts)
     for runner in [runner for top in tops for runner in _below(top)]:
         if runner.settings.reduce.reduction != "tokens":
             raise messages.not_divided_by_tokens(runner.unit.name, runner.settings.reduce.reduction)
@@ -50,11 +49,8 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
         top.set(reduce_tokens=TokenCount(total, len(checked), axes, top.settings.comm))
 
 
-def _tops(model: nn.Module) -> list[Runner]:
-    """The runners of the outermost units in `model`, each once."""
-    runners = runners_in(model)
-    if not runners:
-        raise messages.not_sharded(type(model).__name__)
+def _tops(runners: list[Runner]) -> list[Runner]:
+    """The runners of the outermost of these units, each once."""
     inner = {id(nested) for runner in runners for nested in _below(runner) if nested is not runner}
     tops = [runner for runner in runners if id(runner) not in inner]
     for top in tops:
@@ -117,10 +113,7 @@ def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
     Raises:
         ConfigError: the model has no units.
     """
-    runners = runners_in(model)
-    if not runners:
-        raise messages.not_sharded(type(model).__name__)
-    for runner in runners:
+    for runner in runners_of(model, "set_check_nonfinite"):
         runner.set(reduce_check_nonfinite=bool(enable))
         if not enable:
             for gradients in runner.unit.gradients:

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..comm import Comm, Pending
 from ..mesh import MeshAxes
-from ..runtime import runners_in
+from ..names import plain_class
 from ..shard import Share
 from . import messages
+from .units import runners_of
 
 Batch = TypeVar("Batch")
 
@@ -51,10 +52,10 @@ class join(Generic[Batch]):
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, example: Batch | None = None) -> None:
-        self._runners = runners_in(model) if isinstance(model, nn.Module) else []
+        self._runners = runners_of(model, "join")
         meshes = [bucket.axes for runner in self._runners for bucket in runner.unit.buckets]
         if not meshes:
-            raise messages.nothing_to_join(type(model).__name__)
+            raise messages.no_units("join", plain_class(model).__name__, has_parameters=False)
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
             raise messages.not_batches(batches)
         self._axes: MeshAxes = max(meshes, key=lambda axes: axes.world)

@@ -21,37 +21,7 @@ def entered_while_running(unit: str, summoned: bool, phase: str) -> PhaseError:
     )
 
 
-def called_within_a_pass(what: str, unit: str) -> PhaseError:
-    """The error for a call within a forward or backward."""
-    return PhaseError(
-        f"{what} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
-        remedy=f"call {what} between steps",
-        topic="called-in-a-step",
-    )
-
-
-def takes_a_module(what: str, kind: str) -> ConfigError:
-    """The error for an argument that is not a module."""
-    return ConfigError(f"{what} takes a module, got {kind}")
-
-
-def no_unit_inside(kind: str, has_parameters: bool) -> ConfigError:
-    """The error for a module without units; `has_parameters`: it may be part of a unit around it."""
-    return ConfigError(
-        f"There is no unit in this {kind}.",
-        expected="a unit, or a module that contains units",
-        got="a part of a unit, or a model that is not sharded" if has_parameters else "a module without parameters",
-        remedy="owner_of(model, module).module is the unit that runs it",
-        topic="no-units",
-    )
-
-
 # gradients.py
-
-
-def counts_of_no_model(kind: str) -> ConfigError:
-    """The error for `set_token_count` with a model that is not a module."""
-    return ConfigError(f"set_token_count takes a model, got {kind}")
 
 
 def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
@@ -74,15 +44,6 @@ def counted_within_a_step(unit: str) -> UsageError:
         remedy="call set_token_count(model, [count, ...]) once per step; pending gradients are dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
         topic="token-counts",
-    )
-
-
-def not_sharded(kind: str) -> ConfigError:
-    """The error for a model without units."""
-    return ConfigError(
-        f"{kind} has no units: neither front-end was applied to it",
-        remedy="call fully_shard(model) first, or pass the model that FullyShardedDataParallel returned",
-        topic="no-units",
     )
 
 
@@ -149,15 +110,6 @@ def divisor_beside_reduction(what: str, reduction: str, unit: str) -> ConfigErro
 # join.py
 
 
-def nothing_to_join(kind: str) -> ConfigError:
-    """The error for `join` of a model without units."""
-    return ConfigError(
-        "join takes a sharded model and this rank's batches.",
-        got=f"{kind}, which has no units",
-        remedy="apply fully_shard or FullyShardedDataParallel first",
-    )
-
-
 def not_batches(batches: object) -> ConfigError:
     """The error for batches that are not iterable."""
     return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
@@ -216,11 +168,6 @@ def optimizer_left_out(kind: str) -> ConfigError:
     )
 
 
-def takes_a_sharded_model(what: str, kind: str) -> ConfigError:
-    """The error for a model without units."""
-    return ConfigError(f"{what} takes a sharded model, got {kind} without units", topic="no-units")
-
-
 def not_an_optimizer(kind: str) -> ConfigError:
     """The error for a value that is not an optimizer."""
     return ConfigError(f"park takes a model and its optimizers, got {kind}")
@@ -246,4 +193,33 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
         got=f"{here} after {seconds:g} s",
         remedy=f"call {what} on every rank (only the main rank writes), or pass "
         "state_dict=accelerator.get_state_dict(model), called on every rank",
+    )
+
+
+# units.py
+
+
+def takes_a_module(function: str, kind: str) -> ConfigError:
+    """The error for an argument that is not a module."""
+    return ConfigError(f"{function} takes a module, got {kind}")
+
+
+def no_units(function: str, kind: str, has_parameters: bool) -> ConfigError:
+    """The error for a module without units; `has_parameters`: it may be part of a unit around it."""
+    return ConfigError(
+        f"{function} takes a sharded model, and this {kind} has no units.",
+        expected="a unit, or a module that contains units",
+        got="a model that is not sharded, or a part of a unit" if has_parameters else "a module without parameters",
+        remedy="call fully_shard(model) first, or pass the model that FullyShardedDataParallel returned; for a part of "
+        "a unit, pass owner_of(model, module).module",
+        topic="no-units",
+    )
+
+
+def called_within_a_pass(function: str, unit: str) -> PhaseError:
+    """The error for a call within a forward or backward."""
+    return PhaseError(
+        f"{function} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
+        remedy=f"call {function} between steps",
+        topic="called-in-a-step",
     )

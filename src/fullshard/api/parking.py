@@ -13,11 +13,11 @@ from torch import nn
 
 from ..containers import leaves_in
 from ..forms import owner_of
-from ..runtime import Runner, runners_in
+from ..runtime import Runner
 from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
-from .gathered import refuse_running
+from .units import refuse_running, runners_of
 
 logger = logging.getLogger("fullshard")
 
@@ -82,8 +82,8 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
         PhaseError: part of it is parked already; a forward, a backward, `keep_gathered` or `summon_full_params` is
             running; gradients accumulated without sync are not reduced yet. Nothing has changed then.
     """
-    runners = _runners(model, "park")
-    _check_optimizers(model, optimizers)
+    runners = runners_of(model, "park")
+    _check_optimizers(model, runners, optimizers)
     refuse_running(runners, "park")
     parked = [runner.unit.name or "(root)" for runner in runners if is_parked(runner.unit)]
     if parked or model in _parked:
@@ -125,7 +125,7 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
         ConfigError: a parked optimizer is missing. Nothing has changed then.
         PhaseError: `model` is not parked.
     """
-    runners = _runners(model, "resume")
+    runners = runners_of(model, "resume")
     parked_model = _parked.get(model)
     if parked_model is None:
         raise messages.not_parked(any(is_parked(runner.unit) for runner in runners))
@@ -153,15 +153,8 @@ def _logged(function: str, moved: Moved) -> Moved:
     return moved
 
 
-def _runners(model: nn.Module, function: str) -> list[Runner]:
-    runners = runners_in(model) if isinstance(model, nn.Module) else []
-    if not runners:
-        raise messages.takes_a_sharded_model(function, type(model).__name__)
-    return runners
-
-
-def _check_optimizers(model: nn.Module, optimizers: Sequence[Any]) -> None:
-    units = {id(runner.unit) for runner in runners_in(model)}
+def _check_optimizers(model: nn.Module, runners: Sequence[Runner], optimizers: Sequence[Any]) -> None:
+    units = {id(runner.unit) for runner in runners}
     plain = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         groups: Any = getattr(optimizer, "param_groups", None)

@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +17,7 @@ from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
-from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
+from ...mesh import Axis, DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
 from ...names import PLAIN, plain_class
 from ...optim import guard as optimizer_guard
 from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy, Unused
@@ -180,56 +180,70 @@ def fully_shard(
     check_ignored(ignored_params)
     ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
     _refuse_inside(modules, ignored)
-    planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
+    plan = _Plan(modules, settings, keep, ignored, prefetch)
+    plans = [plan]
     if auto_wrap_policy is not None:
         if len(modules) != 1:
             raise messages.policy_for_a_list()
-        planned = [
-            ([block], _override(overrides, settings, keep, ignored, prefetch))
-            for _, block, overrides in blocks_of(modules[0], auto_wrap_policy, ignored_params or set())
+        plans = [
+            *(
+                plan.of_block(block, overrides)
+                for _, block, overrides in blocks_of(modules[0], auto_wrap_policy, ignored_params or set())
+            ),
+            plan,
         ]
-    planned.append((modules, (settings, keep, ignored, prefetch)))
-    _check_plans(planned)
+    if len(plans) > 1:  # a single unit checks itself before it changes anything
+        _check_plans(plans)
     for unit_module in modules if sync_module_states else ():
         broadcast_states(own_modules(unit_module), axes, kind, ignored)
-    for units, arguments in planned:
-        _make_unit(units, *arguments, check, unused, reduction)
+    for plan in plans:
+        _make_unit(plan, check, unused, reduction)
     name_members(modules)
     optimizer_guard.install()
     notice_torch()
     return module
 
 
-def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]]) -> None:
+@dataclass(frozen=True)
+class _Plan:
+    """A unit to be made.
+
+    Attributes:
+        modules: its modules.
+        settings: the settings with which it is built.
+        keep: see `_check_reshard`.
+        ignored: ids of the parameters to leave alone.
+        prefetch: how many units are gathered ahead.
+    """
+
+    modules: Sequence[nn.Module]
+    settings: BuildSettings
+    keep: tuple[bool | None, Axis | None]
+    ignored: set[int]
+    prefetch: int
+
+    def of_block(self, block: nn.Module, overrides: dict[str, Any]) -> _Plan:
+        """The plan for a block of the model, with a policy's overrides."""
+        settings, keep = self.settings, self.keep
+        if overrides:
+            settings = replace(
+                settings,
+                policy=overrides.get("mp_policy", settings.policy),
+                layout=overrides.get("layout", settings.layout),
+                placement=overrides.get("shard_placement_fn", settings.placement),
+            )
+        if "reshard_after_forward" in overrides:
+            keep = _check_reshard(overrides["reshard_after_forward"], settings.axes)
+        return _Plan([block], settings, keep, self.ignored, overrides.get("prefetch", self.prefetch))
+
+
+def _check_plans(plans: Sequence[_Plan]) -> None:
     """Check all planned units, so that an invalid one raises before any is built."""
-    if len(planned) == 1:
-        return  # a single unit checks itself before it changes anything
     rehearsal = Rehearsal(unit_of)
-    for modules, (settings, _, ignored, _) in planned:
-        drafts = rehearsal.add(modules, ignored)
-        check_parameters(drafts, settings.axes, settings.layout)
-        plan_unit(drafts, settings)
-
-
-def _override(
-    overrides: dict[str, Any], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
-) -> tuple[BuildSettings, Any, set[int], int]:
-    """The root's arguments, with a policy's overrides for a block."""
-    if not overrides:
-        return settings, keep, ignored, prefetch
-    return (
-        replace(
-            settings,
-            policy=overrides.get("mp_policy", settings.policy),
-            layout=overrides.get("layout", settings.layout),
-            placement=overrides.get("shard_placement_fn", settings.placement),
-        ),
-        _check_reshard(overrides["reshard_after_forward"], settings.axes)
-        if "reshard_after_forward" in overrides
-        else keep,
-        ignored,
-        overrides.get("prefetch", prefetch),
-    )
+    for plan in plans:
+        drafts = rehearsal.add(plan.modules, plan.ignored)
+        check_parameters(drafts, plan.settings.axes, plan.settings.layout)
+        plan_unit(drafts, plan.settings)
 
 
 def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
@@ -251,7 +265,7 @@ def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh,
     return submesh, SpmdMesh(mesh, tuple(i for i, name in enumerate(mesh.mesh_dim_names or ()) if name in used))
 
 
-def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
+def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> tuple[bool | None, Axis | None]:
     """`reshard_after_forward` as a pair: bool or None, and the axis from which backward gathers, or None."""
     reshards, ranks = reshard_of(reshard, axes.shard.size)
     if reshard == 1 and not isinstance(reshard, bool):
@@ -259,24 +273,16 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     return reshards, subdivide(axes, ranks) if ranks else None
 
 
-def _make_unit(
-    modules: Sequence[nn.Module],
-    settings: BuildSettings,
-    keep: Any,
-    ignored: set[int],
-    prefetch: int,
-    check: Check,
-    unused: Unused,
-    reduction: str,
-) -> None:
-    """Shard the parameters in `modules` that no unit has yet, and attach a runner."""
+def _make_unit(plan: _Plan, check: Check, unused: Unused, reduction: str) -> None:
+    """Shard the parameters in the plan's modules that no unit has yet, and attach a runner."""
+    modules, settings, ignored = plan.modules, plan.settings, plan.ignored
     drafts = find_parameters(modules, unit_of, ignored)
     check_parameters(drafts, settings.axes, settings.layout)
     shared = find_shared(modules, unit_of, ignored)
     unit = build_unit(drafts, settings)
     log_difference(unit, settings.policy)
     show_shared(shared)
-    reshard, kept_axis = keep
+    reshard, kept_axis = plan.keep
     unit.keep_among(kept_axis, settings.axes)
     unit_settings = UnitSettings(
         settings.comm,
@@ -284,7 +290,7 @@ def _make_unit(
         settings.axes,
         reshard,
         reduce=ReduceSettings(reduction=reduction),
-        prefetch=PrefetchSettings(prefetch, prefetch),
+        prefetch=PrefetchSettings(plan.prefetch, plan.prefetch),
         ignored=Ignored.under(modules, ignored),
         check=check,
         unused=unused,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,10 @@ from ...runtime import (
 from . import messages
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .markers import Markers, mark_wrapped
-from .model_state import StateDictMethods
+from .model_state import StateDictMethods, default_settings
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
-from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
+from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .setup import check_arguments, materialise, warn_of_host
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 from .training import clip_gradients, register_hook
@@ -160,7 +160,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         self._arguments = arguments
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
-        self._fullshard_settings: StateDictSettings | None = None
+        self._fullshard_settings = default_settings(StateDictType.FULL_STATE_DICT)
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
@@ -396,17 +396,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         if not self.check_is_root():
             raise messages.method_of_root(method, self._runner().unit.name)
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Context in which the parameters of instances are whole; see `summon_full_params` in `summon.py`."""
-        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    summon_full_params = staticmethod(summon_full_params)
 
 
 def run_on(device: torch.device, runner: Runner, module: nn.Module, wrapped: nn.Module, args: Any, kwargs: Any) -> Any:

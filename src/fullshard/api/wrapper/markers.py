@@ -23,7 +23,7 @@ from ...runtime import Runner, mark_managed, own_modules, runner_of, runners_in
 from ...shard import Bucket, Unit
 from . import messages
 from .instances import flat_of
-from .settings import StateDictType, TrainingState
+from .settings import StateDictSettings, StateDictType, TrainingState
 
 WRAPPER_KEY = "_fullshard_wrapper"
 """The key in a wrapped module's `__dict__` of a weak reference to its instance."""
@@ -152,8 +152,8 @@ class Markers:
     @property
     def _state_dict_type(self) -> StateDictType:
         """The `StateDictType` that `set_state_dict_type` set."""
-        settings = self._fullshard_settings  # type: ignore[attr-defined]
-        return StateDictType.FULL_STATE_DICT if settings is None else settings.state_dict_type
+        settings: StateDictSettings = self._fullshard_settings  # type: ignore[attr-defined]
+        return settings.state_dict_type
 
     @property
     def training_state(self) -> TrainingState:

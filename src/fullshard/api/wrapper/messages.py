@@ -218,14 +218,14 @@ def config_of_another_type(name: str, expected: str, got: str, kind: str) -> Che
     return CheckpointError(f"Expected {name} of type {expected} but got {got}: {kind} needs {expected}")
 
 
+def no_instance() -> CheckpointError:
+    """The error for a model without instances."""
+    return CheckpointError("this model contains no FullyShardedDataParallel instance", topic="no-units")
+
+
 def different_types() -> CheckpointError:
     """The error for instances with different state dict types."""
     return CheckpointError("instances in this module have different state dict types; set one for all")
-
-
-def no_instance_to_ask() -> CheckpointError:
-    """The error for reading the state dict type of a module without instances."""
-    return CheckpointError("this module contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 def saved_within_a_pass() -> PhaseError:
@@ -265,11 +265,6 @@ def deprecated_method(old: str, new: str) -> str:
 def deprecated_input() -> str:
     """The warning for `optim_input`."""
     return message("The `optim_input` argument is deprecated: pass the optimizer itself, as `optim`.")
-
-
-def no_instance() -> CheckpointError:
-    """The error for a model without instances."""
-    return CheckpointError("this model contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 # settings.py

@@ -40,6 +40,18 @@ def instances_of(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, StateDictMethods)]
 
 
+def first_instance(module: nn.Module) -> Any:
+    """The outermost wrapper instance in `module`, or the first of several.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    instance = next(iter(instances_of(module)), None)
+    if instance is None:
+        raise messages.no_instance()
+    return instance
+
+
 def default_settings(kind: StateDictType) -> StateDictSettings:
     """The default settings of a kind of state dict."""
     model, optim = CONFIGS[kind]
@@ -49,7 +61,7 @@ def default_settings(kind: StateDictType) -> StateDictSettings:
 class StateDictMethods:
     """The mixin with `FullyShardedDataParallel`'s methods for its model's state dict."""
 
-    _fullshard_settings: StateDictSettings | None
+    _fullshard_settings: StateDictSettings
 
     @staticmethod
     def set_state_dict_type(
@@ -95,15 +107,10 @@ class StateDictMethods:
         Raises:
             CheckpointError: they differ, or there are none.
         """
-        common: StateDictSettings | None = None
-        for instance in instances_of(module):
-            settings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
-            if common is not None and settings != common:
-                raise messages.different_types()
-            common = settings
-        if common is None:
-            raise messages.no_instance_to_ask()
-        return common
+        settings: StateDictSettings = first_instance(module)._fullshard_settings
+        if any(instance._fullshard_settings != settings for instance in instances_of(module)):
+            raise messages.different_types()
+        return settings
 
     @staticmethod
     @contextmanager
@@ -174,7 +181,7 @@ class StateDictMethods:
 
 def form_of(instance: Any, optimizer: bool = False) -> Form:
     """The form of the model's or optimizer's state that the instance's settings choose; DTensors with a device mesh."""
-    settings: StateDictSettings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
+    settings: StateDictSettings = instance._fullshard_settings
     if instance._arguments.mesh_given:
         for sharded_config in (settings.state_dict_config, settings.optim_state_dict_config):
             if hasattr(sharded_config, "_use_dtensor"):

@@ -15,7 +15,7 @@ from ...checkpoint.targets import targets_of
 from ...checkpoint.values import Form
 from ...errors import AssertedError
 from . import messages
-from .model_state import form_of, instances_of
+from .model_state import first_instance, form_of
 from .settings import OptimStateKeyType, accept
 
 
@@ -49,7 +49,7 @@ class OptimizerStateMethods:
                 a scalar nor a value per element.
             DivergenceError: the optimizers of different ranks have different parameters, or group them differently.
         """
-        return _saved(model, optim, form_of(_first(model), optimizer=True), optim_state_dict)
+        return _saved(model, optim, form_of(first_instance(model), optimizer=True), optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -75,7 +75,7 @@ class OptimizerStateMethods:
             CheckpointError: a shape or scalar does not fit, or a part of a `FlatParameter` has no state (a
                 `ValueError` too); nothing was loaded then.
         """
-        sent = form_of(_first(model), optimizer=True).rank0_only
+        sent = form_of(first_instance(model), optimizer=True).rank0_only
         result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent)
         if load_directly:
             load_state(optim, result)
@@ -99,7 +99,7 @@ class OptimizerStateMethods:
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """As `optim_state_dict` with sharded values. Deprecated in PyTorch."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
-        return _saved(model, optim, Form("sharded", dtensor=_first(model)._arguments.mesh_given))
+        return _saved(model, optim, Form("sharded", dtensor=first_instance(model)._arguments.mesh_given))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -180,13 +180,6 @@ def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
         warnings.warn(messages.deprecated_input(), FutureWarning, stacklevel=stacklevel)
 
 
-def _first(model: nn.Module) -> Any:
-    instance = next(iter(instances_of(model)), None)
-    if instance is None:
-        raise messages.no_instance()
-    return instance
-
-
 def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[dict[str, Any]]:
     if optim is not None:
         return optim.param_groups
@@ -197,7 +190,7 @@ def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: 
 
 
 def _saved(model: nn.Module, optim: Any, form: Form, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    first = _first(model)
+    first = first_instance(model)
     first._lazy_init()
     settle(model)
     # Checkpoints are loaded into sharded state, so before the first step it is zeros rather than empty.
@@ -210,6 +203,6 @@ def _saved(model: nn.Module, optim: Any, form: Form, state: dict[str, Any] | Non
 def _to_load(
     model: nn.Module, groups: list[Any], saved: dict[str, Any] | None, named: bool = False, sent: bool = False
 ) -> dict[str, Any]:
-    _first(model)._lazy_init()
+    first_instance(model)._lazy_init()
     table = Table(model)
     return state_to_load(table, groups, state_from_rank0(saved, table) if sent else saved or {}, named)

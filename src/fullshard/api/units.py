@@ -1,0 +1,47 @@
+"""The units that a function of either front-end acts on, and whether it may act now."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..names import plain_class
+from ..runtime import Runner, runners_in
+from . import messages
+
+
+def runners_of(module: nn.Module, function: str) -> list[Runner]:
+    """The runners of all units in `module`.
+
+    Args:
+        module: a unit, or a module that contains units.
+        function: the function that was called, for the error.
+
+    Raises:
+        ConfigError: not a module, or there is no unit in it.
+    """
+    if not isinstance(module, nn.Module):
+        raise messages.takes_a_module(function, type(module).__name__)
+    runners = runners_in(module)
+    if not runners:
+        has_parameters = any(True for _ in module.parameters())
+        raise messages.no_units(function, plain_class(module).__name__, has_parameters)
+    return runners
+
+
+def refuse_running(runners: list[Runner], function: str) -> None:
+    """Recover from exceptions, and raise if a forward or backward through any of these units is running.
+
+    Args:
+        runners: the runners of the units.
+        function: the function that was called, for the error.
+
+    Raises:
+        PhaseError: names the unit.
+    """
+    for runner in runners:
+        root = runner.root
+        if root is None:
+            continue
+        root.recover_if_broken()
+        if root.pass_top is not None or root.in_backward:
+            raise messages.called_within_a_pass(function, runner.unit.name)
