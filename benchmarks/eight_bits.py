@@ -4,7 +4,8 @@
 
 Every run has the same weights and batches of the standard library's source. Nats per byte of the last 50 training
 steps and of held-out files; megabytes that collectives of parameters and gradients carry in a step, all ranks' buffers
-together; milliseconds of a step, medians, of runs that take turns.
+together (an all-reduce counts twice, as the reduction and the gather that it is); milliseconds of a step, medians, of
+runs that take turns. "Replicas" are not sharded.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from demo_ranks import BATCH, CONTEXT, demo_model, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 
 from corpus import held_out_offsets, read_corpus, rows_of_rank, standard_library, training_offsets, windows  # isort: skip
 
 INT8, E4M3, E5M2, BF16 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-WAYS: dict[str, dict[str, torch.dtype]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16 (computed in it, too)": {"param_dtype": BF16, "reduce_dtype": BF16},
     "gathered in int8": {"gather_dtype": INT8},
@@ -31,23 +33,29 @@ WAYS: dict[str, dict[str, torch.dtype]] = {
     "exchanged in int8": {"scatter_dtype": INT8},
     "exchanged in float8_e5m2": {"scatter_dtype": E5M2},
     "both in int8": {"gather_dtype": INT8, "scatter_dtype": INT8},
+    "replicas, float32": {},
+    "replicas, int8": {"all_reduce_dtype": INT8},
+    "replicas, float8_e5m2": {"all_reduce_dtype": E5M2},
 }
+TIMES = {"gather": 1, "reduce": 1, "exchange": 1, "all_reduce": 2}
 WARM_UP, RATE, HELD_OUT, LAST = 50, 3e-3, 256, 50
 
 
-def run_of(policy: dict[str, torch.dtype]) -> dict[str, Any]:
+def run_of(name: str, policy: dict[str, Any]) -> dict[str, Any]:
     """A sharded model, what trains it, and what is noted of it."""
     model, comm = demo_model(), fullshard.RecordingComm(fullshard.TorchComm())
     precision = fullshard.MixedPrecisionPolicy(**policy)
+    shape = (dist.get_world_size(), 1) if name.startswith("replicas") else (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for unit in (*model.blocks, model):
-        fullshard.fully_shard(unit, mp_policy=precision, comm=comm)
+        fullshard.fully_shard(unit, mesh=mesh, mp_policy=precision, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     return {"model": model, "comm": comm, "optimizer": optimizer, "losses": [], "seconds": []}
 
 
 def rank(rounds: int) -> None:
     """One rank; the first prints the table."""
-    runs = {name: run_of(policy) for name, policy in WAYS.items()}
+    runs = {name: run_of(name, policy) for name, policy in WAYS.items()}
     corpus = read_corpus(standard_library(), CONTEXT)
     here, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     for step in range(rounds):
@@ -69,7 +77,8 @@ def rank(rounds: int) -> None:
             run["losses"].append(loss.item())
     rows = []
     for name, run in runs.items():
-        carried = sum(call.nbytes for call in run["comm"].calls if call.verb in ("gather", "reduce", "exchange"))
+        calls = [call for call in run["comm"].calls if call.world > 1]
+        carried = sum(call.nbytes * TIMES.get(call.verb, 0) for call in calls)
         held_out = []
         with torch.no_grad():
             for offsets in held_out_offsets(corpus.held_out, CONTEXT, HELD_OUT).split(BATCH * world):

@@ -146,6 +146,10 @@ def right() -> dict[str, str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
     check("float16", verify_tied(shard_fn=partial(by_blocks, mp_policy=policy)))
     check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
+    eight = MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.int8, all_reduce_dtype=torch.int8)
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        check(f"8 bits on {shape}", verify_tied(shard_fn=partial(by_blocks, mp_policy=eight, mesh=mesh)))
     low = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     sharded = partial(shard, way="wrapper", units=blocks_of, mixed_precision=low)
     check("wrapper in low precision", verify_tied(shard_fn=sharded))

@@ -40,9 +40,10 @@ class MixedPrecisionPolicy:
             scale for every 256 elements; the unit computes with them in `param_dtype`. The sharded parameters keep
             their values. None: they are gathered in `param_dtype`. Tensor subclasses that define their own gather keep
             it.
-        scatter_dtype: 8-bit dtype in which ranks send each other their gradients, with scales as above; sums are made
-            in float32. Over the replicate axis of a hybrid mesh gradients are sent in `reduce_dtype`. None: they are
-            sent in `reduce_dtype`.
+        scatter_dtype: 8-bit dtype in which the ranks of the shard axis send each other their gradients, with scales as
+            above; sums are made in float32. None: they are sent in `reduce_dtype`.
+        all_reduce_dtype: the same between the replicas of a hybrid mesh (or of `NO_SHARD`), where the sum is rounded a
+            second time, on its way back; all replicas get the same bits. None: slices are sent in `reduce_dtype`.
 
     Raises:
         ConfigError: a dtype is not a floating-point `torch.dtype` (or an 8-bit one, respectively), or the override is
@@ -56,6 +57,7 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
     gather_dtype: torch.dtype | None = field(default=None, kw_only=True)
     scatter_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    all_reduce_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -65,7 +67,7 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
                     remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
                 )
-        for name in ("gather_dtype", "scatter_dtype"):
+        for name in ("gather_dtype", "scatter_dtype", "all_reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in LARGEST_OF_8_BITS:
                 raise ConfigError(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.comm import packed_bytes
+from fullshard.insight import live_bytes
 from fullshard.shard import units_of
 from fullshard.torch_private.local_tensor import inside
 from raising import raises
@@ -174,6 +175,84 @@ def test_gradients_are_exchanged_in_eight_bits(run_ranks):
         assert recorded == expected
 
 
+def between_replicas(shape: tuple[int, int], dtype: torch.dtype) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """What is wrong after accumulated steps; bytes by collective and ranks of a step; and what they should be."""
+    comm = fullshard.RecordingComm(fullshard.TorchComm())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    shard, replicate = mesh["shard"].get_group(), mesh["replicate"].get_group()
+    policies = ({"scatter_dtype": dtype, "all_reduce_dtype": dtype}, {"all_reduce_dtype": dtype}, {})
+    both, model, exact = (
+        sharded(fullshard.MixedPrecisionPolicy(**policy), layout="flat", mesh=mesh, comm=comm) for policy in policies
+    )
+    rank, wrong, recorded = dist.get_rank(), [], {}
+    for step in range(3):  # from the second on by the plans of the first
+        for each in (exact, both, model):
+            comm.calls.clear()
+            each.set_requires_all_reduce(step < 2)
+            loss_of(each, rank, 2 * step).backward()
+            if step == 2:  # the two are accumulated over the shard axis
+                each.set_requires_all_reduce(True)
+                loss_of(each, rank, 5).backward()
+        for call in comm.calls if step == 1 else ():
+            if call.dtype == torch.uint8 or (call.verb == "reduce" and call.dtype == torch.float32):
+                kind = f"{call.verb} {call.world} {call.dtype}"
+                recorded[kind] = recorded.get(kind, 0) + call.nbytes
+        largest = max(float(whole(p.grad).abs().max()) for p in exact.parameters() if p.grad is not None)
+        for way, each in (("both", both), ("all-reduced", model)):
+            for (name, ours), theirs in zip(each.named_parameters(), exact.parameters(), strict=True):
+                if theirs.grad is None:
+                    continue
+                error = (whole(ours.grad) - whole(theirs.grad)).abs().max()
+                if not 0 < error < 6 * STEP[dtype] * largest:
+                    wrong.append(f"{way}, step {step}, {name}: {error}, the largest gradient is {largest}")
+                local = ours.grad.to_local().contiguous() if hasattr(ours.grad, "to_local") else inside(ours.grad)
+                copies = [torch.empty_like(local) for _ in range(shape[0])]
+                dist.all_gather(copies, local.contiguous(), group=replicate)
+                if not all(torch.equal(copy, local) for copy in copies):
+                    wrong.append(f"{way}, step {step}, {name}: replicas differ")
+            each.zero_grad()
+        exact.zero_grad()
+    expected: dict[str, int] = {}
+    for unit in units_of(model):
+        for bucket in unit.buckets:
+            if not bucket.trains:
+                continue
+            numel, copies = bucket.layout.shard_numel, shape[0]
+            packed = copies * packed_bytes(-(-numel // copies))
+            sizes = {f"{verb} {copies} torch.uint8": packed for verb in ("exchange", "gather")}
+            sizes[f"reduce {dist.get_world_size(shard)} torch.float32"] = 4 * numel * shape[1]
+            for kind, nbytes in sizes.items():
+                expected[kind] = expected.get(kind, 0) + nbytes
+    return wrong, recorded, expected
+
+
+def miscounted(layout: str) -> list[Any]:
+    """Events of two steps in 8 bits, if the account of bytes differs from those that are alive."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = fullshard.MixedPrecisionPolicy(scatter_dtype=torch.int8, all_reduce_dtype=torch.int8)
+    model = sharded(policy, layout=layout, mesh=mesh)
+    units, counted = units_of(model), []
+    for step in range(2):
+        with fullshard.record_events(lambda event: counted.append((event, live_bytes(units)))):
+            loss_of(model, dist.get_rank(), step).backward()
+        model.zero_grad()
+    assert any(event.verb == "all_reduce" for event, _ in counted)
+    return [(event, alive) for event, alive in counted if event.live != alive]
+
+
+@pytest.mark.gloo("events are a process's")
+def test_the_ledger_counts_what_is_alive(run_ranks):
+    assert run_ranks(miscounted, "flat", world=4) == [[]] * 4
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_replicas_exchange_eight_bits_and_get_the_same_bits(run_ranks, dtype, shape):
+    for wrong, recorded, expected in run_ranks(between_replicas, shape, dtype, world=math.prod(shape)):
+        assert not wrong
+        assert recorded == expected
+
+
 def trained(way: str) -> list[torch.Tensor]:
     """Parameters after four steps."""
     policy = fullshard.MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.float8_e5m2)
@@ -207,7 +286,7 @@ def test_training_is_the_same_to_the_bit_however_units_are_gathered(run_ranks):
 
 
 def test_other_dtypes_are_refused():
-    for name in ("gather_dtype", "scatter_dtype"):
+    for name in ("gather_dtype", "scatter_dtype", "all_reduce_dtype"):
         with raises(f"ConfigError: MixedPrecisionPolicy.{name} must be an 8-bit dtype. ... torch.int8 ... bfloat16"):
             fullshard.MixedPrecisionPolicy(**{name: torch.bfloat16})
 
@@ -218,9 +297,10 @@ class GathersOnly(fullshard.NullComm):
     exchange = None
 
 
-def error_without_exchange() -> str:
-    policy = fullshard.MixedPrecisionPolicy(scatter_dtype=torch.int8)
-    model = fullshard.fully_shard(build(), mp_policy=policy, comm=GathersOnly())
+def error_without_exchange(name: str) -> str:
+    policy = fullshard.MixedPrecisionPolicy(**{name: torch.int8})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fullshard.fully_shard(build(), mp_policy=policy, comm=GathersOnly(), mesh=mesh)
     try:
         loss_of(model, 0).backward()
     except fullshard.ConfigError as error:
@@ -228,8 +308,9 @@ def error_without_exchange() -> str:
     return "no error"
 
 
-def test_collectives_without_an_exchange_are_refused(run_ranks):
-    for words in run_ranks(error_without_exchange, world=2):
+@pytest.mark.parametrize("name", ["scatter_dtype", "all_reduce_dtype"])
+def test_collectives_without_an_exchange_are_refused(run_ranks, name):
+    for words in run_ranks(error_without_exchange, name, world=4):
         assert "needs collectives that exchange bytes between ranks" in words
 
 
@@ -273,7 +354,9 @@ def test_other_storage_dtypes(run_ranks):
 
 def error_of_different_dtypes(name: str) -> str:
     dtype = torch.int8 if dist.get_rank() == 0 else torch.float8_e4m3fn
-    model = sharded(fullshard.MixedPrecisionPolicy(**{name: dtype}))
+    shape = (2, 1) if name == "all_reduce_dtype" else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded(fullshard.MixedPrecisionPolicy(**{name: dtype}), mesh=mesh)
     try:
         loss_of(model, 0).backward()
     except fullshard.DivergenceError as error:
@@ -281,7 +364,29 @@ def error_of_different_dtypes(name: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("name", ["gather_dtype", "scatter_dtype"])
+@pytest.mark.parametrize("name", ["gather_dtype", "scatter_dtype", "all_reduce_dtype"])
 def test_ranks_that_send_in_different_dtypes_are_told(run_ranks, name):
     for words in run_ranks(error_of_different_dtypes, name, world=2):
         assert "in int8" in words and "in float8_e4m3fn" in words, words
+
+
+def described() -> list[str]:
+    """What `describe` says of a model that is sent in 8 bits wherever it can be, on a hybrid mesh and on one axis."""
+    policy = fullshard.MixedPrecisionPolicy(
+        gather_dtype=torch.float8_e4m3fn, scatter_dtype=torch.float8_e5m2, all_reduce_dtype=torch.int8
+    )
+    texts = []
+    for shape in ((2, 2), (4,)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = sharded(policy, mesh=mesh)
+        loss_of(model, 0).backward()
+        texts.append(fullshard.describe(model, plans=True))
+    return texts
+
+
+def test_describe_says_what_is_sent_in_eight_bits(run_ranks):
+    for hybrid, plain in run_ranks(described, world=4):
+        assert "gathered in float8_e4m3fn, reduced in float8_e5m2, reduced between replicas in int8" in hybrid
+        assert "sent in float8_e5m2, then its slice between replicas, sent in int8" in hybrid
+        assert "reduced in float8_e5m2" in plain
+        assert "int8" not in plain

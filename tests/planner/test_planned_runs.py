@@ -12,6 +12,7 @@ import pytest
 import torch
 from plan import MODELS, WAYS, memory_row, rows_of, split
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import models
@@ -62,6 +63,34 @@ def test_bytes_sent_are_those_of_the_engine(fake_world, packed):
         calls = [call for call in recorded.calls if call.verb == recorded_as]
         assert best.sent[verb] == sum(call.nbytes * 7 // 8 for call in calls)
         assert best.collectives[verb] == len(calls)
+
+
+@pytest.mark.parametrize("packed", [None, torch.int8])
+def test_bytes_sent_between_replicas_are_those_of_the_engine(fake_world, packed):
+    """By a recording communicator, as above; an all-reduce sends twice, packed as an exchange and a gather."""
+    fake_world(8)
+    policy = MixedPrecisionPolicy(all_reduce_dtype=packed)
+    best = plan(gpt, **HOW, strategy=Strategy(micro_batch=4, replicate=2), mp_policy=policy).best
+    model, mesh = models.GPT(3), init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    recorded = fullshard.RecordingComm(fullshard.TorchComm())
+    for unit in [*model.blocks, model]:
+        fullshard.fully_shard(unit, comm=recorded, mp_policy=policy, mesh=mesh)
+    for _ in range(2):
+        recorded.calls.clear()
+        tokens(model, 4, 12).backward()
+        model.zero_grad()
+    verbs = ("exchange", "gather") if packed else ("all_reduce",)
+    dtype = torch.uint8 if packed else torch.float32
+    calls = [call for call in recorded.calls if call.world == 2 and call.verb in verbs and call.dtype == dtype]
+    assert best.sent["all_reduce"] == sum(call.nbytes // 2 for call in calls) * (1 if packed else 2)
+    assert best.collectives["all_reduce"] == len(calls)
+    if packed:
+        exact = plan(gpt, **HOW, strategy=Strategy(micro_batch=4, replicate=2)).best
+        assert best.sent["all_reduce"] < 0.27 * exact.sent["all_reduce"]
+        assert best.peak >= exact.peak
+        assert {verb: best.sent[verb] for verb in ("gather", "reduce")} == {
+            verb: exact.sent[verb] for verb in ("gather", "reduce")
+        }
 
 
 def test_a_unit_without_parameters_sends_nothing():

@@ -16,12 +16,12 @@ def not_a_comm(kind: object) -> ConfigError:
 
 
 def no_exchange(kind: str) -> ConfigError:
-    """The error for `scatter_dtype` with collectives that cannot exchange packed gradients."""
+    """The error for 8-bit reductions with collectives that cannot exchange packed gradients."""
     return ConfigError(
-        "MixedPrecisionPolicy(scatter_dtype=...) needs collectives that exchange bytes between ranks.",
+        "MixedPrecisionPolicy(scatter_dtype=, all_reduce_dtype=) needs collectives that exchange bytes between ranks.",
         expected='comm="torch", or a fullshard.Comm with a method exchange(axis, out, buffer)',
         got=f"comm {kind!r}",
-        remedy="set scatter_dtype=None, or remove the custom reduce-scatter or comm",
+        remedy="set both to None, or remove the custom reduce-scatter or comm",
     )
 
 

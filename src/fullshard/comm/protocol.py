@@ -136,9 +136,9 @@ class Comm(Protocol):
     `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
     rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
     Optional: `exchange(axis, out, buffer)`, in which slice r of every buffer [world * n] goes to rank r (needed for
-    `scatter_dtype`); `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`. These two
-    return a list of functions that start collectives on exactly these tensors, several at once where that is
-    faster, and return a `Pending`: made once, and called in every step.
+    `scatter_dtype` and `all_reduce_dtype`); `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs,
+    buffers, mean)`. These two return a list of functions that start collectives on exactly these tensors, several at
+    once where that is faster, and return a `Pending`: made once, and called in every step.
     """
 
     kind: str

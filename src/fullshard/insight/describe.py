@@ -81,8 +81,12 @@ def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:
 def _dtype(facts: BucketFacts) -> str:
     stored, computed = (str(dtype).removeprefix("torch.") for dtype in (facts.storage_dtype, facts.compute_dtype))
     cast = f" as {computed}" if computed != stored else ""
-    packed = zip(("gathered", "reduced"), (facts.gather_dtype, facts.scatter_dtype), strict=True)
-    sent = "".join([f", {verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in packed if dtype])
+    verbs = {
+        "gathered": facts.gather_dtype,
+        "reduced": facts.scatter_dtype,
+        "reduced between replicas": facts.all_reduce_dtype,
+    }
+    sent = "".join([f", {verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in verbs.items() if dtype])
     return f"{stored}{cast}{sent}{'' if facts.trains else ', frozen'}"
 
 

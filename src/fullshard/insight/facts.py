@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,8 @@ class BucketFacts:
         gathered_bytes: bytes of the full bucket, in the compute dtype.
         rank_bytes: bytes of this rank's shard.
         storage_dtype, compute_dtype: the dtypes of the shard and of the full bucket.
-        gather_dtype, scatter_dtype: the 8-bit dtypes in which parameters and gradients are sent, if any.
+        gather_dtype, scatter_dtype, all_reduce_dtype: the 8-bit dtypes in which parameters, gradients, and gradients
+            between replicas are sent, if any.
         trains: whether any of the parameters requires a gradient.
     """
 
@@ -41,6 +43,7 @@ class BucketFacts:
     compute_dtype: torch.dtype
     gather_dtype: torch.dtype | None
     scatter_dtype: torch.dtype | None
+    all_reduce_dtype: torch.dtype | None
     trains: bool
 
 
@@ -60,13 +63,14 @@ def bucket_facts(runner: Runner, bucket: Bucket) -> BucketFacts:
         compute_dtype=bucket.compute_dtype,
         gather_dtype=bucket.gather_dtype,
         scatter_dtype=bucket.scatter_dtype,
+        all_reduce_dtype=bucket.all_reduce_dtype,
         trains=any(member.sharded.requires_grad for member in bucket.members),
     )
 
 
 def _ranks(axes: MeshAxes) -> str:
     """How a mesh is used."""
-    ways, copies = axes.shard.size, axes.replicate.size if axes.replicate is not None else 1
+    ways, copies = axes.shard.size, axes.copies
     split = f"sharded {ways} ways" if ways > 1 else "not sharded"
     if copies > 1:
         split += f"{' x' if ways > 1 else ','} {copies} replicas"
@@ -102,7 +106,14 @@ def plan_in_words(unit: Unit) -> str:
         return f"{gather}; reduces nothing"
     dtypes = dict.fromkeys(str(gradients.reduce_dtype).removeprefix("torch.") for gradients in reduced)
     reduce = f"reduces {size(sum(gradients.buffer_bytes for gradients in reduced))} of {' and '.join(dtypes)}"
-    packed = {str(g.bucket.scatter_dtype).removeprefix("torch.") for g in reduced if g.bucket.scatter_dtype}
-    reduce += f", sent in {' and '.join(sorted(packed))}" if packed else ""
-    replicated = any(gradients.bucket.axes.replicate is not None for gradients in reduced)
-    return f"{gather}; {reduce}{', then its slice between replicas' if replicated else ''}"
+    reduce += _sent_in(gradients.bucket.scatter_dtype for gradients in reduced)
+    if any(gradients.bucket.axes.replicate is not None for gradients in reduced):
+        between = _sent_in(gradients.bucket.all_reduce_dtype for gradients in reduced)
+        reduce += f", then its slice between replicas{between}"
+    return f"{gather}; {reduce}"
+
+
+def _sent_in(dtypes: Iterable[torch.dtype | None]) -> str:
+    """In which 8-bit dtypes something is sent, as the end of a phrase."""
+    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None})
+    return f", sent in {' and '.join(names)}" if names else ""

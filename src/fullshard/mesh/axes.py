@@ -129,7 +129,12 @@ class MeshAxes:
     @functools.cached_property
     def world(self) -> int:
         """Number of ranks with different data: shard times replicate."""
-        return self.shard.size * (self.replicate.size if self.replicate else 1)
+        return self.shard.size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Number of replicas."""
+        return self.replicate.size if self.replicate else 1
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -34,8 +34,8 @@ class NonfiniteGradient:
         kind: "nan" or "inf", "nan" if both occur: in the contributions of the ranks if recorded, else in the reduced
             gradient.
         ranks: the ranks, in the default group, whose contribution was not finite. Empty: all were finite, so the sum
-            over ranks overflowed in the reduction dtype, a hook changed it, or (`scatter_dtype`) it shares a block with
-            a gradient that is not finite. None: unknown because `set_check_nonfinite` was not called.
+            over ranks overflowed in the reduction dtype, a hook changed it, or it shares a block of an 8-bit reduction
+            with a gradient that is not finite. None: unknown because `set_check_nonfinite` was not called.
     """
 
     parameter: str
@@ -48,7 +48,7 @@ class NonfiniteGradient:
         if self.ranks is None:
             return f"{where}: {self.kind}, of which rank is not known: call set_check_nonfinite(model, True)"
         if not self.ranks:
-            causes = "the sum over ranks overflowed, a hook changed it, or scatter_dtype spread it in a block"
+            causes = "the sum over ranks overflowed, a hook changed it, or an 8-bit reduction spread it in a block"
             return f"{where}: {self.kind} that no rank contributed: {causes}"
         return f"{where}: {self.kind} from rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, call, is_, is_not, methodcaller
 from typing import Any, Protocol
 
@@ -73,6 +73,7 @@ _HOME = attrgetter("home")
 _VIEWS, _TENSOR = attrgetter("delivery.views"), attrgetter("tensor")
 _EXISTS = partial(is_not, None)
 _TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
+_GO_ON = methodcaller("go_on")
 
 
 class Reducer:
@@ -96,6 +97,7 @@ class Reducer:
         self.owed: dict[int, Reducible] = {}
         self._tokens: TokenCount | None = None  # by which the current backward divides
         self._may_have_partial = False  # whether some gradients may be reduced over the shard axis only
+        self._packs = False  # whether any all-reduce over the replicate axis was packed
         self.usual = False
 
     def serve(self, units: Sequence[Reducible], position: Position, in_step: SharedOrder | None = None) -> None:
@@ -285,8 +287,13 @@ class Reducer:
             owner._may_have_partial = True
         owner._replicate(runner, all_reduce)
         owner._replicating.append(runner)
-        while len(owner._replicating) > min(map(_SHARDS, runner.unit.buckets)):
-            owner._deliver(owner._replicating.popleft())
+        replicating, most = owner._replicating, min(map(_SHARDS, runner.unit.buckets))
+        if owner._packs:
+            # The first of the two collectives of a packed all-reduce has half of the time in which both may run.
+            for earlier in islice(replicating, max(len(replicating) - max(most // 2, 1), 0)):
+                drain(map(_GO_ON, earlier.unit.gradients))
+        while len(replicating) > most:
+            owner._deliver(replicating.popleft())
 
     def _replicate(self, runner: Reducible, all_reduce: bool) -> None:
         """Wait for the shard axis, release the buffers, and start reducing over the replicate axis.
@@ -308,12 +315,13 @@ class Reducer:
                 unit.ledger.reducing -= gradients.running.scratch
                 gradients.keep_partial()
                 continue
-            if recording():
-                nbytes = in_range("all_reduce", unit.name, partial(gradients.replicate, runner.settings.comm))
-            else:
-                nbytes = gradients.replicate(runner.settings.comm)
+            between = in_range("all_reduce", unit.name, gradients.replicate) if recording() else gradients.replicate()
+            if between:
+                unit.ledger.reducing += between
+                unit.ledger.note()
+                self._packs = True
             if stream.listeners:
-                unit.emit("all_reduce", nbytes)
+                unit.emit("all_reduce", gradients.running.out.nbytes)
 
     @staticmethod
     def _tell_wait(unit: Unit) -> None:

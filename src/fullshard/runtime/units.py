@@ -147,7 +147,11 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
                 compute = str(bucket.compute_dtype).removeprefix("torch.")
                 grad = "trainable" if member.sharded.requires_grad else "frozen"
                 facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
-                packed = (("gathered", bucket.gather_dtype), ("exchanged", bucket.scatter_dtype))
+                packed = (
+                    ("gathered", bucket.gather_dtype),
+                    ("exchanged", bucket.scatter_dtype),
+                    ("exchanged between replicas", bucket.all_reduce_dtype),
+                )
                 facts += "".join([f", {verb} in {str(d).removeprefix('torch.')}" for verb, d in packed if d])
                 facts += ", in keep_gathered" if runner.held else ""
                 lines.append(Line(member.name, str(member.slot.shape), facts, runner.unit.name))

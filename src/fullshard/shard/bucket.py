@@ -56,7 +56,7 @@ class Bucket:
         replan: creates the layout and form for any subset of these parameters.
         home: memory of the shard and its gradients, if that is not the mesh's device.
         chunks: the shard with its values, if it is not plain; None: create one, and copy values in.
-        gather_dtype, scatter_dtype: see `MixedPrecisionPolicy`.
+        gather_dtype, scatter_dtype, all_reduce_dtype: see `MixedPrecisionPolicy`; None where not used.
 
     Attributes:
         compute_dtype: dtype of gathered parameters.
@@ -79,6 +79,7 @@ class Bucket:
         chunks: Chunks | None = None,
         gather_dtype: torch.dtype | None = None,
         scatter_dtype: torch.dtype | None = None,
+        all_reduce_dtype: torch.dtype | None = None,
     ) -> None:
         first = drafts[0].original
         self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
@@ -86,8 +87,10 @@ class Bucket:
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         self.compute_dtype = compute_dtype or first.dtype
-        packs = form.plain and axes.shard.size > 1 and first.dtype.is_floating_point and first.dtype.itemsize > 1
-        self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if packs else (None, None)
+        packs = form.plain and first.dtype.is_floating_point and first.dtype.itemsize > 1
+        shards, replicates = packs and axes.shard.size > 1, packs and axes.copies > 1
+        self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if shards else (None, None)
+        self.all_reduce_dtype = all_reduce_dtype if replicates else None
         device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
         self.shard: Any = self._new_shard(first.dtype, device) if chunks is None else chunks
@@ -420,7 +423,7 @@ class Bucket:
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
-        dtypes = self.gather_dtype, self.scatter_dtype
+        dtypes = self.gather_dtype, self.scatter_dtype, self.all_reduce_dtype
         rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *dtypes)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))

@@ -183,6 +183,7 @@ def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
                 plan.chunks,
                 bucket_settings.policy.gather_dtype,
                 bucket_settings.policy.scatter_dtype,
+                bucket_settings.policy.all_reduce_dtype,
             )
         )
     dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)

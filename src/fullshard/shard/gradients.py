@@ -32,6 +32,7 @@ from .delivery import Delivery
 from .gradient_set import free_all
 from .hooks import sees_gradients
 from .messages import not_reduced_yet
+from .packed_reduction import PackedAllReduce
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, ReduceSettings, scaling_of
 from .tokens import TokenCount
@@ -81,8 +82,12 @@ class Gradients:
     @property
     def live_bytes(self) -> int:
         """Bytes of the buffer, if it is allocated, and of the scratch memory of a reduction in flight."""
-        nbytes = self.buffer.storage.nbytes() if self.buffer is not None else 0
-        return nbytes + (self.running.scratch if self.running is not None else 0)
+        nbytes, running = self.buffer.storage.nbytes() if self.buffer is not None else 0, self.running
+        if running is None:
+            return nbytes
+        between = running.between if not nbytes and self.pending is not None else 0
+        reducing: int = nbytes + running.scratch + between
+        return reducing
 
     @property
     def accumulates(self) -> bool:
@@ -195,19 +200,19 @@ class Gradients:
         self, comm: Comm, rules: ReduceSettings, total: TokenCount | None, buffer: ReduceBuffer
     ) -> PlannedReduction:
         """Plan the reduction into the current slice if only the engine holds it, else into a new one."""
-        bucket, delivery, axis = self.bucket, self.delivery, self.bucket.axes.shard
+        bucket, delivery = self.bucket, self.delivery
         scaling = scaling_of(comm, bucket.axes.world, self.reduce_dtype, rules, total)
-        mean = scaling.mean and axis.size > 1  # over one rank the sum is the average, and fast on every backend
+        mean = scaling.mean
         same = self.reduce_dtype == delivery.grad_dtype and bucket.home is None and self.partial is None
         if same and delivery.all_none():
             current = delivery.writable()
             planned = current.reduction
             if planned is None or (planned.comm, planned.buffer, planned.mean) != (comm, buffer, mean):
-                planned = current.reduction = PlannedReduction(comm, axis, current.flat, buffer, mean)
+                planned = current.reduction = PlannedReduction(comm, current.flat, buffer, mean)
                 current.settle()
         else:
             out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
-            planned = PlannedReduction(comm, axis, out, buffer, mean)
+            planned = PlannedReduction(comm, out, buffer, mean)
             planned.scratch += out.nbytes
         planned.rules, planned.scaling = rules if total is None else None, scaling  # a total is of one step
         return planned
@@ -217,6 +222,9 @@ class Gradients:
 
         Args:
             unit: the unit's name.
+
+        Returns:
+            Those of the buffer, or those that the all-reduce over the replicate axis had allocated.
         """
         turns, buffer, pending = self.bucket.turns, self.buffer, self.pending
         assert buffer and pending
@@ -229,7 +237,7 @@ class Gradients:
             pending.wait()
         buffer.free()
         turns.give()
-        return nbytes
+        return nbytes or self.running.between
 
     def keep_partial(self) -> None:
         """Set the slice aside, not yet reduced over the replicate axis, to add it to the next one."""
@@ -240,19 +248,26 @@ class Gradients:
         self.partial = reduced if self.partial is None else self.partial.add_(reduced)
         self.running, self.state = None, NONE
 
-    def replicate(self, comm: Comm) -> int:
+    def replicate(self) -> int:
         """Start the all-reduce of the slice, plus any slice set aside by `keep_partial`, over the replicate axis.
 
         Returns:
-            Bytes of the slice.
+            Bytes that it allocated.
         """
-        axis, running = self.bucket.axes.replicate, self.running
-        assert axis is not None and running is not None
+        running = self.running
         if self.partial is not None:
             running.out.add_(self.partial)
             self.partial = None
-        self.pending = comm.all_reduce(axis, running.out, running.scaling.mean and axis.size > 1)
-        return running.out.nbytes
+        self.pending = running.replicate()
+        between: int = running.between
+        return between
+
+    def go_on(self) -> None:
+        """Start the second collective of a packed all-reduce in flight, if there is one; waits for the first."""
+        if isinstance(self.pending, PackedAllReduce):
+            self.bucket.turns.take()
+            self.pending.go_on()
+            self.bucket.turns.give()
 
     def deliver(self, fill_unused: bool) -> list[torch.Tensor]:
         """Make the reduced slice the sharded parameters' `.grad`, or add it to the existing ones.

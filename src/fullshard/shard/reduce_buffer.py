@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ..comm import Comm, Packing, Pending, exchange_of, packed_bytes, reduction_of
+from ..comm import Comm, Pending, reduction_of
 from ..containers import NONES
 from ..dtypes import as_real
 from ..forms import Member, Scratch
 from ..layout import Piece, columns_of
-from ..mesh import Axis
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
 from .messages import not_dense
+from .packed_reduction import PackedAllReduce, PackedReduction
 from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
@@ -210,25 +210,28 @@ def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[to
 
 
 class PlannedReduction:
-    """The reduction of a buffer into a slice over the shard axis.
+    """The reduction of a buffer into a slice over the shard axis, and of the slice between replicas.
 
     Args:
         comm: collectives.
-        axis: the ranks.
         out: [shard_numel], the slice.
         buffer: the source; its memory may be released and allocated again.
-        mean: whether the collective averages.
+        mean: whether the collectives average.
 
     Attributes:
-        start: starts the collectives.
-        received: bytes that the collectives allocate until they are waited for.
-        scratch: all bytes allocated until then besides the buffer.
+        start: starts the collectives over the shard axis.
+        replicate: starts the all-reduce of the slice over the replicate axis, if there is one.
+        received: bytes that the collectives of `start` allocate until they are waited for.
+        between: the same of `replicate`.
+        scratch: all bytes allocated until then besides the buffer and `between`.
         rules, scaling: the settings of its last run, and the scaling chosen from them.
     """
 
-    __slots__ = ("buffer", "comm", "mean", "out", "received", "rules", "scaling", "scratch", "start")
+    __slots__ = (
+        *("between", "buffer", "comm", "mean", "out", "received", "replicate", "rules", "scaling", "scratch", "start"),
+    )
 
-    def __init__(self, comm: Comm, axis: Axis, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
+    def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
         self.rules: ReduceSettings | None = None
         self.scaling = MEAN
@@ -236,82 +239,19 @@ class PlannedReduction:
         if len(segments) > 1:
             cuts = buffer.bucket.layout.segments
             parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
-        dtype = buffer.bucket.scatter_dtype
-        if dtype is None:
-            self.start = reduction_of(comm, axis, parts, segments, mean)
+        bucket = buffer.bucket
+        axis, between = bucket.axes.shard, bucket.axes.replicate
+        if bucket.scatter_dtype is None:
+            # Over one rank the sum is the average, and fast on every backend.
+            self.start = reduction_of(comm, axis, parts, segments, mean and axis.size > 1)
             self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
         else:
-            packed = PackedReduction(comm, axis, parts, segments, mean, dtype)
+            packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype)
             self.start, self.received = packed.start, packed.nbytes
-        self.scratch = self.received
-
-
-class PackedReduction:
-    """A reduce-scatter whose gradients are sent in 8 bits: packed, exchanged, unpacked, and summed in float32.
-
-    Ownership: allocates and frees its two buffers between `start` and `wait`, on the compute stream, and overwrites the
-    gradients: what was received is unpacked in their place.
-
-    Args:
-        comm: collectives.
-        axis: the ranks.
-        outs, buffers: for each segment, a slice [n], and the gradients [world * n].
-        mean: whether to average.
-        dtype: the 8-bit dtype.
-
-    Attributes:
-        nbytes: of the two buffers.
-
-    Raises:
-        ConfigError: `comm` cannot exchange bytes.
-    """
-
-    def __init__(
-        self,
-        comm: Comm,
-        axis: Axis,
-        outs: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        mean: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        world, device = axis.size, buffers[0].device
-        self._exchange, self._axis, self._outs = exchange_of(comm), axis, outs
-        self._scale = 1.0 / world if mean else 1.0
-        numel = world * sum([packed_bytes(out.numel()) for out in outs])
-        self._sent, self._received = (Scratch(numel, torch.uint8, device) for _ in range(2))
-        self._slices = [buffer.view(world, -1) for buffer in buffers]  # per segment, [world, n]
-        self._pack = Packing(dtype, self._slices, self._sent.tensor.view(world, -1), consumes=True).pack
-        self._unpack = Packing(dtype, self._slices, self._received.tensor.view(world, -1)).unpack
-        self._pending: Pending | None = None
-        self.nbytes = 2 * numel
-        self._free()
-
-    def start(self) -> Pending:
-        """Pack, and start the exchange."""
-        try:
-            self._sent.allocate()
-            self._pack()
-            self._received.allocate()
-            self._pending = self._exchange(self._axis, self._received.tensor, self._sent.tensor)
-        except BaseException:
-            self._free()
-            raise
-        return self
-
-    def wait(self) -> None:
-        """Wait for the exchange, and sum in the order of ranks."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.wait()
-            self._unpack()
-            for out, slices in zip(self._outs, self._slices, strict=True):
-                out.copy_(slices.sum(0, dtype=torch.float32).mul_(self._scale))
-        finally:
-            self._free()
-
-    def _free(self) -> None:
-        self._sent.free()
-        self._received.free()
+        self.scratch, self.between = self.received, 0
+        self.replicate: Callable[[], Pending] | None = None
+        if bucket.all_reduce_dtype is not None and between is not None:
+            packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype)
+            self.replicate, self.between = packed_slice.start, packed_slice.nbytes
+        elif between is not None:
+            self.replicate = partial(comm.all_reduce, between, out, mean and between.size > 1)

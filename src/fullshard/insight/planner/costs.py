@@ -6,8 +6,9 @@ is stated a second time (`schedule.py`); tests hold it to the engine's events.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,10 +43,20 @@ class SilentComm(TorchComm):
     def __init__(self) -> None:
         super().__init__()
         self.sent: dict[str, list[int]] = {}
+        self._counted_as: str | None = None
+
+    @contextlib.contextmanager
+    def counting(self, verb: str) -> Iterator[None]:
+        """Count all collectives in the block under this verb."""
+        self._counted_as = verb
+        try:
+            yield
+        finally:
+            self._counted_as = None
 
     def _count(self, verb: str, axis: Axis, buffer: torch.Tensor, times: int = 1) -> Pending:
         if axis.size > 1:
-            count = self.sent.setdefault(verb, [0, 0])
+            count = self.sent.setdefault(self._counted_as or verb, [0, 0])
             count[0] += times * buffer.numel() * buffer.element_size() * (axis.size - 1) // axis.size
             count[1] += 1
         return DONE
@@ -101,6 +112,7 @@ class UnitCosts:
             step and for those added to it.
         received: of these, what is freed once the collective over the shard axis has arrived.
         partial: of gradients that are reduced over the shard axis only, set aside for the next micro-batch.
+        between: what the all-reduce over the replicate axis allocates.
         replicating: slices that may be reduced over the replicate axis at once; 0: there is none.
         sent: bytes that this rank sends in one reduction and all-reduce, and the number of collectives in each.
     """
@@ -122,6 +134,7 @@ class UnitCosts:
     scratch_again: int
     received: int
     partial: int
+    between: int
     replicating: int
     sent: Mapping[str, tuple[int, int]]
 
@@ -238,8 +251,8 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
             unit.drop_kept()
         unit.showing.show_unsharded()
     comm.sent = {}
-    first, partial_bytes, (buffer, scratch, received) = _reduce(unit, comm)
-    again, _, (_, scratch_again, _) = _reduce(unit, comm)
+    first, partial_bytes, (buffer, scratch, received, between) = _reduce(unit, comm)
+    again, _, (_, scratch_again, _, _) = _reduce(unit, comm)
     assert first == again, "a unit reduces as much in every backward"
     return UnitCosts(
         name="",
@@ -263,6 +276,7 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
         scratch_again=scratch_again,
         received=received,
         partial=partial_bytes,
+        between=between,
         replicating=min((b.axes.shard.size for b in buckets if any(b.axes.replicate for b in buckets)), default=0),
         sent={verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in comm.sent.items()},
     )
@@ -280,11 +294,11 @@ def _gather(unit: Unit, comm: SilentComm, cast: int) -> GatherCosts:
     return GatherCosts(cast, in_flight, opening, sent, collectives)
 
 
-def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int]]:
+def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int, int]]:
     """Reduce one gradient of every parameter that trains.
 
     Returns:
-        Bytes of slices; of those over the shard axis only; of buffers, scratch and what the first collective received.
+        Bytes of slices; of those over the shard axis only; those of buffers, scratch, received, between.
     """
     ledger, before = unit.ledger, unit.ledger.reducing
     trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
@@ -294,7 +308,7 @@ def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int
             if parameter is not None and parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         gradients.collect(ledger)
-    buffer, scratch, received = ledger.reducing - before, 0, 0
+    buffer, scratch, received, between = ledger.reducing - before, 0, 0, 0
     for gradients in trained:
         assert gradients.state is GradState.PENDING
         gradients.issue_reduce(comm, ReduceSettings(), None, unit.name)
@@ -303,12 +317,13 @@ def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int
     for gradients in trained:
         ledger.reducing -= gradients.wait(unit.name)
         if gradients.bucket.axes.replicate is not None:
-            gradients.replicate(comm)
-            gradients.wait(unit.name)
+            with comm.counting("all_reduce"):  # if packed, it is an exchange and a gather
+                between += gradients.replicate()
+                gradients.wait(unit.name)
         gradients.deliver(False)
     partial_bytes = sum(
         gradients.bucket.layout.shard_numel * gradients.reduce_dtype.itemsize
         for gradients in trained
         if gradients.bucket.axes.replicate is not None
     )
-    return sum(gradients.held_bytes for gradients in trained), partial_bytes, (buffer, scratch, received)
+    return sum(gradients.held_bytes for gradients in trained), partial_bytes, (buffer, scratch, received, between)

@@ -298,18 +298,20 @@ class _Step:
         if not costs.replicating:
             self.deliver(costs, scratch - costs.received, until)
             return
+        scratch -= costs.received
         if self.sets_aside:
-            self.now["reducing"] -= scratch - costs.received
+            self.now["reducing"] -= scratch
             if costs.name not in self.partial:
                 self.partial[costs.name] = costs.partial
                 self.now["reducing"] += costs.partial
-            until = 0.0
+            self.replicating.append((costs, 0, 0.0))
         else:
             if costs.name in self.partial:
                 self.now["reducing"] -= self.partial.pop(costs.name)
                 self.copied.add(costs.name)
-            until = self.send(costs, "all_reduce")
-        self.replicating.append((costs, 0 if self.sets_aside else scratch - costs.received, until))
+            self.now["reducing"] += costs.between
+            self.note(f"gradients of {costs.name or 'the root'} are reduced between replicas", self.live)
+            self.replicating.append((costs, scratch + costs.between, self.send(costs, "all_reduce")))
         while len(self.replicating) > costs.replicating:
             self.deliver(*self.replicating.pop(0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class ModelParts:
     def packed_dtypes(self) -> set[torch.dtype]:
         """The 8-bit dtypes in which parameters and gradients are sent."""
         buckets = [bucket for unit, _ in self.table.units for bucket in unit.buckets]
-        return {dtype for bucket in buckets for dtype in (bucket.gather_dtype, bucket.scatter_dtype) if dtype}
+        dtypes = [(bucket.gather_dtype, bucket.scatter_dtype, bucket.all_reduce_dtype) for bucket in buckets]
+        return {dtype for dtype in chain.from_iterable(dtypes) if dtype}
 
     @staticmethod
     def dtype(row: Named) -> torch.dtype:
