@@ -32,10 +32,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "gathered in float8_e4m3fn": {"gather_dtype": E4M3},
     "exchanged in int8": {"scatter_dtype": INT8},
     "exchanged in float8_e5m2": {"scatter_dtype": E5M2},
+    "exchanged in int8, error feedback": {"scatter_dtype": INT8, "error_feedback": True},
+    "exchanged in float8_e5m2, error feedback": {"scatter_dtype": E5M2, "error_feedback": True},
     "both in int8": {"gather_dtype": INT8, "scatter_dtype": INT8},
     "replicas, float32": {},
     "replicas, int8": {"all_reduce_dtype": INT8},
     "replicas, float8_e5m2": {"all_reduce_dtype": E5M2},
+    "replicas, int8, error feedback": {"all_reduce_dtype": INT8, "error_feedback": True},
 }
 TIMES = {"gather": 1, "reduce": 1, "exchange": 1, "all_reduce": 2}
 WARM_UP, RATE, HELD_OUT, LAST = 50, 3e-3, 256, 50

@@ -205,6 +205,7 @@ WAYS = {
     ),
     "steps in the backward": Way(replace(BASE, step_in_backward=True)),
     "8 bits": Way(BASE, MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.int8)),
+    "error feedback": Way(BASE, MixedPrecisionPolicy(scatter_dtype=torch.int8, error_feedback=True)),
     "2 replicas, 8 bits": Way(replace(BASE, replicate=2), MixedPrecisionPolicy(all_reduce_dtype=torch.int8)),
 }
 ON_A_GPU = {"offload": Way(replace(BASE, offload=True))}  # a CPU has no memory beside its own

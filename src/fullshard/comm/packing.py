@@ -77,6 +77,11 @@ class Packing:
             scaled = floats.div_(scales) if self._consumes and floats.dtype == torch.float32 else floats / scales
             values.copy_(scaled.round_() if self._rounds else scaled)
 
+    def add(self, factor: float) -> None:
+        """Add what the bytes hold, times `factor`, to the floats."""
+        for floats, values, scales in self._blocks:
+            floats.add_(values.to(torch.float32).mul_(scales), alpha=factor)
+
     def unpack(self) -> None:
         """Write the floats."""
         for floats, values, scales in self._blocks:

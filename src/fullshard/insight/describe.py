@@ -26,8 +26,8 @@ def describe(model: nn.Module, plans: bool = False) -> str:
     Args:
         model: a model sharded by either front-end.
         plans: also describe each unit's plan, which exists after the first gather: the bytes that it gathers and the
-            number of collectives, the bytes copied out of them, the bytes alive until the unit is freed, and the bytes
-            that it reduces.
+            number of collectives, the bytes copied out of them, the bytes alive until the unit is freed, the bytes that
+            it reduces, and those that error feedback keeps from the first reduction on.
 
     Returns:
         Lines about meshes, a header, one line per bucket, totals, and one line for each kind of parameters in no unit;
@@ -87,6 +87,7 @@ def _dtype(facts: BucketFacts) -> str:
         "reduced between replicas": facts.all_reduce_dtype,
     }
     sent = "".join([f", {verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in verbs.items() if dtype])
+    sent += " with error feedback" if facts.error_feedback else ""
     return f"{stored}{cast}{sent}{'' if facts.trains else ', frozen'}"
 
 

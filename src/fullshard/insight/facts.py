@@ -29,6 +29,7 @@ class BucketFacts:
         storage_dtype, compute_dtype: the dtypes of the shard and of the full bucket.
         gather_dtype, scatter_dtype, all_reduce_dtype: the 8-bit dtypes in which parameters, gradients, and gradients
             between replicas are sent, if any.
+        error_feedback: see `MixedPrecisionPolicy`.
         trains: whether any of the parameters requires a gradient.
     """
 
@@ -44,6 +45,7 @@ class BucketFacts:
     gather_dtype: torch.dtype | None
     scatter_dtype: torch.dtype | None
     all_reduce_dtype: torch.dtype | None
+    error_feedback: bool
     trains: bool
 
 
@@ -64,6 +66,7 @@ def bucket_facts(runner: Runner, bucket: Bucket) -> BucketFacts:
         gather_dtype=bucket.gather_dtype,
         scatter_dtype=bucket.scatter_dtype,
         all_reduce_dtype=bucket.all_reduce_dtype,
+        error_feedback=bucket.error_feedback,
         trains=any(member.sharded.requires_grad for member in bucket.members),
     )
 
@@ -110,6 +113,8 @@ def plan_in_words(unit: Unit) -> str:
     if any(gradients.bucket.axes.replicate is not None for gradients in reduced):
         between = _sent_in(gradients.bucket.all_reduce_dtype for gradients in reduced)
         reduce += f", then its slice between replicas{between}"
+    if residual := sum(gradients.residual_bytes for gradients in reduced):
+        reduce += f"; keeps {size(residual)} for error feedback"
     return f"{gather}; {reduce}"
 
 

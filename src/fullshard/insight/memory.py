@@ -22,7 +22,7 @@ class MemoryUse:
 
     Attributes:
         parameters: shards, and parameters that no unit shards.
-        gradients: reduced gradients.
+        gradients: reduced gradients, and what error feedback keeps of others.
         optimizer: optimizer state.
         gathered: gathered units, and their staging buffers.
         reducing: reduction buffers.
@@ -71,7 +71,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_bytes = sum(_nbytes(p) for p in plain)
     shard_bytes = sum(_nbytes(tensor) for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors)
-    gradients = sum(g.held_bytes for unit in units for g in unit.gradients)
+    gradients = sum(g.held_bytes + g.residual_bytes for unit in units for g in unit.gradients)
     gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
     member_bytes = [(m, m.slot.numel * b.storage_dtype.itemsize) for b, _, m in members_of(model)]
     whole = sum(nbytes for _, nbytes in member_bytes)

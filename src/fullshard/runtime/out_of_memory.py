@@ -51,7 +51,8 @@ def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: in
     shards = sum(
         tensor.nbytes for tensor in _on_device([t for r in runners for b in r.unit.buckets for t in b.shard_tensors])
     )
-    gradients = sum(g.held_bytes for r in runners for g in r.unit.gradients if g.bucket.home is None)
+    every = [gradients for runner in runners for gradients in runner.unit.gradients]
+    gradients = sum(g.residual_bytes + (g.held_bytes if g.bucket.home is None else 0) for g in every)
     device = next((bucket.axes.device for r in runners for bucket in r.unit.buckets), torch.device("cpu"))
     allocated, reserved = _allocator(device)
     known = shards + gradients + ledger.live + (optimizer or 0)

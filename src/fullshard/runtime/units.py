@@ -153,6 +153,7 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
                     ("exchanged between replicas", bucket.all_reduce_dtype),
                 )
                 facts += "".join([f", {verb} in {str(d).removeprefix('torch.')}" for verb, d in packed if d])
+                facts += ", with error feedback" if bucket.error_feedback else ""
                 facts += ", in keep_gathered" if runner.held else ""
                 lines.append(Line(member.name, str(member.slot.shape), facts, runner.unit.name))
         # After the parameters: a parameter of a different dtype is reported by its own line, not by this consequence.

@@ -57,6 +57,7 @@ class Bucket:
         home: memory of the shard and its gradients, if that is not the mesh's device.
         chunks: the shard with its values, if it is not plain; None: create one, and copy values in.
         gather_dtype, scatter_dtype, all_reduce_dtype: see `MixedPrecisionPolicy`; None where not used.
+        error_feedback: the same; False where nothing is reduced in 8 bits.
 
     Attributes:
         compute_dtype: dtype of gathered parameters.
@@ -80,6 +81,7 @@ class Bucket:
         gather_dtype: torch.dtype | None = None,
         scatter_dtype: torch.dtype | None = None,
         all_reduce_dtype: torch.dtype | None = None,
+        error_feedback: bool = False,
     ) -> None:
         first = drafts[0].original
         self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
@@ -91,6 +93,7 @@ class Bucket:
         shards, replicates = packs and axes.shard.size > 1, packs and axes.copies > 1
         self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if shards else (None, None)
         self.all_reduce_dtype = all_reduce_dtype if replicates else None
+        self.error_feedback = error_feedback and bool(self.scatter_dtype or self.all_reduce_dtype)
         device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
         self.shard: Any = self._new_shard(first.dtype, device) if chunks is None else chunks
@@ -423,8 +426,8 @@ class Bucket:
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
-        dtypes = self.gather_dtype, self.scatter_dtype, self.all_reduce_dtype
-        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *dtypes)
+        sent = self.gather_dtype, self.scatter_dtype, self.all_reduce_dtype, self.error_feedback
+        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *sent)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             take_grad_dtype(new.sharded, old.sharded)

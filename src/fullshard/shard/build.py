@@ -184,6 +184,7 @@ def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
                 bucket_settings.policy.gather_dtype,
                 bucket_settings.policy.scatter_dtype,
                 bucket_settings.policy.all_reduce_dtype,
+                bucket_settings.policy.error_feedback,
             )
         )
     dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)

@@ -32,7 +32,7 @@ from .delivery import Delivery
 from .gradient_set import free_all
 from .hooks import sees_gradients
 from .messages import not_reduced_yet
-from .packed_reduction import PackedAllReduce
+from .packed_reduction import PackedAllReduce, Residuals
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, ReduceSettings, scaling_of
 from .tokens import TokenCount
@@ -53,12 +53,13 @@ class Gradients:
     """See the module's docstring.
 
     Ownership: `buffer` is memory on demand, allocated at the first gradient of a backward, released when the reduction
-    is done. The reduced slice belongs to `delivery`.
+    is done. `residuals` are allocated at the first reduction and stay. The reduced slice belongs to `delivery`.
 
     Args:
         bucket: the bucket of the gradients.
 
     Attributes:
+        residuals: what error feedback adds to the gradients of the next reduction; None: the bucket has none.
         reduce_dtype: dtype of the buffer and the reduction; see `GradientDtypes`.
         running: the reduction in flight.
     """
@@ -72,6 +73,7 @@ class Gradients:
         self.running: Any = None  # `PlannedReduction`; None: no reduction is in flight
         self.pending: Pending | None = None  # its collective, then its all-reduce over the replicate axis
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of this rank's share of `.grad`, if requested
+        self.residuals: Residuals | None = {} if bucket.error_feedback else None
         self._version = -1  # version of the shown gradients at their last delivery
 
     @property
@@ -208,11 +210,11 @@ class Gradients:
             current = delivery.writable()
             planned = current.reduction
             if planned is None or (planned.comm, planned.buffer, planned.mean) != (comm, buffer, mean):
-                planned = current.reduction = PlannedReduction(comm, current.flat, buffer, mean)
+                planned = current.reduction = PlannedReduction(comm, current.flat, buffer, mean, self.residuals)
                 current.settle()
         else:
             out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
-            planned = PlannedReduction(comm, out, buffer, mean)
+            planned = PlannedReduction(comm, out, buffer, mean, self.residuals)
             planned.scratch += out.nbytes
         planned.rules, planned.scaling = rules if total is None else None, scaling  # a total is of one step
         return planned
@@ -370,10 +372,17 @@ class Gradients:
         """Bytes of reduced gradients that are alive."""
         return self.delivery.set.storage.nbytes() if self.delivery.set is not None else 0
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that error feedback keeps from step to step."""
+        return sum([lost.nbytes for lost in self.residuals.values()]) if self.residuals else 0
+
     def forget(self) -> None:
         """Drop buffers and sets of the old device or dtype after the shard moved; they are recreated when needed."""
         self.discard()
         self.buffer = self.own = None
+        if self.residuals is not None:
+            self.residuals = {}  # of gradients at other values
         self.delivery.forget()
 
 

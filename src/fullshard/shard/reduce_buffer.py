@@ -21,7 +21,7 @@ from ..layout import Piece, columns_of
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
 from .messages import not_dense
-from .packed_reduction import PackedAllReduce, PackedReduction
+from .packed_reduction import PackedAllReduce, PackedReduction, Residuals
 from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
@@ -217,6 +217,7 @@ class PlannedReduction:
         out: [shard_numel], the slice.
         buffer: the source; its memory may be released and allocated again.
         mean: whether the collectives average.
+        residuals: of the bucket, for error feedback; None: without.
 
     Attributes:
         start: starts the collectives over the shard axis.
@@ -231,7 +232,9 @@ class PlannedReduction:
         *("between", "buffer", "comm", "mean", "out", "received", "replicate", "rules", "scaling", "scratch", "start"),
     )
 
-    def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
+    def __init__(
+        self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals | None
+    ) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
         self.rules: ReduceSettings | None = None
         self.scaling = MEAN
@@ -246,12 +249,12 @@ class PlannedReduction:
             self.start = reduction_of(comm, axis, parts, segments, mean and axis.size > 1)
             self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
         else:
-            packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype)
+            packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype, residuals)
             self.start, self.received = packed.start, packed.nbytes
         self.scratch, self.between = self.received, 0
         self.replicate: Callable[[], Pending] | None = None
         if bucket.all_reduce_dtype is not None and between is not None:
-            packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype)
+            packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype, residuals)
             self.replicate, self.between = packed_slice.start, packed_slice.nbytes
         elif between is not None:
             self.replicate = partial(comm.all_reduce, between, out, mean and between.size > 1)

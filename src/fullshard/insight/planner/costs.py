@@ -112,6 +112,7 @@ class UnitCosts:
             step and for those added to it.
         received: of these, what is freed once the collective over the shard axis has arrived.
         partial: of gradients that are reduced over the shard axis only, set aside for the next micro-batch.
+        residuals: what error feedback keeps, always.
         between: what the all-reduce over the replicate axis allocates.
         replicating: slices that may be reduced over the replicate axis at once; 0: there is none.
         sent: bytes that this rank sends in one reduction and all-reduce, and the number of collectives in each.
@@ -134,6 +135,7 @@ class UnitCosts:
     scratch_again: int
     received: int
     partial: int
+    residuals: int
     between: int
     replicating: int
     sent: Mapping[str, tuple[int, int]]
@@ -276,6 +278,7 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
         scratch_again=scratch_again,
         received=received,
         partial=partial_bytes,
+        residuals=sum(gradients.residual_bytes for gradients in unit.gradients),
         between=between,
         replicating=min((b.axes.shard.size for b in buckets if any(b.axes.replicate for b in buckets)), default=0),
         sent={verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in comm.sent.items()},

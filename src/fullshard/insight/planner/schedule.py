@@ -24,8 +24,8 @@ from .profile import Live, Moment, Profile
 from .strategy import Strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits")
-"""Kinds of memory on the device: shards and buffers; reduced gradients; optimizer state and temporaries of its step;
-gathered units, kept slices and gathers in flight; reductions in flight and gradients that wait for one; activations and
+"""Kinds of memory on the device: shards and buffers; reduced gradients, and what error feedback keeps; optimizer state
+and temporaries of its step; gathered units, kept slices and gathers in flight; reductions in flight and gradients that wait for one; activations and
 gradients that are not collected yet; the model's output, and what is computed from it before the backward of a unit."""
 
 PLACES = {"enter": "forward of", "leave": "forward, after", "back": "backward of", "done": "backward, after"}
@@ -167,6 +167,7 @@ class _Step:
         self.timeline = Timeline()
         self.now = dict.fromkeys(KINDS, 0)
         self.now["parameters"] = sum(costs.parameters for costs in units if not costs.strategy.offload)
+        self.now["gradients"] = self.residuals = sum(costs.residuals for costs in units)
         self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which slices are kept for the backward
@@ -378,7 +379,7 @@ class _Step:
         again = index > 0 and strategy.accumulate != "whole"
         self.sets_aside = strategy.accumulate == "partial" and not last
         if self.partial:
-            self.now["gradients"] = 0  # the slices that were set aside are copies
+            self.now["gradients"] = self.residuals  # the slices that were set aside are copies
         forward = [moment.unit for moment in moments if moment.kind == "enter" and self.units[moment.unit].elements]
         backward = [moment.unit for moment in moments if moment.kind == "back"]
         entered = following = returned = 0
