@@ -44,8 +44,8 @@ class Plan:
     Attributes:
         strategy: how the model is sharded and run.
         memory: bytes by kind at the moment of the peak: parameters (shards, buffers), gradients (reduced, and what
-            error feedback keeps), optimizer, gathered, reducing (with gradients that are accumulated whole), activations (with gradients that are not
-            collected yet), logits (with what the loss is computed from them).
+            error feedback keeps), optimizer, gathered, reducing (with gradients that are accumulated whole),
+            activations (with gradients that are not collected yet), logits (with what the loss computes from them).
         most: by kind, its own peak.
         where: the moment of the peak.
         reserved: what the allocator and the device's context are expected to hold at the peak.

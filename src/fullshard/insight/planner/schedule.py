@@ -25,8 +25,9 @@ from .strategy import Strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits")
 """Kinds of memory on the device: shards and buffers; reduced gradients, and what error feedback keeps; optimizer state
-and temporaries of its step; gathered units, kept slices and gathers in flight; reductions in flight and gradients that wait for one; activations and
-gradients that are not collected yet; the model's output, and what is computed from it before the backward of a unit."""
+and temporaries of its step; gathered units, kept slices and gathers in flight; reductions in flight and gradients that
+wait for one; activations and gradients that are not collected yet; the model's output, and what is computed from it
+before the backward of a unit."""
 
 PLACES = {"enter": "forward of", "leave": "forward, after", "back": "backward of", "done": "backward, after"}
 """The words for each kind of moment; the unit's name follows."""
