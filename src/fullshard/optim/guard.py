@@ -25,6 +25,7 @@ from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, RowShard, note_change, owner_of, successor_of
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
+from .owner_optimizer import OwnerOptimizer
 from .probe import COUPLED, names_of, treats_elements
 
 FAIL_ON_DTENSORS = {
@@ -203,8 +204,8 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
         )
     if isinstance(parameter, RowShard):
         _check_rows(optimizer, group, parameter)
-    if (part := attributes.get(PART_KEY)) is None:
-        return
+    if (part := attributes.get(PART_KEY)) is None or isinstance(optimizer, OwnerOptimizer):
+        return  # OwnerOptimizer has tried its optimizer itself
     name, verdict = type(optimizer).__name__, treats_elements(optimizer)
     if verdict is False:
         raise ConfigError(

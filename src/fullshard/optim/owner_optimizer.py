@@ -1,4 +1,4 @@
-"""Run any optimizer on whole parameters: each is assembled on one rank, its owner, which steps it and has its state."""
+"""Run any optimizer so that one rank of all steps each parameter, or each element, and has its state: its owner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,21 @@ from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
-from .owners import Cut, OtherCut, Owners, balanced, check_alike, check_gradient, cut_of, keep, piece_of, places_of
-from .probe import treats_parameters
+from .owners import (
+    Cut,
+    OtherCut,
+    Owners,
+    balanced,
+    check_alike,
+    check_gradient,
+    cut_of,
+    keep,
+    piece_of,
+    places_of,
+    views_of,
+)
+from .probe import treats_elements, treats_parameters
+from .replicas import element_bounds, in_memory_order, is_dense, like_order, spread
 
 State = dict[str, Any]  # of one parameter, by key
 Entry = tuple[torch.Tensor, str, torch.dtype]
@@ -36,43 +50,75 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
         optimizer = fullshard.OwnerOptimizer(model.parameters(), torch.optim.Adafactor, lr=1e-2)
 
-    Each parameter is assembled on one rank of its shard axis, its owner, and `optimizer_class` steps it there, as in
-    a single process. Owners are balanced by number of elements. In a step, owners receive the pieces of parameters and
-    gradients and send back the new values, without padding: 12 bytes per float32 element of a rank's shards. During a
-    step, a rank needs additional memory of three times its shards of parameters, and what `optimizer_class` needs.
-    `DTensor`s that are split over two mesh axes (tensor parallelism) are gathered and stepped on all ranks.
+    Each parameter is assembled on one rank, its owner, and `optimizer_class` steps it there, as in a single process.
+    Owners are balanced by number of elements. In a step, owners receive the pieces of parameters and gradients and send
+    back the new values, without padding: 12 bytes per float32 element of a rank's shards. During a step, a rank needs
+    additional memory of three times its shards of parameters, and what `optimizer_class` needs.
+
+    On a mesh (replicate, shard) owners are the ranks of both axes, so that no step is repeated and no state is held
+    twice: a replica assembles only the parameters that its ranks own, and sends their new values, as shards, to the
+    other replicas. With R replicas, the exchange within a replica is 1/R of the above, and 4 (R - 1) / R bytes for each
+    float32 element of a rank's shards go over the replicate axis, in one collective per unit.
+
+    With `elementwise=True`, nothing is assembled: of the elements of its shards, each rank steps the 1/R that its
+    replica owns, and only the exchange between replicas remains. This is for element-wise optimizers (AdamW, SGD, Lion,
+    ...) on meshes with replicas, and for parameters of any front-end and of `optimizer_view`. Results are the same, to
+    the bit, as if each replica stepped all its elements.
+
+        optimizer = fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW, elementwise=True, lr=1e-3)
+
+    `DTensor`s that are split over two mesh axes (tensor parallelism) are gathered and stepped on all ranks, unless
+    `elementwise`.
 
     Between steps, `state` has each parameter's state on its owner. `state_dict()`, `fullshard.save` and similar
-    functions show it sharded, like that of other optimizers: a checkpoint loads on any number of ranks and, if keys
-    match, into the same optimizer without owners. State of any other shape than its parameter stays on the owner.
+    functions show it sharded, like that of other optimizers, until the next step: a checkpoint loads on any number of
+    ranks and, if keys match, into the same optimizer without owners. Replicas then hold the same state. State of any
+    other shape than its parameter stays on the owner and the ranks in its place in other replicas.
 
     `add_param_group`, `step`, `state_dict`, `load_state_dict` and copying are collective: ranks must have gradients for
     the same parameters.
 
-    Owners of whole parameters: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), section 5, stage 1, by parameter.
+    Owners of whole parameters: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), section 5, stage 1, by parameter;
+    with `elementwise`, as there, by elements.
 
     Args:
-        params: parameters of `fully_shard` in any layout, or plain ones, or groups of them.
+        params: parameters of `fully_shard` in any layout, or plain ones, or groups of them. With `elementwise`, also
+            those of `FullyShardedDataParallel`, and views from `optimizer_view`.
         optimizer_class: the optimizer to run. It must step parameters independently, and only in `step()`.
+        elementwise: whether to step elements where they are. `optimizer_class` must step each element independently;
+            this is tried once on small tensors.
         settings: arguments of `optimizer_class`.
 
     Raises:
-        ConfigError: `optimizer_class` cannot step parameters one by one, or a parameter is a flat run of elements (of
-            FullyShardedDataParallel or `optimizer_view`).
+        ConfigError: `optimizer_class` cannot step parameters one by one, or elements if `elementwise`; a parameter is a
+            flat run of elements (of FullyShardedDataParallel or `optimizer_view`) and `elementwise` is false; or a
+            parameter's shard is a tensor subclass and `elementwise` is true.
     """
 
     _inner: torch.optim.Optimizer  # of `optimizer_class`, on `_wholes`; unset while __init__ adds the first groups
 
-    def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], **settings: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        elementwise: bool = False,
+        **settings: Any,
+    ) -> None:
         _check_class(optimizer_class)
+        self.elementwise = elementwise
         self.optimizer_class, self._arguments = optimizer_class, settings
         self._shared = False  # whether `state` is sharded
         # By id of the parameter:
-        self._wholes: dict[int, nn.Parameter] = {}  # the whole parameters that the inner optimizer steps
-        self._owner_of: dict[int, int] = {}  # of parameters that have an owner; empty until `_assign_owners`
+        self._wholes: dict[int, nn.Parameter] = {}  # whole parameters, or runs, that the inner optimizer steps
+        self._owner_of: dict[int, int] = {}  # the owner's rank on the shard axis, of parameters split along it
+        self._replica_of: dict[int, int] = {}  # the owner's rank on the replicate axis, of parameters that have one
+        self._bounds: dict[int, list[int]] = {}  # if elementwise: see `element_bounds`, of this rank's part
+        self._are_assigned = False  # whether `_assign_owners` has filled these three
+        self._places: dict[int, tuple[Axis, Axis | None] | None] = {}  # see `_axes_of`
         self._cuts: dict[int, Cut | OtherCut | None] = {}
         self._classes: dict[int, Classes] = {}  # of the state of parameters that this rank owns
-        self._plans: dict[Any, list[tuple[Owners, torch.device, list[int]]]] = {}  # by the exchanged entries
+        self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
         self._in_order: list[torch.Tensor] = []  # see `_parameters`
         self._knows_classes = False  # whether `_classes` is complete, the same on all ranks
         super().__init__(params, {})
@@ -80,7 +126,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
             [{**_settings(group), "params": self._new_wholes(group)} for group in self.param_groups], **settings
         )
         self.defaults = self._inner.defaults
-        self._check_coupling(settings)
+        if elementwise:
+            self._check_elements()
+        else:
+            self._check_coupling(settings)
         for parameter in self._parameters():
             state = self._inner.state.get(self._wholes[id(parameter)])
             if state and any(isinstance(value, torch.Tensor) for value in leaves_in(state)):
@@ -99,34 +148,29 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Like `torch.optim.Optimizer.add_param_group`. Collective once the optimizer has stepped.
 
         Raises:
-            ConfigError: a parameter is a flat run of elements.
+            ConfigError: see the class.
         """
         is_built = hasattr(self, "_inner")
         if is_built:
             self.share_state()
-            self._owner_of.clear()
+            self._are_assigned = False
             self._plans.clear()
         super().add_param_group(param_group)
         self._in_order = []
         group = self.param_groups[-1]
         for parameter in group["params"]:
-            if PART_KEY in parameter.__dict__:
+            if (error := self._why_not(parameter)) is not None:
                 self.param_groups.pop()
-                raise ConfigError(
-                    "OwnerOptimizer: a parameter is a flat run of elements, which cannot be assembled on an owner.",
-                    parameter=parameter.__dict__.get(NAME_KEY, "?"),
-                    expected="parameters of fully_shard",
-                    got=str(parameter.__dict__[PART_KEY]),
-                    remedy="shard the model with fully_shard, and pass model.parameters()",
-                    topic="optimizer-on-shards",
-                )
+                raise error
         if is_built:
             self._inner.add_param_group({**_settings(group), "params": self._new_wholes(group)})
+            if self.elementwise:
+                self._check_elements()
             self._copy_settings_back()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Collective among the ranks of each shard axis.
+        """Take a step. Collective among the ranks of each mesh.
 
         Returns:
             The result of `closure`, which is called first, with gradients enabled.
@@ -143,6 +187,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             inner_group.clear()
             inner_group.update({**_settings(group), "params": wholes})
         stepped = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        self._agree(stepped)
         try:
             self._gather(stepped)
             inner.step()
@@ -194,6 +239,15 @@ class OwnerOptimizer(torch.optim.Optimizer):
             pieces = owners.scatter(wholes, [target.to(home) for target in targets])
             for target, piece in zip(targets, pieces, strict=True):
                 target.copy_(piece)
+        tensors = []
+        for parameter in self._parameters():
+            for key, (kind, _) in descriptions[id(parameter)].items():
+                if kind in ("element", "whole"):
+                    target = inside(shared[id(parameter)][key])
+                    if self.elementwise and self._owns(parameter):
+                        self._run(parameter, target).copy_(flat[id(parameter)][key])
+                    tensors.append((parameter, target))
+        self._spread(tensors)
         self._inner.state.clear()
         self.state.clear()
         for parameter in self._parameters():
@@ -234,7 +288,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             **super().__getstate__(),
             "_copied": (
                 self.optimizer_class,
-                self._arguments,
+                {"elementwise": self.elementwise, **self._arguments},
                 [self._classes.get(id(parameter), {}) for parameter in self._listed()],
             ),
         }
@@ -266,6 +320,50 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 stacklevel=3,
             )
 
+    def _check_elements(self) -> None:
+        """Refuse an optimizer that does not step each element independently; warn if that cannot be determined."""
+        name, verdict = self.optimizer_class.__name__, treats_elements(self._inner)
+        if verdict is False:
+            raise ConfigError(
+                "OwnerOptimizer(elementwise=True) needs an optimizer that steps each element independently.",
+                expected="an element-wise optimizer (SGD, Adam, AdamW, ...)",
+                got=f"{name}, whose step of an element depends on other elements",
+                remedy="omit elementwise=True: owners then step whole parameters",
+                topic="optimizer-on-shards",
+            )
+        if verdict is None:
+            warnings.warn(
+                message(
+                    f"OwnerOptimizer(elementwise=True) cannot determine whether {name} steps each element alone.",
+                    remedy="ignore this warning if it does; else omit elementwise=True",
+                    topic="optimizer-on-shards",
+                ),
+                stacklevel=4,
+            )
+
+    def _why_not(self, parameter: torch.Tensor) -> ConfigError | None:
+        """The error for a parameter that this optimizer cannot step; None if it can."""
+        local = inside(parameter.detach())
+        if self.elementwise and (type(local) not in (torch.Tensor, nn.Parameter) or not is_dense(local)):
+            what = "OwnerOptimizer(elementwise=True): a parameter's shard cannot be cut into runs of elements."
+            expected, got = "a dense plain tensor", f"{type(local).__name__}, strides {local.stride()}"
+            remedy = "step this parameter with an optimizer of its own, without OwnerOptimizer"
+        elif not self.elementwise and PART_KEY in parameter.__dict__:
+            what = "OwnerOptimizer: a parameter is a flat run of elements, which cannot be assembled on an owner."
+            expected, got = "parameters of fully_shard", str(parameter.__dict__[PART_KEY])
+            remedy = "shard the model with fully_shard, and pass model.parameters(); for an element-wise optimizer: "
+            remedy += "elementwise=True"
+        else:
+            return None
+        return ConfigError(
+            what,
+            parameter=parameter.__dict__.get(NAME_KEY, "?"),
+            expected=expected,
+            got=got,
+            remedy=remedy,
+            topic="optimizer-on-shards",
+        )
+
     # Parameters and settings of the inner optimizer.
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -281,10 +379,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _new_wholes(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
-        """Whole parameters for the inner optimizer, one per parameter of a group. They have values only in steps."""
+        """Parameters for the inner optimizer, one per parameter of a group. They have values only in steps."""
         for parameter in group["params"]:
             local = inside(parameter.detach())
-            whole = nn.Parameter(local.new_zeros(()).expand(parameter.shape), parameter.requires_grad)
+            shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
+            whole = nn.Parameter(local.new_zeros(()).expand(shape), parameter.requires_grad)
             self._wholes[id(parameter)] = whole
         return [self._wholes[id(parameter)] for parameter in group["params"]]
 
@@ -295,29 +394,128 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # Owners.
 
+    def _axes_of(self, parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
+        """The shard axis of a parameter, and its replicate axis if that has several ranks; None if it is in no unit."""
+        if id(parameter) not in self._places:
+            axes = _axes(parameter)
+            if axes is not None and axes[1] is not None and axes[1].size == 1:
+                axes = axes[0], None
+            self._places[id(parameter)] = axes
+        return self._places[id(parameter)]
+
+    def _replicas(self, parameter: torch.Tensor) -> Axis | None:
+        """The replicate axis along which a parameter has owners."""
+        axes = self._axes_of(parameter)
+        return None if axes is None or isinstance(self._cut(parameter), OtherCut) else axes[1]
+
     def _cut(self, parameter: torch.Tensor) -> Cut | OtherCut | None:
-        """How a parameter is sharded. `OtherCut` for one in no unit, whose shard axis is unknown."""
+        """How a parameter is assembled. `OtherCut` for one in no unit, whose shard axis is unknown."""
+        if self.elementwise:
+            return None
         if id(parameter) not in self._cuts:
             cut = cut_of(parameter)
-            self._cuts[id(parameter)] = OtherCut() if cut is not None and _axes(parameter) is None else cut
+            self._cuts[id(parameter)] = OtherCut() if cut is not None and self._axes_of(parameter) is None else cut
         return self._cuts[id(parameter)]
 
     def _assign_owners(self) -> None:
         """Choose owners unless they are chosen: balance the elements of all parameters with the same ranks."""
-        if self._owner_of:
+        if self._are_assigned:
             return
-        by_ranks: dict[Any, list[tuple[int, Cut]]] = {}
+        self._are_assigned = True
+        self._owner_of, self._replica_of, self._bounds = {}, {}, {}
+        by_ranks: dict[Any, list[tuple[torch.Tensor, Any, Axis | None]]] = {}
         for parameter in self._parameters():
-            cut = self._cut(parameter)
-            if cut is not None and not isinstance(cut, OtherCut):
-                by_ranks.setdefault(cut.group, []).append((id(parameter), cut))
+            cut, axis = self._cut(parameter), self._replicas(parameter)
+            if self.elementwise:
+                ranks: Any = owner_of(parameter), axis and axis.group, parameter.dtype
+            elif isinstance(cut, OtherCut) or (cut is None and axis is None):
+                continue
+            else:
+                ranks = cut and cut.group, axis and axis.group
+            by_ranks.setdefault(ranks, []).append((parameter, cut, axis))
         for entries in by_ranks.values():
-            owners = balanced([cut.shape.numel() for _, cut in entries], entries[0][1].world)
-            self._owner_of |= {key: owner for (key, _), owner in zip(entries, owners, strict=True)}
+            _, cut, axis = entries[0]
+            shards, replicas = cut.world if cut else 1, axis.size if axis else 1
+            if self.elementwise:
+                bounds = element_bounds([inside(parameter.detach()).numel() for parameter, *_ in entries], replicas)
+                self._bounds |= {id(parameter): b for (parameter, *_), b in zip(entries, bounds, strict=True)}
+                continue
+            owners = balanced([parameter.numel() for parameter, *_ in entries], shards * replicas)
+            for (parameter, cut, axis), owner in zip(entries, owners, strict=True):
+                if cut is not None:
+                    self._owner_of[id(parameter)] = owner // replicas
+                if axis is not None:
+                    self._replica_of[id(parameter)] = owner % replicas
+
+    def _agree(self, stepped: Sequence[torch.Tensor]) -> None:
+        """Check that replicas are about to step the same parameters, once for each set of them. Collective then."""
+        self._assign_owners()
+        key = "stepped", tuple([id(parameter) for parameter in stepped])
+        if key in self._plans:
+            return
+        by_ranks: dict[Any, list[torch.Tensor]] = {}
+        chosen = {id(parameter) for parameter in stepped}
+        for parameter in self._parameters():
+            axes, axis = self._axes_of(parameter), self._replicas(parameter)
+            if axes is not None and axis is not None:
+                parameters = by_ranks.setdefault((axes[0].group, axis.group), [])
+                parameters += [parameter] if id(parameter) in chosen else []
+        for (group, replicas), parameters in by_ranks.items():
+            check_alike(parameters, group, replicas, only_replicas=self.elementwise)
+        keep(self._plans, key, [])
+
+    def _in_replica(self, parameter: torch.Tensor) -> bool:
+        """Whether a rank of this replica owns a parameter; if elementwise: elements of this rank's part."""
+        axis = self._replicas(parameter)
+        if axis is None:
+            return True
+        if not self.elementwise:
+            return self._replica_of[id(parameter)] == axis.rank
+        bounds = self._bounds[id(parameter)]
+        return bounds[axis.rank] < bounds[axis.rank + 1] or (bounds[-1] == 0 and axis.rank == 0)
+
+    def _by_replica(self, parameter: torch.Tensor, local: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what each replica's ranks own, in a tensor like this rank's part of a parameter."""
+        if self.elementwise:
+            flat = in_memory_order(local)
+            return [flat[start:stop] for start, stop in pairwise(self._bounds[id(parameter)])]
+        axis = self._replicas(parameter)
+        replicas = range(axis.size) if axis is not None else range(1)
+        owner = self._replica_of.get(id(parameter), 0)
+        return [local if replica == owner else local.new_empty(0) for replica in replicas]
+
+    def _run(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """If elementwise: the run that this rank owns in a tensor like its part of a parameter; shares memory."""
+        if local.dim() == 0:
+            return local
+        axis = self._replicas(parameter)
+        return self._by_replica(parameter, local)[axis.rank if axis is not None else 0]
+
+    def _spread(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.
+
+        Args:
+            tensors: parameters, each with a tensor like this rank's part of it, or with one that only its owner has.
+        """
+        key = "spread", tuple([(id(parameter), tensor.dtype) for parameter, tensor in tensors])
+        plan = self._plans.get(key)
+        if plan is None:
+            by_unit: dict[Any, tuple[Any, list[int]]] = {}
+            for index, (parameter, tensor) in enumerate(tensors):
+                if (axis := self._replicas(parameter)) is not None:
+                    unit = owner_of(parameter), axis.group, tensor.dtype
+                    by_unit.setdefault(unit, (axis, []))[1].append(index)
+            plan = list(by_unit.values())
+            keep(self._plans, key, plan)
+        for axis, indices in plan:
+            pieces = [self._by_replica(*tensors[index]) for index in indices]
+            if any(piece.numel() for by_replica in pieces for piece in by_replica):
+                spread(axis, list(zip(*pieces, strict=True)))
 
     def _exchanges(self, entries: Sequence[Entry]) -> Iterator[tuple[Owners, torch.device, list[Entry]]]:
-        """The exchanges that transfer the tensors of all entries: for each its owners, device and entries in order."""
+        """The exchanges in this replica, of entries whose owner is in it: for each its owners, device and entries."""
         self._assign_owners()
+        entries = [entry for entry in entries if self._in_replica(entry[0])]
         key = tuple([(id(parameter), kind, dtype) for parameter, kind, dtype in entries])
         plans = self._plans.get(key)
         if plans is None:
@@ -346,7 +544,13 @@ class OwnerOptimizer(torch.optim.Optimizer):
             assert gradient is not None
             check_gradient(parameter, gradient)
             whole = self._wholes[id(parameter)]
-            if cut is None:
+            if not self._in_replica(parameter):
+                continue
+            if self.elementwise:
+                local = inside(parameter.detach())
+                whole.data = self._run(parameter, local)
+                whole.grad = self._run(parameter, like_order(inside(gradient), local))
+            elif cut is None:
                 whole.data, whole.grad = inside(parameter.detach()), inside(gradient)
             elif isinstance(cut, OtherCut):
                 full: Any = parameter.detach()
@@ -364,14 +568,17 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     self._wholes[id(parameter)].grad = value
 
     def _scatter(self, stepped: Sequence[torch.Tensor]) -> None:
-        """Copy the new values from the owners into the shards. Collective."""
+        """Copy the new values from the owners into the shards of all replicas. Collective."""
         owned = []
         for parameter in stepped:
             cut, whole = self._cut(parameter), self._wholes[id(parameter)].detach()
+            if not self._in_replica(parameter):
+                continue
             if isinstance(cut, OtherCut):
                 inside(parameter.detach()).copy_(piece_of(parameter, whole))
             elif cut is None:
                 target = inside(parameter.detach())
+                target = self._run(parameter, target) if self.elementwise else target
                 if whole.data_ptr() != target.data_ptr():
                     target.copy_(whole)
             else:
@@ -381,6 +588,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             wholes = [self._wholes[id(entries[at][0])].detach() for at in owners.mine]
             for target, piece in zip(targets, owners.scatter(wholes, [t.to(home) for t in targets]), strict=True):
                 target.copy_(piece)
+        self._spread([(parameter, inside(parameter.detach())) for parameter in stepped])
         for parameter in stepped:
             increment_version(parameter)
 
@@ -394,6 +602,17 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 _flatten(value, key, state, self._classes.setdefault(id(parameter), {}))
         except CheckpointError as error:
             return error
+        shape = self._wholes[id(parameter)].shape
+        for key, value in state.items() if self.elementwise else ():
+            if isinstance(value, torch.Tensor) and value.dim() and (value.shape != shape or "<" in str(key)):
+                return CheckpointError(
+                    f"Optimizer state {key!r} does not have one value per element, so that it cannot be sharded.",
+                    parameter=parameter.__dict__.get(NAME_KEY, "?"),
+                    expected=f"a plain tensor of shape {tuple(shape)} or ()",
+                    got=f"shape {tuple(value.shape)}",
+                    remedy="save only the model, or build the optimizer without elementwise=True",
+                    topic="optimizer-state",
+                )
         return state
 
     def _descriptions(self, flat: Mapping[int, Any]) -> dict[int, dict[str, tuple[str, Any]]]:
@@ -402,14 +621,18 @@ class OwnerOptimizer(torch.optim.Optimizer):
         descriptions: dict[int, Any] = {}  # by index in `_parameters`, which is the same on all ranks
         for number, parameter in enumerate(parameters):
             state = flat[id(parameter)]
-            failed = isinstance(state, Exception)
-            descriptions[number] = state if failed else {key: _describe(parameter, v) for key, v in state.items()}
+            shape, failed = self._wholes[id(parameter)].shape, isinstance(state, Exception)
+            descriptions[number] = state if failed else {key: _describe(shape, v) for key, v in state.items()}
         groups: dict[Any, list[int]] = {}
         for number, parameter in enumerate(parameters):
             if id(parameter) in self._owner_of:
                 cut: Any = self._cut(parameter)
                 groups.setdefault(cut.group, []).append(number)
-        for ranks, numbers in groups.items():
+        replicas: dict[Any, list[int]] = {}  # after the shard axis: ranks of one replica then have the same to tell
+        for number, parameter in enumerate(parameters):
+            if (axis := self._replicas(parameter)) is not None:
+                replicas.setdefault(axis.group, []).append(number)
+        for ranks, numbers in (*groups.items(), *replicas.items()):
             local = {number: descriptions[number] for number in numbers if descriptions[number]}
             for owned in objects_of_all(local, ranks, "optimizers' state"):
                 descriptions |= owned
@@ -419,7 +642,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return {id(parameters[number]): description for number, description in descriptions.items()}
 
     def _blank(self, parameter: torch.Tensor, value: Any, kind: str, detail: Any) -> Any:
-        """The sharded form of a state value. One shaped like a parameter with an owner is zero, and filled later."""
+        """The sharded form of a state value. What another rank owns is filled later."""
         if kind == "value":
             return detail
         device = inside(parameter).device
@@ -428,19 +651,22 @@ class OwnerOptimizer(torch.optim.Optimizer):
             return number if on_cpu else number.to(device)
         owner = self._owner_of.get(id(parameter))
         if kind == "element":
-            return _sharded_like(parameter, None if owner is not None else value, detail)
-        axes = _axes(parameter)
-        if owner is None or axes is None:
-            return value
+            is_whole = owner is None and not self.elementwise
+            return _sharded_like(parameter, value if is_whole else None, detail)
         shape, dtype = detail  # a rank other than the owner has no value
-        local = torch.empty(0, dtype=dtype, device=device) if value is None else value.detach().reshape(-1)
+        axes = self._axes_of(parameter)
+        if owner is None or axes is None:
+            return torch.empty(shape, dtype=dtype, device=device) if value is None else value
         name, numel = parameter.__dict__.get(NAME_KEY, "?"), torch.Size(shape).numel()
+        empty = torch.empty(numel if axes[0].rank == owner else 0, dtype=dtype, device=device)
+        local = empty if value is None else value.detach().reshape(-1)
         return FlatShard(local, Run(name, tuple(shape), tuple(range(len(shape))), owner * numel, numel, *axes))
 
     def _owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank steps a parameter."""
+        """Whether this rank steps a parameter; if elementwise: elements of it."""
         cut: Any = self._cut(parameter)
-        return id(parameter) not in self._owner_of or bool(cut.rank == self._owner_of[id(parameter)])
+        is_rank = id(parameter) not in self._owner_of or bool(cut.rank == self._owner_of[id(parameter)])
+        return is_rank and self._in_replica(parameter)
 
     def _is_split_like(self, parameter: torch.Tensor, value: Any) -> bool:
         """Whether a state value is sharded exactly like its parameter, which has an owner."""
@@ -459,6 +685,30 @@ class OwnerOptimizer(torch.optim.Optimizer):
             return inside(value).view(value.shape) if self._owns(parameter) else None
         return value.full_tensor()
 
+    def _state_run(self, parameter: torch.Tensor, value: Any) -> Any:
+        """If elementwise: this rank's run of a sharded or whole state value; a copy.
+
+        Raises:
+            CheckpointError: the value has the shape of neither the parameter nor this rank's part.
+        """
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not isinstance(value, FlatShard)):
+            return value
+        local, part = inside(parameter.detach()), inside(value)
+        if part is value and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            part = piece_of(parameter, value)
+        elif part is value and isinstance(parameter, FlatShard) and value.shape == parameter.shape:
+            part = parameter._run.cut(value)
+        if part.numel() != local.numel():
+            raise CheckpointError(
+                "Optimizer state does not have one value per element, so that it cannot be stepped by elements.",
+                parameter=parameter.__dict__.get(NAME_KEY, "?"),
+                expected=f"shape {tuple(parameter.shape)}",
+                got=f"shape {tuple(value.shape)}",
+                remedy="load it into the optimizer that saved it",
+                topic="optimizer-state",
+            )
+        return self._run(parameter, like_order(part, local)).clone()
+
     def _unshare_state(self) -> None:
         """Pass the sharded state, which may have been loaded, to the inner optimizers of the owners. Collective."""
         self._assign_owners()
@@ -466,6 +716,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
         elements = []
         for parameter in self._parameters():
             for key, value in (self.state.get(parameter) or {}).items():
+                if self.elementwise:
+                    if self._owns(parameter):
+                        states.setdefault(id(parameter), {})[key] = self._state_run(parameter, value)
+                    continue
                 if self._is_split_like(parameter, value):
                     elements.append((parameter, key, value.dtype))
                     continue
@@ -522,12 +776,15 @@ def _empty(whole: nn.Parameter) -> None:
 
 
 def _axes(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
-    """The shard axis and the replicate axis of a parameter; None if it is in no unit."""
+    """The shard axis and the replicate axis of a parameter or view; None if it is in no unit."""
     if isinstance(parameter, FlatShard):
         return parameter._run.axis, parameter._run.replicas
     unit: Any = owner_of(parameter)
     for bucket in unit.buckets if unit is not None else ():
         if any(member.sharded is parameter for member in bucket.members):
+            return bucket.axes.shard, bucket.axes.replicate
+    for view, bucket, _ in views_of(unit) if unit is not None else ():
+        if view is parameter:
             return bucket.axes.shard, bucket.axes.replicate
     return None
 
@@ -547,13 +804,13 @@ def _sharded_like(parameter: torch.Tensor, value: torch.Tensor | None, dtype: to
     return sharded
 
 
-def _describe(parameter: torch.Tensor, value: Any) -> tuple[str, Any]:
-    """The kind of a state value, and the details that ranks without it need to show it."""
+def _describe(shape: torch.Size, value: Any) -> tuple[str, Any]:
+    """The kind of a state value of a stepped tensor of `shape`, and what ranks without it need to show it."""
     if not isinstance(value, torch.Tensor):
         return "value", value
     if value.dim() == 0:
         return "number", (value.detach().cpu(), value.is_cpu)
-    if value.shape == parameter.shape:
+    if value.shape == shape:
         return "element", value.dtype
     return "whole", (tuple(value.shape), value.dtype)
 

@@ -6,7 +6,7 @@ without padding; the whole tensors that it owns have about as many elements as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -148,31 +148,54 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """By id, a sort key for each parameter in a unit: the same on all ranks, whatever the order in the optimizer."""
+    """By id, a sort key for each parameter or view of a unit: the same on all ranks, whatever the optimizer's order."""
     places: dict[int, tuple[int, int]] = {}
     for parameter in parameters:
         if id(parameter) not in places and (unit := owner_of(parameter)) is not None:
             places |= {id(member.sharded): (unit.number, index) for index, member in enumerate(unit.members)}
+            for tensor, bucket, members in views_of(unit):
+                places[id(tensor)] = places[id(bucket.members[members[0]].sharded)]
     return places
 
 
-def check_alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def views_of(unit: Any) -> Iterator[tuple[torch.Tensor, Any, list[int]]]:
+    """Each `optimizer_view` or `FlatParameter` of a unit, with its bucket and the indices of its parameters there."""
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        for view in gradients.delivery.views:
+            if view.tensor is not None:
+                yield view.tensor, bucket, view.members
+
+
+def check_alike(
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None = None,
+    only_replicas: bool = False,
+) -> None:
     """Check that all ranks are about to exchange the same parameters. Collective.
 
+    Args:
+        group: of the shard axis.
+        replicas: of the replicate axis, whose ranks must agree, too.
+        only_replicas: compare only ranks of the same replicate axis; those of the shard axis may differ.
+
     Raises:
-        DivergenceError: they differ. Every rank names the first difference.
+        DivergenceError: they differ. Every rank of both axes names the first difference.
     """
-    names = [f"{_name(parameter)}, {tuple(parameter.shape)}" for parameter in parameters]
-    names_by_rank = objects_of_all(names, group, "optimizers' state")
-    for rank, other_names in enumerate(names_by_rank):
-        if other_names != names_by_rank[0]:
-            pairs = zip_longest(names_by_rank[0], other_names, fillvalue="none")
+    lines: Any = [(dist.get_rank(), [f"{_name(parameter)}, {tuple(parameter.shape)}" for parameter in parameters])]
+    if replicas is not None:
+        lines = [line for rank_lines in objects_of_all(lines, replicas, "optimizers' state") for line in rank_lines]
+    lines_by_rank = objects_of_all(lines, group, "optimizers' state")
+    for at, (rank, names) in [(at, line) for at, rank_lines in enumerate(lines_by_rank) for line in rank_lines]:
+        first_rank, first_names = lines_by_rank[at if only_replicas else 0][0]
+        if names != first_names:
+            pairs = zip_longest(first_names, names, fillvalue="none")
             expected, got = next(pair for pair in pairs if pair[0] != pair[1])
             raise DivergenceError(
                 "Ranks are about to step different parameters, or have gradients for different parameters.",
                 parameter=expected.partition(",")[0] if expected != "none" else got.partition(",")[0],
-                rank=dist.get_global_rank(group, rank),
-                expected=f"{expected}, as on rank {dist.get_global_rank(group, 0)}",
+                rank=rank,
+                expected=f"{expected}, as on rank {first_rank}",
                 got=got,
                 remedy="build the optimizer from the same parameters on every rank; "
                 "set .grad to None on all ranks or on none",

@@ -1,0 +1,99 @@
+"""Which replica steps which elements of the shards that all replicas hold, and the exchange of the new values.
+
+On a mesh (replicate, shard) the ranks of a replicate axis hold equal shards and, after the all-reduce, equal gradients.
+Each steps some of the elements and sends the new values to the others:
+
+    elements of one unit's parameters on this rank, in memory order      0 ............... 128 ............... 256
+    replica 0 steps, and sends                                           [0 .............. 128)
+    replica 1 steps, and sends                                                             [128 ............. 256)
+
+An exchange is one all-to-all without padding. For L elements of which a replica steps l, it sends (R - 1) l elements
+and receives L - l: over all R replicas (R - 1) L are sent, as by an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from ..mesh import Axis, device_of
+
+GRAIN = 64
+"""Parameters are cut at multiples of this many elements, two AVX-512 registers of 16-bit numbers: vectorized kernels on
+CPUs then process each element as they would in the whole tensor, so that results are the same to the bit."""
+
+
+def element_bounds(sizes: Sequence[int], replicas: int) -> list[list[int]]:
+    """Cut tensors that lie one after another into equal runs, one per replica.
+
+    Args:
+        sizes: elements of each tensor.
+        replicas: number of runs.
+
+    Returns:
+        For each tensor `replicas + 1` bounds: replica r steps its elements [bounds[r], bounds[r + 1]). Cuts inside a
+        tensor are at multiples of `GRAIN`.
+    """
+    total = sum(sizes)
+    bounds = []
+    for stop, size in zip(accumulate(sizes), sizes, strict=True):
+        cuts = [total * replica // replicas - (stop - size) for replica in range(replicas + 1)]
+        bounds.append([size if cut >= size else max(cut, 0) // GRAIN * GRAIN for cut in cuts])
+    return bounds
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D view of a dense plain tensor's elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a plain tensor lie in memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
+
+
+def like_order(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """`tensor` with its elements in memory in the order of `order`, which is dense: itself, or a copy."""
+    strides = zip(tensor.stride(), order.stride(), order.shape, strict=False)
+    if tensor.shape == order.shape and all([ours == theirs or size < 2 for ours, theirs, size in strides]):
+        return tensor
+    return torch.empty_like(order, dtype=tensor.dtype, device=tensor.device).copy_(tensor.view(order.shape))
+
+
+def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Copy each replica's tensors into those of the other replicas. Collective over the replicate axis.
+
+    Args:
+        axis: the replicate axis.
+        by_replica: for each replica, this rank's tensors that the replica has stepped: of one dtype, and of the same
+            shapes on all ranks of the axis. Those of other replicas are overwritten.
+    """
+    home = device_of(axis.group)  # offloaded shards are on the CPU
+    sizes = [sum(tensor.numel() for tensor in tensors) for tensors in by_replica]
+    others = [replica for replica in range(axis.size) if replica != axis.rank]
+    dtype = next(tensor.dtype for tensors in by_replica for tensor in tensors)
+    sent = torch.empty(len(others), sizes[axis.rank], dtype=dtype, device=home)
+    ours = by_replica[axis.rank]
+    for target, tensor in zip(sent[0].split([tensor.numel() for tensor in ours]), ours, strict=True):
+        target.view(tensor.shape).copy_(tensor)
+    sent[1:] = sent[0]
+    received = torch.empty(sum(sizes) - sizes[axis.rank], dtype=dtype, device=home)
+    width = dtype.itemsize  # as bytes: backends support different dtypes
+    dist.all_to_all_single(
+        received.view(torch.uint8),
+        sent.view(-1).view(torch.uint8),
+        [0 if replica == axis.rank else width * size for replica, size in enumerate(sizes)],
+        [0 if replica == axis.rank else width * sizes[axis.rank] for replica in range(axis.size)],
+        group=axis.group,
+    )
+    targets = [tensor for replica in others for tensor in by_replica[replica]]
+    for tensor, values in zip(targets, received.split([tensor.numel() for tensor in targets]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
