@@ -389,3 +389,22 @@ def test_runs_cover_every_element_once_and_are_balanced(sizes, replicas):
         shares = [share + stop - start for share, start, stop in zip(shares, cuts, cuts[1:], strict=False)]
     assert sum(shares) == sum(sizes)
     assert all(abs(share - sum(sizes) / replicas) < 2 * GRAIN for share in shares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_kernels_of_the_cpu_round_runs_as_they_round_the_whole(replicas, dtype):
+    """Fused SGD rounds the elements that do not fill a register otherwise: cuts are at multiples of `GRAIN`."""
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = torch.randn(2, 1000, generator=generator).to(dtype)
+    (bounds,) = element_bounds([1000], replicas)
+    runs = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    whole, pieces = nn.Parameter(value.clone()), [nn.Parameter(value[run].clone()) for run in runs]
+    whole.grad = gradient.clone()
+    for piece, run in zip(pieces, runs, strict=True):
+        piece.grad = gradient[run].clone()
+    optimizers = [torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True) for params in ([whole], pieces)]
+    for _ in range(20):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat([piece.detach() for piece in pieces]), whole.detach())

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from small import ACCUMULATE, BATCH, ROWS, STEPS, close, net, reference, rows
 from test_accelerate import goes_on, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import fullshard
 from fullshard.integrations import hf
 from fullshard.integrations.accelerate import FullshardAccelerator, take_over
+from fullshard.runtime import runners_in
 from ways import on_ranks
 
 UNITS = {"units": ["Block"]}
@@ -74,6 +76,29 @@ def test_micro_batches_are_not_reduced():
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             counts.append(sum(event.verb == "reduce" for event in events))
     assert counts == [0, 4], counts
+
+
+@on_ranks(by="run_clients", world=4)
+def test_micro_batches_are_not_reduced_between_replicas():
+    """On a mesh (replicate, shard) they are reduced within a replica: accumulated gradients take a shard's memory."""
+    plain = accelerator_of()
+    other, optimizer, loader = prepared(plain)
+    losses = train(plain, other, optimizer, loader)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    accelerator = accelerator_of(sharding={"mesh": mesh})
+    model, optimizer, loader = prepared(accelerator)
+    counts = []
+    for x, y in list(loader)[:ACCUMULATE]:
+        with fullshard.record_events() as events, accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            counts.append(tuple([sum(event.verb == verb for event in events) for verb in ("reduce", "all_reduce")]))
+        shards = [bucket.layout.shard_numel * 4 for runner in runners_in(model) for bucket in runner.unit.buckets]
+        assert fullshard.memory_use(model).gradients <= sum(shards)
+    assert counts == [(4, 0)] * (ACCUMULATE - 1) + [(4, 4)], counts
+    optimizer.zero_grad()
+    close(train(accelerator, model, optimizer, loader), losses)
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        close([parameter.full_tensor()], [expected.full_tensor()])
 
 
 @on_ranks(by="run_clients")

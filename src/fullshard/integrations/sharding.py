@@ -22,7 +22,8 @@ from ..checkpoint import values
 from ..errors import PhaseError
 from ..forms import owner_of
 from ..policies import MixedPrecisionPolicy
-from ..runtime import runners_in
+from ..runtime import runner_of, runners_in
+from ..shard import Unit
 from . import messages
 from .quantised import by_rows
 
@@ -146,12 +147,28 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sync(model: FSDPModule, enabled: bool = True) -> Iterator[None]:
-    """Accumulate gradients without reducing them, if `enabled`; the next backward after the context reduces them."""
+    """Accumulate gradients without reducing them, if `enabled`; the next backward after the context reduces them.
+
+    Units on a mesh (replicate, shard) reduce over the shard axis, so that accumulated gradients take the memory of a
+    shard, and defer the all-reduce over the replicate axis, which is the slow one.
+    """
     model.set_requires_gradient_sync(not enabled)
+    if enabled:
+        for module in model.modules():
+            runner = runner_of(module)
+            if isinstance(module, FSDPModule) and runner is not None and _is_hybrid(runner.unit):
+                module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(False, recurse=False)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _is_hybrid(unit: Unit) -> bool:
+    """Whether all parameters of a unit are split along one axis and repeated along another."""
+    axes = [bucket.axes for bucket in unit.buckets]
+    return bool(axes) and all(a.shard.size > 1 and a.replicate is not None and a.replicate.size > 1 for a in axes)
 
 
 # Optimizers: built before the model was sharded, for another model, or unable to step shards.
