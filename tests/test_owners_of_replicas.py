@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -398,7 +399,7 @@ def test_kernels_of_the_cpu_round_runs_as_they_round_the_whole(replicas, dtype):
     generator = torch.Generator().manual_seed(0)
     value, gradient = torch.randn(2, 1000, generator=generator).to(dtype)
     (bounds,) = element_bounds([1000], replicas)
-    runs = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    runs = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     whole, pieces = nn.Parameter(value.clone()), [nn.Parameter(value[run].clone()) for run in runs]
     whole.grad = gradient.clone()
     for piece, run in zip(pieces, runs, strict=True):

@@ -154,6 +154,7 @@ def without_sync(model: FSDPModule, enabled: bool = True) -> Iterator[None]:
     """
     model.set_requires_gradient_sync(not enabled)
     if enabled:
+        assert isinstance(model, nn.Module)
         for module in model.modules():
             runner = runner_of(module)
             if isinstance(module, FSDPModule) and runner is not None and _is_hybrid(runner.unit):

@@ -36,7 +36,7 @@ from .owners import (
     views_of,
 )
 from .probe import treats_elements, treats_parameters
-from .replicas import element_bounds, in_memory_order, is_dense, like_order, spread
+from .replicas import element_bounds, is_dense, like_order, run_of, spread
 
 State = dict[str, Any]  # of one parameter, by key
 Entry = tuple[torch.Tensor, str, torch.dtype]
@@ -474,22 +474,20 @@ class OwnerOptimizer(torch.optim.Optimizer):
         bounds = self._bounds[id(parameter)]
         return bounds[axis.rank] < bounds[axis.rank + 1] or (bounds[-1] == 0 and axis.rank == 0)
 
-    def _by_replica(self, parameter: torch.Tensor, local: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what each replica's ranks own, in a tensor like this rank's part of a parameter."""
-        if self.elementwise:
-            flat = in_memory_order(local)
-            return [flat[start:stop] for start, stop in pairwise(self._bounds[id(parameter)])]
-        axis = self._replicas(parameter)
-        replicas = range(axis.size) if axis is not None else range(1)
-        owner = self._replica_of.get(id(parameter), 0)
-        return [local if replica == owner else local.new_empty(0) for replica in replicas]
-
     def _run(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """If elementwise: the run that this rank owns in a tensor like its part of a parameter; shares memory."""
         if local.dim() == 0:
             return local
-        axis = self._replicas(parameter)
-        return self._by_replica(parameter, local)[axis.rank if axis is not None else 0]
+        axis, bounds = self._replicas(parameter), self._bounds[id(parameter)]
+        replica = axis.rank if axis is not None else 0
+        return run_of(local, bounds[replica], bounds[replica + 1])
+
+    def _runs(self, parameter: torch.Tensor, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What ranks of each replica own in a tensor like this rank's part of a parameter: replica, view."""
+        if self.elementwise:
+            bounds = enumerate(pairwise(self._bounds[id(parameter)]))
+            return [(replica, run_of(local, start, stop)) for replica, (start, stop) in bounds if start < stop]
+        return [(self._replica_of[id(parameter)], local)] if local.numel() else []
 
     def _spread(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.
@@ -508,9 +506,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
             plan = list(by_unit.values())
             keep(self._plans, key, plan)
         for axis, indices in plan:
-            pieces = [self._by_replica(*tensors[index]) for index in indices]
-            if any(piece.numel() for by_replica in pieces for piece in by_replica):
-                spread(axis, list(zip(*pieces, strict=True)))
+            by_replica: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+            for index in indices:
+                for replica, run in self._runs(*tensors[index]):
+                    by_replica[replica].append(run)
+            if any(by_replica):
+                spread(axis, by_replica)
 
     def _exchanges(self, entries: Sequence[Entry]) -> Iterator[tuple[Owners, torch.device, list[Entry]]]:
         """The exchanges in this replica, of entries whose owner is in it: for each its owners, device and entries."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, device_of
+from ..torch_private.foreach import copy_all
 
 GRAIN = 64
 """Parameters are cut at multiples of this many elements, two AVX-512 registers of 16-bit numbers: vectorized kernels on
@@ -45,9 +46,9 @@ def element_bounds(sizes: Sequence[int], replicas: int) -> list[list[int]]:
     return bounds
 
 
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D view of a dense plain tensor's elements in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def run_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A 1-D view of a dense plain tensor's elements [start, stop) in the order in which they lie in memory."""
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -73,17 +74,16 @@ def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
 
     Args:
         axis: the replicate axis.
-        by_replica: for each replica, this rank's tensors that the replica has stepped: of one dtype, and of the same
-            shapes on all ranks of the axis. Those of other replicas are overwritten.
+        by_replica: for each replica, this rank's tensors that the replica has stepped: of one dtype, at least one of
+            them, and of the same shapes on all ranks of the axis. Those of other replicas are overwritten.
     """
     home = device_of(axis.group)  # offloaded shards are on the CPU
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in by_replica]
     others = [replica for replica in range(axis.size) if replica != axis.rank]
     dtype = next(tensor.dtype for tensors in by_replica for tensor in tensors)
     sent = torch.empty(len(others), sizes[axis.rank], dtype=dtype, device=home)
-    ours = by_replica[axis.rank]
-    for target, tensor in zip(sent[0].split([tensor.numel() for tensor in ours]), ours, strict=True):
-        target.view(tensor.shape).copy_(tensor)
+    if ours := by_replica[axis.rank]:
+        sent[0] = torch.cat([tensor.reshape(-1) for tensor in ours])
     sent[1:] = sent[0]
     received = torch.empty(sum(sizes) - sizes[axis.rank], dtype=dtype, device=home)
     width = dtype.itemsize  # as bytes: backends support different dtypes
@@ -95,5 +95,5 @@ def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
         group=axis.group,
     )
     targets = [tensor for replica in others for tensor in by_replica[replica]]
-    for tensor, values in zip(targets, received.split([tensor.numel() for tensor in targets]), strict=True):
-        tensor.copy_(values.view(tensor.shape))
+    values = received.split([tensor.numel() for tensor in targets])
+    copy_all(targets, [value.view(tensor.shape) for tensor, value in zip(targets, values, strict=True)])
