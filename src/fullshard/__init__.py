@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .api.gathered import free, keep_gathered
     from .api.gradients import set_check_nonfinite, set_token_count
     from .api.join import join
+    from .api.offloading import Offloaded, offload_by_budget
     from .api.parking import Moved, park, resume
     from .api.wrapper.fsdp import FullyShardedDataParallel
     from .api.wrapper.settings import (
@@ -97,6 +98,7 @@ _HOMES = {
         "api.gathered": "free keep_gathered",
         "api.gradients": "set_check_nonfinite set_token_count",
         "api.join": "join",
+        "api.offloading": "Offloaded offload_by_budget",
         "api.parking": "Moved park resume",
         "api.wrapper.fsdp": "FullyShardedDataParallel",
         "api.wrapper.settings": (
@@ -194,6 +196,7 @@ __all__ = [
     "NonfiniteGradient",
     "NullComm",
     "OffloadPolicy",
+    "Offloaded",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Owned",
@@ -234,6 +237,7 @@ __all__ = [
     "measure_rates",
     "memory_use",
     "nonfinite_gradients",
+    "offload_by_budget",
     "optimizer_state_dict",
     "optimizer_view",
     "owner_of",

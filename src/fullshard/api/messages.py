@@ -142,11 +142,11 @@ def parked_already(parked: Sequence[str]) -> PhaseError:
     )
 
 
-def parked_within_a_context(context: str, unit: str) -> PhaseError:
-    """The error for `park` inside `keep_gathered` or `summon_full_params`."""
+def moved_within_a_context(what: str, context: str, unit: str) -> PhaseError:
+    """The error for `park` or `offload_by_budget` inside `keep_gathered` or `summon_full_params`."""
     return PhaseError(
-        f"park was called inside {context} of unit {unit or '(root)'!r}.",
-        remedy="park the model after that context",
+        f"{what} was called inside {context} of unit {unit or '(root)'!r}.",
+        remedy=f"call {what} after that context",
     )
 
 
@@ -178,6 +178,50 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
     return ConfigError(
         f"This {kind} has no parameters of the model that is being parked.",
         remedy="park it with the model that it was built for",
+    )
+
+
+# offloading.py
+
+
+def not_a_number_of_bytes(argument: str, value: object) -> ConfigError:
+    """The error for a budget, or bytes of state, that is not a number of at least 0."""
+    return ConfigError(f"offload_by_budget({argument}=) is invalid.", expected="bytes, at least 0", got=repr(value))
+
+
+def not_a_cpu_offload_policy(policy: object) -> ConfigError:
+    """The error for a policy that offloads nothing."""
+    return ConfigError(
+        "offload_by_budget(policy=) has an invalid type.", expected="a CPUOffloadPolicy or None", got=repr(policy)
+    )
+
+
+def budget_too_small(left: int, budget: float, stay: Sequence[str]) -> ConfigError:
+    """The error for a budget that is too small for the units that cannot be offloaded, `stay`."""
+    return ConfigError(
+        "offload_by_budget: the model does not fit the budget even with every unit offloaded that can be.",
+        expected=f"at most {budget:,.0f} bytes on the device",
+        got=f"{left:,} bytes that stay there: units {', '.join(stay)}",
+        remedy="a larger budget, more ranks, or parameters of plain classes, which can be offloaded",
+    )
+
+
+def offloaded_while_parked(parked: Sequence[str]) -> PhaseError:
+    """The error for `offload_by_budget` of a model with these units parked."""
+    return PhaseError(
+        "offload_by_budget was called for a model that is parked.",
+        got=f"parked units {', '.join(parked)}",
+        remedy="call fullshard.resume first",
+    )
+
+
+def offloaded_late(unit: str, stepped: bool) -> ConfigError:
+    """The error for `offload_by_budget` of a model that has trained; `stepped`: an optimizer has stepped it."""
+    return ConfigError(
+        "offload_by_budget was called after training began: gradients and optimizer state may be on the device.",
+        expected="a model that no backward and no optimizer has run on",
+        got=f"unit {unit!r}, which {'an optimizer has stepped' if stepped else 'has had gradients'}",
+        remedy="call it after fully_shard, and build the optimizer then; to move a model that trains, save and load it",
     )
 
 

@@ -91,7 +91,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     for runner in runners:
         if runner.held or runner.unit.showing.summoned:
             context = "keep_gathered" if runner.held else "summon_full_params"
-            raise messages.parked_within_a_context(context, runner.unit.name)
+            raise messages.moved_within_a_context("park", context, runner.unit.name)
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")
     for runner in runners:
         runner.unit.reshard()

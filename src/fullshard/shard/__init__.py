@@ -13,7 +13,7 @@ from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
-from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
+from .parking import Mover, is_parked, offload_unit, park_unit, refuse_parked, resume_unit
 from .reduce_buffer import PlannedReduction
 from .scaling import MEAN, REDUCTIONS, ReduceSettings
 from .share import Share
@@ -59,6 +59,7 @@ __all__ = [
     "is_parked",
     "members_of",
     "names_of",
+    "offload_unit",
     "park_unit",
     "place_clone",
     "plan_unit",

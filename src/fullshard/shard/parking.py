@@ -1,4 +1,4 @@
-"""Parks a unit: moves its shards and gradients to host memory for a while, to make room on the device.
+"""Parks a unit: moves its shards and gradients to host memory for a while, to make room on the device; or for good.
 
 A parked bucket is offloaded (`Home`) and refuses to be gathered. Its sharded parameters, their gradients and optimizer
 views stay the same objects with different memory. Tensors that share memory still do after the move.
@@ -127,11 +127,23 @@ def is_parked(unit: Unit) -> bool:
     return True in [type(bucket.home) is Parking for bucket in unit.buckets]
 
 
-def park_unit(unit: Unit, mover: Mover) -> None:
-    """Move a unit's shards and gradients to the destination of `mover`. The unit must be idle; it is freed."""
+def offload_unit(unit: Unit, home: Home) -> None:
+    """Move a unit's shards to `home`, for good, as if it had been built there. The unit must be idle; it is freed."""
+    _put_at_rest(unit)
+    for bucket in unit.buckets:
+        bucket.home, bucket.form.apart = home, True  # type: ignore[attr-defined]
+    _move(unit, Mover(home.device, home.pinned))
+
+
+def _put_at_rest(unit: Unit) -> None:
     unit.drop_kept()
     unit.reshard()
     settle([bucket.home for bucket in unit.buckets])
+
+
+def park_unit(unit: Unit, mover: Mover) -> None:
+    """Move a unit's shards and gradients to the destination of `mover`. The unit must be idle; it is freed."""
+    _put_at_rest(unit)
     for bucket in unit.buckets:
         form: Any = bucket.form
         bucket.home = Parking(bucket.axes.device, mover.pinned, bucket.home, form.apart)

@@ -1,0 +1,178 @@
+"""`offload_by_budget`: units whose sharded state lives in host memory, so that the rest fits a budget of bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..policies import CPUOffloadPolicy
+from ..runtime import Runner, runner_of
+from ..shard import Unit, home_of, is_parked, offload_unit
+from ..torch_private.local_tensor import plain_tensors
+from . import messages
+from .units import refuse_running, runners_of
+
+logger = logging.getLogger("fullshard")
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """The result of `offload_by_budget`, the same on every rank of a mesh. Bytes are those of one rank.
+
+    Attributes:
+        units: names of the units that were moved to host memory, in the order in which they were chosen.
+        host: bytes of parameters, gradients and optimizer state of these units.
+        device: bytes of those of all other units, which stay on the device.
+        budget: the bytes that were allowed there.
+    """
+
+    units: tuple[str, ...]
+    host: int
+    device: int
+    budget: int
+
+    def __str__(self) -> str:
+        moved = f"{len(self.units)} unit(s) in host memory ({_mib(self.host)}): {', '.join(self.units)}"
+        return (
+            f"{moved if self.units else 'no unit has to leave the device'}; "
+            f"{_mib(self.device)} on the device, of a budget of {_mib(self.budget)}"
+        )
+
+
+def offload_by_budget(
+    model: nn.Module, budget: int, *, state_bytes: int = 8, policy: CPUOffloadPolicy | None = None
+) -> Offloaded:
+    """Move the sharded state of as few units as needed to host memory, so that the rest fits a budget on the device.
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        print(fullshard.offload_by_budget(model, 20 * 2**30))  # before optimizer = ...
+
+    A unit that is moved runs from then on as one that was built with `offload_policy=CPUOffloadPolicy()`: whole units,
+    with their parameters, gradients and optimizer state. Parameters stay the same objects. No communication; call it on
+    every rank. The choice depends on layouts and dtypes alone, so it is the same on all ranks of a mesh.
+
+    Units that run last in forward (in the order of `model.modules()`) are moved first. Each costs the same copies, but
+    the last ones get their gradients first in backward, so that their steps on the host (`step_in_backward`) have the
+    longest time beside it; and they are gathered last in the next forward, which the first units would delay. A unit
+    around other units comes after those, and the root, which is gathered first, last. Finally units that are not needed
+    return to the device: no unit that was chosen can be left out.
+
+    On a CPU nothing moves; the result is the choice that a device of that budget would get.
+
+    Args:
+        model: sharded by either front-end; units that are offloaded already stay so, and do not count.
+        budget: bytes on the device, of one rank, for sharded parameters, their gradients and optimizer state.
+            Parameters in no unit, gathered units and activations are not in it (`fullshard.plan` has those).
+        state_bytes: bytes of optimizer state per trainable element: 8 for AdamW's two float32, 4 for momentum, 0.
+        policy: the kind of host memory; None: `CPUOffloadPolicy()`, which is page-locked.
+
+    Returns:
+        What was chosen; `print` shows it in one line.
+
+    Raises:
+        ConfigError: `model` has no units; `budget` or `state_bytes` is not a number of at least 0; the units that
+            cannot be offloaded do not fit; an optimizer has stepped, or a backward has run: state or gradients may be
+            on the device already. (An optimizer that creates state when it is built, such as Adagrad, cannot be
+            noticed: build it afterwards.)
+        PhaseError: a forward or backward runs, or part of the model is parked. Nothing has changed in either case.
+    """
+    runners = runners_of(model, "offload_by_budget")
+    for name, value in (("budget", budget), ("state_bytes", state_bytes)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+            raise messages.not_a_number_of_bytes(name, value)
+    policy = CPUOffloadPolicy() if policy is None else policy
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise messages.not_a_cpu_offload_policy(policy)
+    names = _names(model)
+    _refuse_late(runners, names)
+    movable = [runner for runner in reversed(runners) if not _at_home(runner.unit)]
+    sizes = [bytes_of(runner.unit, state_bytes) for runner in movable]
+    fixed = [_is_fixed(runner.unit) for runner in movable]
+    chosen = choose(sizes, fixed, budget)
+    left = sum(sizes) - sum(sizes[index] for index in chosen)
+    if left > budget:
+        stay = [names[id(runner)] for runner, stays in zip(movable, fixed, strict=True) if stays]
+        raise messages.budget_too_small(left, budget, stay)
+    for index in chosen:
+        unit = movable[index].unit
+        if unit.buckets and (home := home_of(policy, unit.buckets[0].axes.device)) is not None:
+            offload_unit(unit, home)
+    result = Offloaded(
+        tuple(names[id(movable[index])] for index in chosen), sum(sizes[index] for index in chosen), left, int(budget)
+    )
+    logger.info("offload_by_budget: %s", result)
+    return result
+
+
+def choose(sizes: Sequence[int], fixed: Sequence[bool], budget: float) -> list[int]:
+    """Return the indices to move, in order, such that the others' sizes fit the budget; pure.
+
+    Takes sizes from the first on until the rest fits, then gives back from the last on whatever still fits. If not even
+    moving all is enough, that is what is returned.
+    """
+    left, chosen = sum(sizes), []
+    for index, size in enumerate(sizes):
+        if left <= budget:
+            break
+        if size and not fixed[index]:
+            chosen.append(index)
+            left -= size
+    for index in reversed([*chosen]):
+        if left + sizes[index] <= budget:
+            chosen.remove(index)
+            left += sizes[index]
+    return chosen
+
+
+def bytes_of(unit: Unit, state_bytes: int) -> int:
+    """Bytes of a unit's sharded parameters, gradients and optimizer state on one rank, padding included."""
+    total = 0
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        total += sum(plain.nbytes for tensor in bucket.shard_tensors for plain in plain_tensors(tensor))
+        if any(member.sharded.requires_grad for member in bucket.members):
+            total += bucket.layout.shard_numel * (gradients.delivery.grad_dtype.itemsize + state_bytes)
+    return total
+
+
+def _is_fixed(unit: Unit) -> bool:
+    """Whether a unit cannot be offloaded; see `CPUOffloadPolicy`."""
+    return any(not bucket.form.plain or any(m.split for m in bucket.members) for bucket in unit.buckets)
+
+
+def _at_home(unit: Unit) -> bool:
+    return any(bucket.home is not None for bucket in unit.buckets)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The name of the first module of each runner, by id; "(root)" for `model` itself."""
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if (runner := runner_of(module)) is not None:
+            names.setdefault(id(runner), name or "(root)")
+    return names
+
+
+def _refuse_late(runners: Sequence[Runner], names: dict[int, str]) -> None:
+    """Raise unless no optimizer has stepped, no gradient was delivered, and the units are at rest."""
+    refuse_running(list(runners), "offload_by_budget")
+    parked = [names[id(runner)] for runner in runners if is_parked(runner.unit)]
+    if parked:
+        raise messages.offloaded_while_parked(parked)
+    for runner in runners:
+        unit: Any = runner.unit
+        if runner.held or unit.showing.summoned:
+            context = "keep_gathered" if runner.held else "summon_full_params"
+            raise messages.moved_within_a_context("offload_by_budget", context, names[id(runner)])
+        trained = unit.touched.count or any(gradients.delivery.set is not None for gradients in unit.gradients)
+        if trained or any(gradients.waiting() for gradients in unit.gradients):
+            raise messages.offloaded_late(names[id(runner)], bool(unit.touched.count))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
