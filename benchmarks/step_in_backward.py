@@ -1,8 +1,9 @@
-"""Steps of AdamW during the backward, in one pass and in two, beside steps after it: time and bytes of gradients.
+"""Steps of AdamW during the backward, in one pass and in two, or undone and redone, beside steps after it.
 
     python benchmarks/step_in_backward.py     # the demo's GPT on two ranks over gloo on this machine, in turns
 
-Milliseconds of a training step, medians; bytes of reduced gradients on a rank, the most at any delivery.
+Milliseconds of a training step, medians; bytes of reduced gradients on a rank, the most at any delivery; bytes of the
+copies that undo a step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import fullshard
 from fullshard.events import stream
 from fullshard.shard import units_of
 
-WAYS = ("after", "after, clipped", "in backward", "in backward, clipped in two passes")
+WAYS = {  # max_norm and clip of `step_in_backward`
+    "after": None,
+    "after, clipped": None,
+    "in backward": {},
+    "in backward, clipped in two passes": {"max_norm": 1.0},
+    "in backward, redone where clipped: never": {"max_norm": 1e9, "clip": "redo"},
+    "in backward, redone where clipped: always": {"max_norm": 1e-9, "clip": "redo"},
+}
 
 
 def gradient_bytes(model: Any) -> int:
@@ -30,15 +38,13 @@ def gradient_bytes(model: Any) -> int:
 def rank(rounds: int) -> None:
     """One rank; the first prints the table."""
     runs: dict[str, Any] = {}
-    for way in WAYS:
+    for way, settings in WAYS.items():
         model = demo_model()
         for block in model.blocks:
             fullshard.fully_shard(block)
         fullshard.fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
-        steps = None
-        if way.startswith("in"):
-            steps = fullshard.step_in_backward(optimizer, max_norm=1.0 if "clipped" in way else None)
+        steps = None if settings is None else fullshard.step_in_backward(optimizer, **settings)
         runs[way] = model, optimizer, steps, [], [0]
     tokens = demo_tokens()
     for index in range(rounds + 2):
@@ -67,9 +73,10 @@ def rank(rounds: int) -> None:
                 times.append(time.perf_counter() - began)
     if dist.get_rank() == 0:
         first = median(runs["after"][3])
-        print("| AdamW steps | step, ms | of steps after | gradients, bytes |\n|---|---|---|---|")
-        for way, (*_, times, most) in runs.items():
-            print(f"| {way} | {median(times) * 1e3:.1f} | {median(times) / first:.2f} | {most[0]:,} |")
+        print("| AdamW steps | step, ms | of steps after | gradients, bytes | copies, bytes |\n|---|---|---|---|---|")
+        for way, (_, _, steps, times, most) in runs.items():
+            figures = f"{median(times) * 1e3:.1f} | {median(times) / first:.2f} | {most[0]:,}"
+            print(f"| {way} | {figures} | {0 if steps is None else steps.host_bytes:,} |")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Device:
         self.passes = {"forward": 0, "backward": 0}
         self._host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # the host's, by address
         self._pinned: set[int] = set()  # those of them that copies arrive in late
-        self._coming: dict[int, Copy] = {}  # by storage: the last copy to it that nobody waited for
+        self._coming: dict[int, list[Copy]] = {}  # by storage: the last copy to each place that nobody waited for
 
     def now(self) -> tuple[str, int]:
         kind = "backward" if autograd_task.inside_backward() else "forward"
@@ -124,7 +124,11 @@ class Device:
         coming = self.current.coming
         coming[:] = [each for each in coming if each() is not None]
         coming.append(weakref.ref(copy))
-        self._coming[target.untyped_storage()._cdata] = copy
+        key, at = target.untyped_storage()._cdata, target.data_ptr()
+        others = [
+            each for each in self._coming.get(key, ()) if (there := each.target()) is None or there.data_ptr() != at
+        ]
+        self._coming[key] = [*others, copy]
 
     def arrive(self, copies: list[Copy]) -> None:
         for copy in copies:
@@ -134,8 +138,9 @@ class Device:
             key = target.untyped_storage()._cdata
             with torch.no_grad():
                 target.copy_(copy.values)
-            if self._coming.get(key) is copy:
-                del self._coming[key]
+            left = [each for each in self._coming.pop(key, ()) if each is not copy]
+            if left:
+                self._coming[key] = left
 
 
 def poison_of(tensor: Tensor) -> float:

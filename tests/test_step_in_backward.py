@@ -18,8 +18,12 @@ from torch import nn
 import fullshard
 from fullshard.events import stream
 from fullshard.shard import units_of
+from fullshard.torch_private.local_tensor import plain_tensors
+from simulated import by_nccl, simulated
 
 BLOCKS, WIDTH = 6, 8
+CLIPS_SOME = {"Muon": 1e-4, None: 6.2}
+"""By optimizer: a norm between those of the six steps. Muon's is that of matrices alone."""
 
 
 class Net(nn.Module):
@@ -68,7 +72,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: Any, max_norm: float | None, skips: bool) -> list[float]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, steps: Any, max_norm: float | None, skips: bool, clip: str
+) -> list[float]:
     """Six steps: two micro-batches without sync in one, a block left out on one rank or on all in others."""
     norms = []
     for step in range(6):
@@ -80,27 +86,30 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: Any, max_norm: fl
                 loss_of(model, None, skip=skip).backward()
 
         torch.manual_seed(10 * step + dist.get_rank())
-        if steps is not None and max_norm is not None:
+        if steps is not None and max_norm is not None and clip == "two passes":
             with steps.measure():
                 backward()
             norms.append(float(steps.norm))
         backward()
         if steps is None and max_norm is not None:
-            norms.append(float(fullshard.clip_grad_norm_(model.parameters(), max_norm)))
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            norms.append(float(fullshard.clip_grad_norm_(stepped, max_norm)))
         optimizer.step()
+        if steps is not None and clip == "redo":
+            norms.append(float(steps.norm))
         optimizer.zero_grad()
     return norms
 
 
-def differences(name: str, layout: str, max_norm: float | None, skips: bool) -> list[str]:
+def differences(name: str, layout: str, max_norm: float | None, skips: bool, clip: str = "two passes") -> list[str]:
     """Parameters and state that differ in any bit from those of steps after the backward, and norms."""
     pair = []
     for inside in (True, False):
         model = sharded(layout, unused="zeros") if skips else sharded(layout)
         optimizer = OPTIMIZERS[name](list(model.parameters()))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        steps = fullshard.step_in_backward(optimizer, max_norm=max_norm) if inside else None
-        norms = train(model, optimizer, steps, max_norm, skips)
+        steps = fullshard.step_in_backward(optimizer, max_norm=max_norm, clip=clip) if inside else None
+        norms = train(model, optimizer, steps, max_norm, skips, clip)
         scheduler.step()
         pair.append((model, optimizer, norms))
     (model, optimizer, norms), (plain, reference, expected) = pair
@@ -116,6 +125,8 @@ def differences(name: str, layout: str, max_norm: float | None, skips: bool) -> 
     ]
     for ours, theirs in zip(optimizer.param_groups, reference.param_groups, strict=True):
         wrong += [key for key in ours if key != "params" and ours[key] != theirs[key]]
+    if clip == "redo" and max_norm is not None and not (min(expected) < max_norm < max(expected)):
+        wrong.append(f"norms {expected}: either all are clipped or none is")
     return wrong + ([f"norms {norms} {expected}"] if norms != pytest.approx(expected, rel=1e-6) else [])
 
 
@@ -124,8 +135,6 @@ def differences(name: str, layout: str, max_norm: float | None, skips: bool) -> 
 @pytest.mark.gloo("processes")
 def test_the_numbers_of_steps_after_the_backward(run_ranks, layout, max_norm):
     for name in OPTIMIZERS:
-        if name == "Muon" and max_norm is not None:
-            continue  # the norm of all parameters, of which it steps some
         assert run_ranks(differences, name, layout, max_norm, False, world=2) == [[], []], name
 
 
@@ -133,6 +142,113 @@ def test_the_numbers_of_steps_after_the_backward(run_ranks, layout, max_norm):
 def test_blocks_that_some_ranks_leave_out(run_ranks):
     for max_norm in (None, 0.5):
         assert run_ranks(differences, "AdamW", "rows", max_norm, True, world=2) == [[], []]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("processes")
+def test_steps_that_are_undone(run_ranks, layout, world):
+    """Some of six steps are clipped: those are taken twice, and the numbers are those of clipping before the step."""
+    for name in OPTIMIZERS:
+        max_norm = CLIPS_SOME.get(name, CLIPS_SOME[None])
+        problems = run_ranks(differences, name, layout, max_norm, False, "redo", world=world)
+        assert problems == [[]] * world, name
+
+
+@pytest.mark.gloo("processes")
+def test_steps_that_are_undone_of_blocks_that_some_ranks_leave_out(run_ranks):
+    assert run_ranks(differences, "AdamW", "rows", CLIPS_SOME[None], True, "redo", world=2) == [[], []]
+
+
+def values(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of this rank's parameters and state."""
+    state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+    return [part.clone() for tensor in (*model.parameters(), *state) for part in plain_tensors(tensor)]
+
+
+def undone() -> list[str]:
+    """A backward that raises, before state exists and after: `undo` restores everything, and training goes on."""
+    problems = []
+    model, plain = sharded(), sharded()
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    steps = fullshard.step_in_backward(optimizer, max_norm=1e-3, clip="redo")
+
+    def fail(module: nn.Module, grads: Any) -> None:
+        raise ArithmeticError("in mid-backward")
+
+    for step in range(3):
+        before = values(model, optimizer)
+        handle = model.blocks[2].register_full_backward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 7).backward()
+        handle.remove()
+        assert steps.host_bytes > 0
+        changed = values(model, optimizer)
+        if len(changed) == len(before) and all(map(torch.equal, changed, before)):
+            problems.append(f"step {step}: no unit had stepped when the backward raised")
+        with pytest.raises(fullshard.PhaseError, match="second backward"):
+            loss_of(model, 7).backward()
+        steps.undo()
+        after = values(model, optimizer)
+        if len(after) != len(before) or not all(map(torch.equal, after, before)):
+            problems.append(f"step {step}: undo left differences")
+        optimizer.zero_grad()
+        for one, own in ((model, optimizer), (plain, reference)):
+            loss_of(one, step).backward()
+            if one is plain:
+                fullshard.clip_grad_norm_(plain.parameters(), 1e-3)
+            own.step()
+            own.zero_grad()
+        if not all(map(torch.equal, values(model, optimizer), values(plain, reference))):
+            problems.append(f"step {step}: the step after it differs")
+    memory = steps.host_bytes
+    loss_of(model, 8).backward()
+    optimizer.step()
+    return problems + ([] if steps.host_bytes == memory else ["host memory grew"])
+
+
+@pytest.mark.gloo("processes")
+def test_a_backward_that_raises_is_undone(run_ranks):
+    assert run_ranks(undone, world=2) == [[], []]
+
+
+def not_finite() -> bool:
+    """A gradient of NaN makes everything NaN, as clipping does."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = fullshard.step_in_backward(optimizer, max_norm=1.0, clip="redo")
+    (loss_of(model, 0) * float("nan")).backward()
+    optimizer.step()
+    return bool(steps.norm.isnan()) and all(bool(part.isnan().all()) for part in values(model, optimizer))
+
+
+@pytest.mark.gloo("processes")
+def test_a_norm_that_is_not_a_number(run_ranks):
+    assert run_ranks(not_finite, world=2) == [True, True]
+
+
+def on_a_device() -> list[str]:
+    """On a simulated device, where copies arrive when the host waits for them."""
+    results = []
+    for clip in (None, "redo"):
+        with by_nccl(), simulated():
+            model = sharded()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            steps = fullshard.step_in_backward(optimizer, max_norm=6.2, clip=clip) if clip else None
+            for step in range(4):
+                loss_of(model, step).backward()
+                if steps is None:
+                    fullshard.clip_grad_norm_(model.parameters(), 6.2)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert steps is None or steps._undos[0].memory.is_pinned()
+        results.append(values(model, optimizer))
+    return [str(index) for index, pair in enumerate(zip(*results, strict=True)) if not torch.equal(*pair)]
+
+
+@pytest.mark.gloo("processes")
+def test_steps_that_are_undone_on_a_simulated_device(run_ranks):
+    assert run_ranks(on_a_device, world=2) == [[], []]
 
 
 def highest_in_backward(inside: bool) -> list[int]:
@@ -225,6 +341,8 @@ def refused() -> dict[str, str]:
     model, other = sharded(), sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fullshard.step_in_backward(optimizer, max_norm=1.0)
+    redone = sharded()
+    redoes = fullshard.step_in_backward(torch.optim.SGD(redone.parameters()), max_norm=1.0, clip="redo")
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
     prodigy = pytorch_optimizer.AvaGrad(other.parameters())
     tries: dict[str, Callable[[], Any]] = {
@@ -239,6 +357,10 @@ def refused() -> dict[str, str]:
         ),
         "norm": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), max_norm=-1.0),
         "scaler": lambda: scaled(model, optimizer),
+        "clip's value": lambda: fullshard.step_in_backward(
+            torch.optim.SGD(other.parameters()), max_norm=1.0, clip="undo"
+        ),
+        "measured": lambda: redoes.measure().__enter__(),
     }
     errors = {}
     for name, attempt in tries.items():
@@ -263,3 +385,5 @@ def test_what_it_refuses(run_ranks):
         assert "exchanges all parameters at once" in errors["owners"]
         assert "max_norm is out of range" in errors["norm"]
         assert "A gradient scaler cannot be used" in errors["scaler"]
+        assert "clip is invalid" in errors["clip's value"] and "'two passes' or 'redo'" in errors["clip's value"]
+        assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_host_waits import counted_tokens, default, kept_for_tokens
+from test_host_waits import counted_tokens, default, kept_for_tokens, undone
 from torch import nn
 
 import fullshard
@@ -92,7 +92,7 @@ def test_every_place_that_asks_for_streams_is_entered(run_ranks: Callable) -> No
 def entered() -> set[str]:
     """Functions that asked, and were told of an accelerator."""
     places: set[str] = set()
-    for trained, offload in ((default, True), (kept_for_tokens, False), (counted_tokens, False)):
+    for trained, offload in ((default, True), (kept_for_tokens, False), (counted_tokens, False), (undone, False)):
         with by_nccl(), simulated(offload) as device:
             model, step = trained()
             step()

@@ -95,6 +95,19 @@ def kept_for_tokens() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def undone() -> tuple[nn.Module, Step]:
+    """Steps in the backward, with copies that undo them; each is undone."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = fullshard.step_in_backward(optimizer, max_norm=1.0, clip="redo")
+
+    def step() -> None:
+        backward(model)
+        steps.undo()
+
+    return model, step
+
+
 def evaluation() -> tuple[nn.Module, Step]:
     model = sharded()
 
@@ -195,6 +208,8 @@ CASES: dict[str, tuple[int, Callable[[], tuple[nn.Module, Step]], bool, dict[str
     # backward, and the others do not wait.
     "unused": (2, unused, False, {}, {ANSWER: 1}),
     "unused zeros": (2, unused_zeros, False, {}, {ANSWER: 1}),
+    # A step that is undone is one in which the copies are read; to record them nobody waits.
+    "undone": (2, undone, False, {"wait for compute by undo.py: undo": BLOCKS}, {}),
     # Whoever writes a shard or reads a gradient comes after a pass, on the host: it waits once at the end of each, for
     # the last copy in, and at the end of a backward that reduces for the last copy out.
     "offload": (2, default, True, {INWARD: 2, OUTWARD: 1}, {}),

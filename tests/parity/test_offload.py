@@ -21,6 +21,7 @@ from fullshard import Blocks
 from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
 from models import EXAMPLES
+from test_step_in_backward import CLIPS_SOME, differences
 from training import (
     Options,
     assert_same,
@@ -121,6 +122,20 @@ def both(name: str, options: Options) -> list[str]:
 def test_same_bits(run_ranks, layout, settings):
     world = 4 if {"mesh", "reshard"} & settings.keys() else 2
     assert_same(run_ranks(both, "odd_mlp", Options(layout=layout, steps=2, **settings), world=world))
+
+
+def stepped_at_home(layout: str, clip: str) -> list[str]:
+    with forced():
+        problems = differences("AdamW", layout, CLIPS_SOME[None], False, clip)
+    return problems + ([] if here.crossings["bring"] else ["no gradient was brought home"])
+
+
+@pytest.mark.parametrize("clip", ["two passes", "redo"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("processes")
+def test_steps_in_the_backward(run_ranks, layout, clip):
+    """Of units at home: their gradients have arrived when they step."""
+    assert run_ranks(stepped_at_home, layout, clip, world=2) == [[], []]
 
 
 @on_ranks

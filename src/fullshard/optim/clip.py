@@ -53,7 +53,7 @@ def clip_grad_norm_(
     """
     _check_order(norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
-    refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips in two passes")
+    refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips")
     follow_views(tensors)
     members_by_view = {id(p): _members_of_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
     in_views = {id(member) for members in members_by_view.values() for member in members}
@@ -71,13 +71,18 @@ def clip_grad_norm_(
 
 def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     """Scale gradients in place by min(1, max_norm / total), where `total` is their total norm."""
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    scale = clip_scale(total, max_norm)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
         local = as_real(inside(grad))
         by_kind.setdefault((local.dtype, local.device), []).append(local)
     for (dtype, device), tensors in by_kind.items():
         torch._foreach_mul_(tensors, scale.to(device, dtype if dtype == torch.float64 else torch.float32))
+
+
+def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor of gradients of this total norm: 0-d, 1 if they are not clipped, NaN if the norm is."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
 
 
 def refuse_stepped(parameters: Iterable[torch.Tensor], caller: str, remedy: str) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,12 @@ from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..shard import Unit, release_all
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import without_step_hooks
-from .clip import STEPPED_KEY, Groups, joined_norm, local_norms, scale_gradients
+from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .owner_optimizer import OwnerOptimizer
 from .probe import treats_parameters
+from .undo import StepUndo
+
+Clip = Literal["two passes", "redo"]
 
 
 class StepsInBackward:
@@ -27,13 +30,17 @@ class StepsInBackward:
 
     Attributes:
         optimizer: the optimizer that steps.
-        max_norm: see `step_in_backward`.
-        norm: the total norm from the last `measure()`; None once the optimizer has stepped with it.
+        max_norm, clip: see `step_in_backward`.
+        norm: the total norm of the gradients before clipping. In two passes: from the last `measure()`; None once the
+            optimizer has stepped with it. With clip="redo": of the last `optimizer.step()`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
-        self.optimizer, self.max_norm = optimizer, max_norm
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float | None, clip: Clip) -> None:
+        self.optimizer, self.max_norm, self.clip = optimizer, max_norm, clip
         self.norm: torch.Tensor | None = None
+        self._redoes = max_norm is not None and clip == "redo"
+        self._undos: list[StepUndo] = []  # with the copies of the steps since `optimizer.step()`, in order; then unused
+        self._assumed = 0  # how many of `_undos` are in use
         self._measuring = False
         self._norms: dict[int, tuple[Groups, torch.Tensor]] = {}  # by id of the parameter
         self._ready: dict[int, torch.Tensor] = {}  # by id: parameters of `_unit` whose gradients are reduced
@@ -68,12 +75,13 @@ class StepsInBackward:
         restored at the end; buffers that a forward updates (batch statistics) are updated in both passes.
 
         Raises:
-            ConfigError: `max_norm` is None.
+            ConfigError: `max_norm` is None, or clip="redo", which needs one pass.
         """
-        if self.max_norm is None:
+        if self.max_norm is None or self._redoes:
             raise ConfigError(
-                "measure() needs a max_norm to clip to.",
-                expected="step_in_backward(optimizer, max_norm=...)",
+                "measure() needs a max_norm to clip to, in two passes.",
+                expected='step_in_backward(optimizer, max_norm=..., clip="two passes")',
+                got=f"max_norm={self.max_norm}, clip={self.clip!r}",
                 topic="step-in-backward",
             )
         self._measuring, self._norms = True, {}
@@ -84,6 +92,25 @@ class StepsInBackward:
             self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
         finally:
             self._measuring, self._norms, self._ready, self._unit = False, {}, {}, None
+
+    def undo(self) -> None:
+        """Undo the steps since the last `optimizer.step()`, bit for bit: after a backward that raised. For clip="redo".
+
+        The gradients of these steps are dropped. No communication; call it on every rank or on none.
+        """
+        for undo in reversed(self._undos[: self._assumed]):
+            undo.undo(self.optimizer)
+        self._forget_steps()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory with copies that undo steps (clip="redo")."""
+        return sum(undo.memory.nbytes for undo in self._undos)
+
+    def _forget_steps(self) -> None:
+        for undo in self._undos:
+            undo.forget()
+        self._assumed, self._norms, self._ready, self._unit = 0, {}, {}, None
 
     def _by_groups(self) -> list[tuple[Groups, torch.Tensor]]:
         """The measured norms in the order of the parameters: the total is bitwise that of `clip_grad_norm_`."""
@@ -113,7 +140,9 @@ class StepsInBackward:
     def _consume(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step these parameters, or measure their gradients, and free the gradients."""
         if self._measuring:
-            self._norms |= zip(map(id, parameters), local_norms(parameters, 2.0), strict=True)
+            self._note_norms(parameters)
+        elif self._redoes:
+            self._step_unclipped(parameters)
         else:
             self._clip(parameters)
             self._step(parameters)
@@ -123,6 +152,37 @@ class StepsInBackward:
         for unit in units:
             if unit is not None and all(gradients.delivery.all_none() for gradients in unit.gradients):
                 release_all(unit.gradients)
+
+    def _note_norms(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._norms |= zip(map(id, parameters), local_norms(parameters, 2.0), strict=True)
+
+    def _step_unclipped(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step these parameters as if nothing was clipped, and keep what undoes it."""
+        if any(id(parameter) in self._norms for parameter in parameters):
+            raise PhaseError(
+                "A second backward stepped a parameter before it was known whether the first one is clipped.",
+                parameter=parameters[0].__dict__.get(NAME_KEY, "?"),
+                expected="optimizer.step() after each backward that reduces gradients",
+                remedy="accumulate under model.set_requires_gradient_sync(False); after a backward that raised, call "
+                "undo() of what step_in_backward returned",
+                topic="step-in-backward",
+            )
+        self._note_norms(parameters)
+        if self._assumed == len(self._undos):
+            self._undos.append(StepUndo())
+        self._undos[self._assumed].record(self.optimizer, parameters)
+        self._assumed += 1
+        self._step(parameters)
+
+    def _redo(self) -> None:
+        """Undo the steps of this backward, and step again with clipped gradients, in the same order and portions."""
+        for undo in self._undos[: self._assumed]:
+            undo.undo(self.optimizer)
+            undo.show_gradients()
+            self._clip(undo.parameters)
+            self._step(undo.parameters)
+            for parameter in undo.parameters:
+                write_grad(parameter, None)
 
     def _step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step only these parameters. Group settings that count steps change in `optimizer.step()` alone."""
@@ -156,12 +216,20 @@ class StepsInBackward:
         """Clip the rest, which `optimizer.step()` steps: parameters in no unit, or that some ranks did not use."""
         self._ready, self._unit = {}, None
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
-        if remaining:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._redoes and self.max_norm is not None:
+                self._note_norms(remaining)
+                self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
+                if clip_scale(self.norm, self.max_norm) != 1:  # NaN too, as clipping makes all gradients NaN then
+                    self._redo()
+            if remaining:
                 self._clip(remaining)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.norm = None
+        if self._redoes:
+            self._forget_steps()
+        else:
+            self.norm = None
 
 
 def _on_reduced(reference: weakref.ref[StepsInBackward], parameter: torch.Tensor) -> None:
@@ -170,7 +238,9 @@ def _on_reduced(reference: weakref.ref[StepsInBackward], parameter: torch.Tensor
         steps._on_reduced(parameter)
 
 
-def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> StepsInBackward:
+def step_in_backward(
+    optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, clip: Clip = "two passes"
+) -> StepsInBackward:
     """Step each unit's parameters as soon as its gradients are reduced, and free these, during the backward.
 
         steps = fullshard.step_in_backward(optimizer)
@@ -182,7 +252,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None
     A rank then holds the reduced gradients of about one unit instead of all units, with the same results as stepping
     after the backward. Every backward that reduces gradients is a step: accumulate micro-batches without sync
     (`model.set_requires_gradient_sync(False)`) before it. Gradient scaling needs all gradients at once and is not
-    supported; `clip_grad_norm_` raises an error. Clipping takes an additional pass:
+    supported; `clip_grad_norm_` raises an error. There are two ways to clip, both bit for bit `clip_grad_norm_` and a
+    step afterwards. An additional pass measures the norm:
 
         steps = fullshard.step_in_backward(optimizer, max_norm=1.0)
         for batch in data:
@@ -191,21 +262,35 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None
             model(batch).loss.backward()
             optimizer.step()
 
+    Or, with clip="redo", each unit steps as if nothing was clipped, and copies of its parameters, gradients and state
+    before that stay in host memory (16 bytes per element with AdamW in float32). `optimizer.step()` computes the norm;
+    if it is over `max_norm`, it undoes these steps and takes them again with clipped gradients, unit by unit. That is
+    for runs in which few steps are clipped, on a device: where parameters are in host memory (a CPU, offloading), the
+    copies take more there than the gradients that they replace. If a backward raises, call `steps.undo()`.
+
     Fused backward and step: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
-    Resources" (LOMO, arXiv:2306.09782), section 3; two passes for the norm: section 3.3.1.
+    Resources" (LOMO, arXiv:2306.09782), section 3; two passes for the norm: section 3.3.1. Steps that are undone:
+    "speculation-then-validation" of Lian et al. 2025, "SuperOffload" (arXiv:2509.21271); here copies restore what was
+    there, so that any optimizer's steps are undone exactly.
 
     Args:
         optimizer: an optimizer of parameters of `fully_shard` that steps parameters one by one. `optimizer.step()`
             steps its other parameters.
         max_norm: the largest total 2-norm of the gradients; None: no clipping.
+        clip: how to clip: "two passes" or "redo".
 
     Raises:
         ConfigError: the optimizer already steps in backward, cannot step parameters one by one, or has flat runs of
-            elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number.
+            elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number; `clip` is
+            a different value.
     """
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
         raise ConfigError(
             "step_in_backward: max_norm is out of range.", expected="a positive number or None", got=repr(max_norm)
+        )
+    if clip not in get_args(Clip):
+        raise ConfigError(
+            "step_in_backward: clip is invalid.", expected=" or ".join(map(repr, get_args(Clip))), got=repr(clip)
         )
     if (reason := _why_not(optimizer)) is not None:
         raise ConfigError(
@@ -215,7 +300,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, max_norm: float | None
             remedy="step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)",
             topic="step-in-backward",
         )
-    return StepsInBackward(optimizer, max_norm)
+    return StepsInBackward(optimizer, max_norm, clip)
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
