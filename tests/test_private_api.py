@@ -45,7 +45,7 @@ from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range, recording
-from fullshard.torch_private.step_hooks import without_step_hooks
+from fullshard.torch_private.step_hooks import step_without_hooks, without_step_hooks
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
 
@@ -515,6 +515,11 @@ def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
     assert dcp_files.StorageInfo("file", 1, 2).relative_path == "file"
 
 
+class CallsBase(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def test_a_step_can_run_without_the_hooks_that_programs_registered() -> None:
     calls: list[str] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -524,7 +529,11 @@ def test_a_step_can_run_without_the_hooks_that_programs_registered() -> None:
     try:
         with without_step_hooks(optimizer):
             optimizer.step()
-        assert not calls
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()  # from now on its step runs hooks
+        calls.clear()
+        for each in (optimizer, CallsBase(optimizer.param_groups[0]["params"])):
+            step_without_hooks(each, each.param_groups)
+        assert not calls and type(optimizer).step.hooked
         optimizer.step()
         assert calls == ["before", "after", "all"]
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_optimizer
@@ -101,14 +104,17 @@ def train(
     return norms
 
 
-def differences(name: str, layout: str, max_norm: float | None, skips: bool, clip: str = "two passes") -> list[str]:
+def differences(
+    name: str, layout: str, max_norm: float | None, skips: bool, clip: str = "two passes", threads: Any = None
+) -> list[str]:
     """Parameters and state that differ in any bit from those of steps after the backward, and norms."""
     pair = []
     for inside in (True, False):
         model = sharded(layout, unused="zeros") if skips else sharded(layout)
-        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        make = OPTIMIZERS.get(name) or (lambda params: Observed(params, lr=0.1, momentum=0.9))
+        optimizer = make(list(model.parameters()))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        steps = fullshard.step_in_backward(optimizer, max_norm=max_norm, clip=clip) if inside else None
+        steps = fullshard.step_in_backward(optimizer, max_norm=max_norm, clip=clip, threads=threads) if inside else None
         norms = train(model, optimizer, steps, max_norm, skips, clip)
         scheduler.step()
         pair.append((model, optimizer, norms))
@@ -158,6 +164,146 @@ def test_steps_that_are_undone(run_ranks, layout, world):
 @pytest.mark.gloo("processes")
 def test_steps_that_are_undone_of_blocks_that_some_ranks_leave_out(run_ranks):
     assert run_ranks(differences, "AdamW", "rows", CLIPS_SOME[None], True, "redo", world=2) == [[], []]
+
+
+def outside_of_units(clip: str) -> bool:
+    """With a parameter in no unit, which `optimizer.step()` steps, and an optimizer whose hooks run twice."""
+    results = []
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # whose step, which `Observed` calls, runs hooks from now on
+    for inside in (True, False):
+        model: Any = Net()
+        for unit in (*model.blocks, model):
+            fullshard.fully_shard(unit, ignored_params={model.scale})
+        optimizer = Observed(model.parameters(), lr=0.1, momentum=0.9)
+        steps = fullshard.step_in_backward(optimizer, max_norm=2.0, clip=clip) if inside else None
+        train(model, optimizer, steps, 2.0, False, clip)
+        results.append(values(model, optimizer))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("clip", ["two passes", "redo"])
+@pytest.mark.gloo("processes")
+def test_parameters_outside_of_units_are_clipped_once(run_ranks, clip):
+    assert run_ranks(outside_of_units, clip, world=1) == [True]
+
+
+@pytest.mark.parametrize("way", ["unclipped", "two passes", "redo"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("processes")
+def test_steps_beside_the_backward(run_ranks, layout, way):
+    clip, max_norm = ("two passes", None) if way == "unclipped" else (way, CLIPS_SOME[None])
+    for name in OPTIMIZERS:
+        if name != "Muon":
+            problems = run_ranks(differences, name, layout, max_norm, False, clip, 1, world=2)
+            assert problems == [[], []], name
+
+
+@pytest.mark.gloo("processes")
+def test_steps_beside_the_backward_of_blocks_that_some_ranks_leave_out(run_ranks):
+    assert run_ranks(differences, "AdamW", "rows", CLIPS_SOME[None], True, "redo", 2, world=2) == [[], []]
+
+
+class Observed(torch.optim.SGD):
+    """Notes where it steps; raises on parameters that are marked."""
+
+    steps: ClassVar[list[tuple[str, int, set[int]]]] = []
+    seconds: ClassVar[float] = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps.append((threading.current_thread().name, torch.get_num_threads(), os.sched_getaffinity(0)))
+        if any("fails" in p.__dict__ for group in self.param_groups for p in group["params"] if p.grad is not None):
+            raise ArithmeticError("a step that fails")
+        time.sleep(self.seconds)
+        return super().step(closure)
+
+
+def beside() -> list[str]:
+    """Threads, processors, hooks, and what waits."""
+    problems = []
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # whose step, which `Observed` calls, runs hooks from now on
+    processor = max(os.sched_getaffinity(0))
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    for threads, expected in ((2, (2, before[1])), ([processor], (1, {processor}))):
+        model, hooks = sharded(), []
+        optimizer = Observed(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_post_hook(lambda *_, hooks=hooks: hooks.append(1))
+        fullshard.step_in_backward(optimizer, threads=threads)
+        units = units_of(model)
+        most = [0]
+
+        def look(event: Any, units: Any = units, most: list[int] = most) -> None:
+            if event.verb == "reduced":
+                most[0] = max(most[0], sum(g.held_bytes > 0 for unit in units for g in unit.gradients))
+
+        for step in range(3):
+            Observed.steps.clear()
+            Observed.seconds = 0.05  # slower than the backward
+            stream.listeners.append(look)
+            try:
+                loss_of(model, step).backward()
+            finally:
+                stream.listeners.remove(look)
+                Observed.seconds = 0.0
+            problems += [
+                f"a gradient after the backward: {n}" for n, p in model.named_parameters() if p.grad is not None
+            ]
+            steps = [*Observed.steps]
+            if len(steps) != BLOCKS + 1 or any(not s[0].startswith("fullshard-steps") for s in steps):
+                problems.append(f"steps {steps}")
+            problems += [f"{s}, not {expected}" for s in steps if s[1:] != expected]
+            optimizer.step()
+            optimizer.zero_grad()
+        if len(hooks) != 6:  # three steps; torch runs hooks once more for `super().step`
+            problems.append(f"{len(hooks)} hooks")
+        if not 0 < most[0] <= 4:  # two that wait, one that is delivered, one whose reduction is in flight
+            problems.append(f"gradients of {most[0]} units at once")
+        if (torch.get_num_threads(), os.sched_getaffinity(0)) != before:
+            problems.append("the caller's threads have changed")
+    return problems
+
+
+@pytest.mark.gloo("processes")
+def test_threads_of_steps_beside_the_backward(run_ranks):
+    assert run_ranks(beside, world=2) == [[], []]
+
+
+def raised_beside() -> list[str]:
+    """A step that raises does so in the backward, by name; undone, training goes on as if nothing had happened."""
+    problems = []
+    model, plain = sharded(), sharded()
+    optimizer, reference = (Observed(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    steps = fullshard.step_in_backward(optimizer, max_norm=1e-2, clip="redo", threads=1)
+    for step, failing in ((0, 5), (1, 2), (2, 0)):
+        before = values(model, optimizer)
+        marked = next(model.blocks[failing].parameters())
+        marked.__dict__["fails"] = True
+        try:
+            loss_of(model, 7).backward()
+        except ArithmeticError as error:
+            if f"'blocks.{failing}'" not in "".join(error.__notes__):
+                problems.append(f"notes {error.__notes__}")
+        else:
+            problems.append("nothing was raised")
+        del marked.__dict__["fails"]
+        steps.undo()
+        after = values(model, optimizer)
+        if len(after) != len(before) or not all(map(torch.equal, after, before)):
+            problems.append(f"step {step}: undo left differences")
+        optimizer.zero_grad()
+        for one, own in ((model, optimizer), (plain, reference)):
+            loss_of(one, step).backward()
+            if one is plain:
+                fullshard.clip_grad_norm_(plain.parameters(), 1e-2)
+            own.step()
+            own.zero_grad()
+        if not all(map(torch.equal, values(model, optimizer), values(plain, reference))):
+            problems.append(f"step {step}: the step after it differs")
+    return problems
+
+
+@pytest.mark.gloo("processes")
+def test_a_step_beside_the_backward_that_raises(run_ranks):
+    assert run_ranks(raised_beside, world=2) == [[], []]
 
 
 def values(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -317,13 +463,15 @@ def freed() -> bool:
     """Whether a model and its optimizer go when they are dropped."""
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fullshard.step_in_backward(optimizer)
+    fullshard.step_in_backward(optimizer, threads=1)
     loss_of(model, 0).backward()
     optimizer.step()
     alive = weakref.ref(optimizer), weakref.ref(model)
+    (worker,) = [thread for thread in threading.enumerate() if thread.name.startswith("fullshard-steps")]
     del optimizer, model
     gc.collect()
-    return all(one() is None for one in alive)
+    worker.join(10)
+    return all(one() is None for one in alive) and not worker.is_alive()
 
 
 @pytest.mark.gloo("processes")
@@ -355,6 +503,11 @@ def refused() -> dict[str, str]:
         "owners": lambda: fullshard.step_in_backward(
             fullshard.OwnerOptimizer(other.parameters(), torch.optim.Adafactor)
         ),
+        "threads": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), threads=0),
+        "processors": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), threads=[4096]),
+        "matrices": lambda: fullshard.step_in_backward(
+            fullshard.Muon([p for p in other.parameters() if p.ndim == 2]), threads=1
+        ),
         "norm": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), max_norm=-1.0),
         "scaler": lambda: scaled(model, optimizer),
         "clip's value": lambda: fullshard.step_in_backward(
@@ -385,5 +538,7 @@ def test_what_it_refuses(run_ranks):
         assert "exchanges all parameters at once" in errors["owners"]
         assert "max_norm is out of range" in errors["norm"]
         assert "A gradient scaler cannot be used" in errors["scaler"]
+        assert all("threads is invalid" in errors[name] for name in ("threads", "processors"))
+        assert "threads is for element-wise optimizers" in errors["matrices"]
         assert "clip is invalid" in errors["clip's value"] and "'two passes' or 'redo'" in errors["clip's value"]
         assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]

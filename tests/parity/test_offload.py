@@ -124,18 +124,19 @@ def test_same_bits(run_ranks, layout, settings):
     assert_same(run_ranks(both, "odd_mlp", Options(layout=layout, steps=2, **settings), world=world))
 
 
-def stepped_at_home(layout: str, clip: str) -> list[str]:
+def stepped_at_home(layout: str, clip: str, threads: int | None) -> list[str]:
     with forced():
-        problems = differences("AdamW", layout, CLIPS_SOME[None], False, clip)
+        problems = differences("AdamW", layout, CLIPS_SOME[None], False, clip, threads)
     return problems + ([] if here.crossings["bring"] else ["no gradient was brought home"])
 
 
+@pytest.mark.parametrize("threads", [None, 1])
 @pytest.mark.parametrize("clip", ["two passes", "redo"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.gloo("processes")
-def test_steps_in_the_backward(run_ranks, layout, clip):
+def test_steps_in_the_backward(run_ranks, layout, clip, threads):
     """Of units at home: their gradients have arrived when they step."""
-    assert run_ranks(stepped_at_home, layout, clip, world=2) == [[], []]
+    assert run_ranks(stepped_at_home, layout, clip, threads, world=2) == [[], []]
 
 
 @on_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
@@ -15,12 +15,14 @@ import torch.distributed as dist
 from ..errors import ConfigError, PhaseError
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..shard import Unit, release_all
+from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
-from ..torch_private.step_hooks import without_step_hooks
+from ..torch_private.step_hooks import step_without_hooks
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .owner_optimizer import OwnerOptimizer
-from .probe import treats_parameters
+from .probe import treats_elements, treats_parameters
 from .undo import StepUndo
+from .worker import StepWorker, check_threads
 
 Clip = Literal["two passes", "redo"]
 
@@ -35,13 +37,22 @@ class StepsInBackward:
             optimizer has stepped with it. With clip="redo": of the last `optimizer.step()`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float | None, clip: Clip) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        clip: Clip,
+        threads: int | Sequence[int] | None,
+    ) -> None:
         self.optimizer, self.max_norm, self.clip = optimizer, max_norm, clip
+        self._worker = None if threads is None else StepWorker(threads)
+        self._end: BackwardEnd | None = None  # of the backward in which the worker got a step last
         self.norm: torch.Tensor | None = None
         self._redoes = max_norm is not None and clip == "redo"
         self._undos: list[StepUndo] = []  # with the copies of the steps since `optimizer.step()`, in order; then unused
         self._assumed = 0  # how many of `_undos` are in use
         self._measuring = False
+        self._in_step = False  # whether `optimizer.step()` has begun: torch runs hooks twice if it calls `super().step`
         self._norms: dict[int, tuple[Groups, torch.Tensor]] = {}  # by id of the parameter
         self._ready: dict[int, torch.Tensor] = {}  # by id: parameters of `_unit` whose gradients are reduced
         self._unit: Unit | None = None
@@ -61,6 +72,7 @@ class StepsInBackward:
 
     def remove(self) -> None:
         """Undo `step_in_backward`: parameters step in `optimizer.step()` again."""
+        self._finish()
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters:
@@ -98,6 +110,8 @@ class StepsInBackward:
 
         The gradients of these steps are dropped. No communication; call it on every rank or on none.
         """
+        if self._worker is not None:
+            self._worker.drop()
         for undo in reversed(self._undos[: self._assumed]):
             undo.undo(self.optimizer)
         self._forget_steps()
@@ -139,25 +153,39 @@ class StepsInBackward:
     @torch.no_grad()
     def _consume(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step these parameters, or measure their gradients, and free the gradients."""
+        self._in_step = False  # of a step that raised
+        step: Callable[[Sequence[torch.Tensor]], None] = self._step_clipped
         if self._measuring:
             self._note_norms(parameters)
         elif self._redoes:
-            self._step_unclipped(parameters)
-        else:
-            self._clip(parameters)
-            self._step(parameters)
-        units = {owner_of(parameter): None for parameter in parameters}
-        for parameter in parameters:
-            write_grad(parameter, None)
-        for unit in units:
-            if unit is not None and all(gradients.delivery.all_none() for gradients in unit.gradients):
-                release_all(unit.gradients)
+            step = self._step_unclipped(parameters)
+        if self._worker is not None and not self._measuring and _in_host_memory(parameters) and inside_backward():
+            if self._end is None or self._end.alive() is None:
+                self._worker.drop()  # of a backward that raised
+                self._end = BackwardEnd(partial(_on_end, weakref.ref(self)), 0)
+            unit = owner_of(parameters[0])
+            self._worker.submit(unit.name or "(root)", partial(step, parameters), partial(_free, parameters))
+            return
+        if not self._measuring:
+            step(parameters)
+        _free(parameters)
+
+    def _finish(self) -> None:
+        """Wait for steps beside the backward."""
+        if self._worker is not None:
+            self._worker.finish()
+        self._end = None
 
     def _note_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         self._norms |= zip(map(id, parameters), local_norms(parameters, 2.0), strict=True)
 
-    def _step_unclipped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step these parameters as if nothing was clipped, and keep what undoes it."""
+    @torch.no_grad()
+    def _step_clipped(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._clip(parameters)
+        self._step(parameters)
+
+    def _step_unclipped(self, parameters: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
+        """Return how to step these parameters as if nothing was clipped, keeping what undoes it; note their norms."""
         if any(id(parameter) in self._norms for parameter in parameters):
             raise PhaseError(
                 "A second backward stepped a parameter before it was known whether the first one is clipped.",
@@ -170,8 +198,11 @@ class StepsInBackward:
         self._note_norms(parameters)
         if self._assumed == len(self._undos):
             self._undos.append(StepUndo())
-        self._undos[self._assumed].record(self.optimizer, parameters)
         self._assumed += 1
+        return partial(self._recorded_step, self._undos[self._assumed - 1])
+
+    def _recorded_step(self, undo: StepUndo, parameters: Sequence[torch.Tensor]) -> None:
+        undo.record(self.optimizer, parameters)
         self._step(parameters)
 
     def _redo(self) -> None:
@@ -186,17 +217,12 @@ class StepsInBackward:
 
     def _step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step only these parameters. Group settings that count steps change in `optimizer.step()` alone."""
-        groups, chosen = self.optimizer.param_groups, {id(parameter) for parameter in parameters}
-        before = [dict(group) for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
-            with without_step_hooks(self.optimizer):
-                type(self.optimizer).step(self.optimizer)
-        finally:
-            for group, previous in zip(groups, before, strict=True):
-                group.clear()
-                group.update(previous)
+        optimizer, chosen = self.optimizer, {id(parameter) for parameter in parameters}
+        groups = [
+            {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
+            for group in optimizer.param_groups
+        ]
+        step_without_hooks(optimizer, groups)
         note_change(parameters)
 
     def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -214,7 +240,10 @@ class StepsInBackward:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Clip the rest, which `optimizer.step()` steps: parameters in no unit, or that some ranks did not use."""
-        self._ready, self._unit = {}, None
+        if self._in_step:
+            return
+        self._finish()
+        self._in_step, self._ready, self._unit = True, {}, None
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
         with torch.no_grad():
             if self._redoes and self.max_norm is not None:
@@ -226,10 +255,32 @@ class StepsInBackward:
                 self._clip(remaining)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_step = False
         if self._redoes:
             self._forget_steps()
         else:
             self.norm = None
+
+
+def _in_host_memory(parameters: Sequence[torch.Tensor]) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in parameters)
+
+
+def _free(parameters: Sequence[torch.Tensor]) -> None:
+    """Free the gradients of parameters that have stepped."""
+    units = {owner_of(parameter): None for parameter in parameters}
+    for parameter in parameters:
+        write_grad(parameter, None)
+    for unit in units:
+        if unit is not None and all(gradients.delivery.all_none() for gradients in unit.gradients):
+            release_all(unit.gradients)
+
+
+def _on_end(reference: weakref.ref[StepsInBackward]) -> None:
+    """The end of a backward."""
+    if (steps := reference()) is not None:
+        with torch.no_grad():
+            steps._finish()
 
 
 def _on_reduced(reference: weakref.ref[StepsInBackward], parameter: torch.Tensor) -> None:
@@ -239,7 +290,11 @@ def _on_reduced(reference: weakref.ref[StepsInBackward], parameter: torch.Tensor
 
 
 def step_in_backward(
-    optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, clip: Clip = "two passes"
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    clip: Clip = "two passes",
+    threads: int | Sequence[int] | None = None,
 ) -> StepsInBackward:
     """Step each unit's parameters as soon as its gradients are reduced, and free these, during the backward.
 
@@ -268,6 +323,10 @@ def step_in_backward(
     for runs in which few steps are clipped, on a device: where parameters are in host memory (a CPU, offloading), the
     copies take more there than the gradients that they replace. If a backward raises, call `steps.undo()`.
 
+    With `threads`, units whose parameters are in host memory (offloaded, or on a CPU) step on a thread of their own
+    while the backward goes on; up to two units wait for it, with their gradients. The backward ends when they have
+    stepped, and raises what a step raised, with a note that names the unit. Results are the same bits.
+
     Fused backward and step: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
     Resources" (LOMO, arXiv:2306.09782), section 3; two passes for the norm: section 3.3.1. Steps that are undone:
     "speculation-then-validation" of Lian et al. 2025, "SuperOffload" (arXiv:2509.21271); here copies restore what was
@@ -278,11 +337,14 @@ def step_in_backward(
             steps its other parameters.
         max_norm: the largest total 2-norm of the gradients; None: no clipping.
         clip: how to clip: "two passes" or "redo".
+        threads: processor threads of the thread that steps units in host memory; or a list of processors for it to run
+            on, a thread each (Linux); None: they step on autograd's thread. For element-wise optimizers: the step of
+            others may communicate, which only one thread of a rank may do.
 
     Raises:
         ConfigError: the optimizer already steps in backward, cannot step parameters one by one, or has flat runs of
-            elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number; `clip` is
-            a different value.
+            elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number; `clip` or
+            `threads` is a different value, or `threads` was passed with an optimizer that is not element-wise.
     """
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
         raise ConfigError(
@@ -300,7 +362,16 @@ def step_in_backward(
             remedy="step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)",
             topic="step-in-backward",
         )
-    return StepsInBackward(optimizer, max_norm, clip)
+    if threads is not None:
+        check_threads(threads)
+        if not treats_elements(optimizer):
+            raise ConfigError(
+                "step_in_backward: threads is for element-wise optimizers: the step of others may communicate.",
+                got=f"{type(optimizer).__name__} with threads={threads!r}",
+                remedy="omit threads, or use SGD, Adam, AdamW, ...",
+                topic="step-in-backward",
+            )
+    return StepsInBackward(optimizer, max_norm, clip, threads)
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str | None:

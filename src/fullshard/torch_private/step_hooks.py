@@ -1,13 +1,16 @@
 """The engine's own steps of an optimizer, without the hooks that programs registered.
 
 Private torch API: `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and the same for all
-optimizers in `torch.optim.optimizer`. The public alternative would be a step with these hooks, which may count it, log
-it or wait for other ranks. `tests/test_private_api.py` fails when they are gone.
+optimizers in `torch.optim.optimizer`; `hooked`, on a `step` that was wrapped to run them. The public alternative would
+be a step with these hooks, which may count it, log it or wait for other ranks. `tests/test_private_api.py` fails when
+they are gone.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +18,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _ONE_AT_A_TIME = threading.Lock()  # global hooks belong to the process, and models may be loaded in several threads
 
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context in which no hook runs before or after a step of `optimizer`, for one thread at a time."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in names]
+    tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in _TABLES]
     tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     with _ONE_AT_A_TIME:
         before = [dict(table) for table in tables]
@@ -33,3 +36,19 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         finally:
             for table, hooks in zip(tables, before, strict=True):
                 table.update(hooks)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Step only these groups, with the optimizer's state, without hooks; the optimizer's own groups do not change.
+
+    Any number of threads may, for different parameters. The step is that of a second object with the same attributes.
+    """
+    part = object.__new__(type(optimizer))
+    part.__dict__ = {**optimizer.__dict__, "param_groups": groups, **{name: OrderedDict() for name in _TABLES}}
+    step: Any = type(optimizer).step
+    free = getattr(getattr(inspect.unwrap(step), "__code__", None), "co_freevars", ("__class__",))
+    if "__class__" in free:  # it calls `super().step`, which runs hooks too
+        with without_step_hooks(part):
+            step(part)
+    else:
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(part)

@@ -1,0 +1,110 @@
+"""A thread that steps units whose parameters are in host memory, beside the backward."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigError
+
+MOST_WAITING = 2
+"""Steps that wait or run at once: their units' gradients stay in memory."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A step that was handed over: the unit's name, its outcome, and what follows it on the caller's thread."""
+
+    unit: str
+    outcome: Future[None]
+    then: Callable[[], object]
+
+
+class StepWorker:
+    """One thread that runs steps in the order in which they are handed over.
+
+    Ownership: the thread starts with the first step, and ends when this object is collected. A step may refer to
+    parameters only until it has run.
+
+    Args:
+        threads: how many processor threads its operations use; or the processors on which it runs, with a thread each.
+    """
+
+    def __init__(self, threads: int | Sequence[int]) -> None:
+        self._executor = ThreadPoolExecutor(1, "fullshard-steps")
+        self._jobs: deque[_Job] = deque()  # oldest first
+        processors = None if isinstance(threads, int) else set(threads)
+        number = threads if isinstance(threads, int) else len(threads)
+        self._executor.submit(_begin, number, processors).result()
+        # The worker's number has become that of all threads to come, too, until the caller sets its own again.
+        torch.set_num_threads(torch.get_num_threads())
+
+    def submit(self, unit: str, step: Callable[[], None], then: Callable[[], object]) -> None:
+        """Hand over a step; wait for the oldest if `MOST_WAITING` are waiting or running.
+
+        Args:
+            unit: the unit's name, for errors.
+            step: run on the worker's thread.
+            then: called after it, on the thread that waits for it; also if the step raised or was dropped.
+
+        Raises:
+            Exception: what an earlier step raised; see `finish`.
+        """
+        self.finish(MOST_WAITING - 1)
+        self._jobs.append(_Job(unit, self._executor.submit(step), then))
+
+    def finish(self, waiting: int = 0) -> None:
+        """Wait until at most `waiting` steps are waiting or running.
+
+        Raises:
+            Exception: what a step raised, with a note that names the unit. No step is running then; steps that had not
+                begun are dropped.
+        """
+        while self._jobs and (len(self._jobs) > waiting or self._jobs[0].outcome.done()):
+            job = self._jobs.popleft()
+            try:
+                job.outcome.result()
+            except Exception as error:
+                error.add_note(f"raised while the optimizer stepped unit {job.unit!r} beside the backward")
+                job.then()
+                self.drop()
+                raise
+            job.then()
+
+    def drop(self) -> None:
+        """Wait for the step that is running, and drop those that wait: after a backward that raised."""
+        jobs, self._jobs = self._jobs, deque()
+        wait([job.outcome for job in jobs if not job.outcome.cancel()])
+        for job in jobs:
+            job.then()
+
+
+def _begin(threads: int, processors: set[int] | None) -> None:
+    """Set what PyTorch and Linux keep for each thread; threads that this one starts for its operations inherit it."""
+    if processors is not None:
+        os.sched_setaffinity(0, processors)
+    torch.get_num_threads()  # a thread's first question or operation gives it the process' number
+    torch.set_num_threads(threads)
+
+
+def check_threads(threads: object) -> None:
+    """Check the argument of `step_in_backward`.
+
+    Raises:
+        ConfigError: neither a positive number nor processors that this process may use.
+    """
+    if isinstance(threads, int) and not isinstance(threads, bool) and threads > 0:
+        return
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if isinstance(threads, Sequence) and not isinstance(threads, str) and threads and usable.issuperset(threads):
+        return
+    raise ConfigError(
+        "step_in_backward: threads is invalid.",
+        expected=f"a positive number of threads, or a list of processors among {sorted(usable)}",
+        got=repr(threads),
+    )
