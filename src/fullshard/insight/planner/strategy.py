@@ -171,9 +171,9 @@ def strategies(
 REFINEMENTS: tuple[dict[str, Any], ...] = (
     {"accumulate": "whole"},
     {"accumulate": "partial"},
+    {"units": "model"},
     {"prefetch": 2},
     {"prefetch": 0},
-    {"units": "model"},
     {"step_in_backward": True},
 )
 """Changes to a strategy that a search keeps only where they make it faster by 1%, or make it fit."""
@@ -186,5 +186,5 @@ def refines(strategy: Strategy, change: Mapping[str, Any], batch: int) -> bool:
     if "step_in_backward" in change:
         return strategy.micro_batch == batch or strategy.accumulate == "whole"
     if "units" in change:
-        return not strategy.checkpointing  # which recomputes units below the root
-    return all(getattr(strategy, name) != value for name, value in change.items())
+        return strategy.reshard_after_forward is True and not strategy.checkpointing  # both act on units below the root
+    return strategy.units != "model"
