@@ -1,4 +1,4 @@
-"""Training with 8-bit gathers and exchanges: loss, bytes and time beside float32 and bfloat16.
+"""Training with 8-bit gathers and exchanges, and PowerSGD: loss, bytes and time beside float32 and bfloat16.
 
     python benchmarks/eight_bits.py --rounds 400    # the demo's GPT on two ranks over gloo on this machine, in turns
 
@@ -21,6 +21,7 @@ from demo_ranks import BATCH, CONTEXT, demo_model, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.comm_hooks import PowerSGDState, powerSGD_hook
 
 from corpus import held_out_offsets, read_corpus, rows_of_rank, standard_library, training_offsets, windows  # isort: skip
 
@@ -39,26 +40,32 @@ WAYS: dict[str, dict[str, Any]] = {
     "replicas, int8": {"all_reduce_dtype": INT8},
     "replicas, float8_e5m2": {"all_reduce_dtype": E5M2},
     "replicas, int8, error feedback": {"all_reduce_dtype": INT8, "error_feedback": True},
+    "replicas, PowerSGD of rank 1": {"rank": 1},
+    "replicas, PowerSGD of rank 4": {"rank": 4},
+    "replicas, PowerSGD of rank 16": {"rank": 16},
 }
 TIMES = {"gather": 1, "reduce": 1, "exchange": 1, "all_reduce": 2}
 WARM_UP, RATE, HELD_OUT, LAST = 50, 3e-3, 256, 50
 
 
-def run_of(name: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """A sharded model, what trains it, and what is noted of it."""
+def run_of(name: str, rank: int = 0, **policy: Any) -> dict[str, Any]:
+    """A sharded model, what trains it, and what is noted of it. `rank`: of PowerSGD after the warm-up; 0: without."""
     model, comm = demo_model(), fullshard.RecordingComm(fullshard.TorchComm())
     precision = fullshard.MixedPrecisionPolicy(**policy)
     shape = (dist.get_world_size(), 1) if name.startswith("replicas") else (1, dist.get_world_size())
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for unit in (*model.blocks, model):
         fullshard.fully_shard(unit, mesh=mesh, mp_policy=precision, comm=comm)
+    if rank:
+        state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=WARM_UP)
+        model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     return {"model": model, "comm": comm, "optimizer": optimizer, "losses": [], "seconds": []}
 
 
 def rank(rounds: int) -> None:
     """One rank; the first prints the table."""
-    runs = {name: run_of(name, policy) for name, policy in WAYS.items()}
+    runs = {name: run_of(name, **policy) for name, policy in WAYS.items()}
     corpus = read_corpus(standard_library(), CONTEXT)
     here, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     for step in range(rounds):
@@ -80,7 +87,7 @@ def rank(rounds: int) -> None:
             run["losses"].append(loss.item())
     rows = []
     for name, run in runs.items():
-        calls = [call for call in run["comm"].calls if call.world > 1]
+        calls = [call for call in run["comm"].calls if call.world > 1 and call.dtype != torch.int64]
         carried = sum(call.nbytes * TIMES.get(call.verb, 0) for call in calls)
         held_out = []
         with torch.no_grad():

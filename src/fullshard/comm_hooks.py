@@ -1,5 +1,6 @@
-"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`, under PyTorch's names."""
+"""Communication hooks for `register_comm_hook`, under PyTorch's names."""
 
+from .comm.power_sgd import GradientSlice, PowerSGDState, powerSGD_hook
 from .comm.standard_hooks import (
     DefaultState,
     LowPrecisionState,
@@ -11,9 +12,12 @@ from .comm.standard_hooks import (
 
 __all__ = [
     "DefaultState",
+    "GradientSlice",
     "LowPrecisionState",
+    "PowerSGDState",
     "allreduce_hook",
     "bf16_compress_hook",
     "fp16_compress_hook",
+    "powerSGD_hook",
     "reduce_scatter_hook",
 ]

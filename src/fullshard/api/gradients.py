@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..comm import Comm
+from ..comm import Comm, HookComm, PowerSGDState
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
 from . import messages
@@ -133,12 +134,53 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
     return str(reduction)
 
 
-def refuse_divisor(runner: Runner, what: str) -> None:
-    """Raise if `reduction=` already determines the divisor of sums, which `what` would change.
+def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., Any]) -> None:
+    """`register_comm_hook` of both front-ends, for the units of a model.
+
+    Args:
+        runners: of these units.
+        state, hook: see `HookComm`.
 
     Raises:
-        ConfigError: the unit's `reduction` is not "mean".
+        UsageError: a hook is registered already; or the mesh is hybrid, and the hook is not PowerSGD.
+        ConfigError: the hook is not callable; gradients are not averaged; PowerSGD has no replicas, a process group of
+            other ranks, or units with `all_reduce_dtype`.
     """
+    if not callable(hook):
+        raise messages.hook_not_callable(hook)
+    between = isinstance(state, PowerSGDState)
+    group = state.process_group if isinstance(state, PowerSGDState) else None
+    for runner in runners:
+        if isinstance(runner.settings.comm, HookComm):
+            raise messages.second_hook()
+        axes = runner.settings.axes
+        if not between and axes.shard.size > 1 and axes.replicate is not None:
+            raise messages.hook_beside_hybrid(axes.shard.size, axes.copies)
+        refuse_divisor(runner, "a communication hook, which scales gradients itself,")
+        if runner.settings.reduce.divide_factor is not None or runner.settings.reduce.force_sum:
+            raise messages.divisor_beside_hook("a custom divisor", runner.unit.name)
+        for bucket in runner.unit.buckets if between else ():
+            if bucket.all_reduce_dtype is not None:
+                raise messages.hook_beside_all_reduce_dtype(bucket.members[0].name)
+            replicate = bucket.axes.replicate
+            ranks = dist.get_process_group_ranks(group) if group is not None else []
+            if group is not None and replicate is not None and sorted(ranks) != sorted(replicate.ranks):
+                raise messages.hook_of_other_ranks(bucket.members[0].name, replicate.ranks, ranks)
+    worlds = [bucket.axes for runner in runners for bucket in runner.unit.buckets]
+    if between and not any(axes.copies > 1 for axes in worlds) and any(axes.world > 1 for axes in worlds):
+        raise messages.no_replicas_to_hook()
+    for runner in runners:
+        runner.set(comm=HookComm(runner.settings.comm, state, hook))
+
+
+def refuse_divisor(runner: Runner, what: str) -> None:
+    """Raise if `reduction=` or a hook already determines the divisor of sums, which `what` would change.
+
+    Raises:
+        ConfigError: the unit's `reduction` is not "mean", or it has a communication hook.
+    """
+    if isinstance(runner.settings.comm, HookComm):
+        raise messages.divisor_beside_hook(what, runner.unit.name)
     reduction = runner.settings.reduce.reduction
     if reduction != "mean":
         raise messages.divisor_beside_reduction(what, reduction, runner.unit.name)

@@ -107,6 +107,68 @@ def divisor_beside_reduction(what: str, reduction: str, unit: str) -> ConfigErro
     )
 
 
+def divisor_beside_hook(what: str, unit: str) -> ConfigError:
+    """The error for a custom divisor where a communication hook averages."""
+    return ConfigError(
+        f"{what} cannot be combined with a communication hook, which averages.",
+        got=f"a hook on unit {unit!r}",
+        remedy="omit one of the two; the loss can be scaled as well",
+    )
+
+
+def hook_not_callable(hook: object) -> ConfigError:
+    """The error for an invalid communication hook."""
+    return ConfigError(f"a communication hook must be callable, got {hook!r}")
+
+
+def second_hook() -> UsageError:
+    """The error for a second communication hook."""
+    return UsageError(
+        "a communication hook is already registered",
+        expected="a single hook per model",
+        remedy="register a function that calls both",
+    )
+
+
+def hook_beside_hybrid(ways: int, copies: int) -> UsageError:
+    """The error for a communication hook, other than PowerSGD, on a hybrid mesh."""
+    return UsageError(
+        "Communication hooks do not work with hybrid strategies.",
+        expected="powerSGD_hook, which reduces between replicas only",
+        got=f"another hook, and {ways} ways x {copies} replicas",
+        remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+    )
+
+
+def no_replicas_to_hook() -> ConfigError:
+    """The error for a hook that reduces between replicas where there are none."""
+    return ConfigError(
+        "PowerSGD reduces gradients between replicas, and this model has none.",
+        expected="NO_SHARD, or a hybrid mesh (replicate, shard)",
+        got="gradients that are reduced over the shard axis only",
+        remedy="use a hybrid mesh; to send fewer bytes over the shard axis, MixedPrecisionPolicy(scatter_dtype=)",
+    )
+
+
+def hook_of_other_ranks(parameter: str, expected: Sequence[int], got: Sequence[int]) -> ConfigError:
+    """The error for a hook whose process group is not that of the replicas."""
+    return ConfigError(
+        "The process group of the communication hook's state is not that of the replicas.",
+        expected=f"ranks {list(expected)}, between which {parameter!r} is repeated",
+        got=f"ranks {list(got)}",
+        remedy='pass mesh["replicate"].get_group(), or None',
+    )
+
+
+def hook_beside_all_reduce_dtype(parameter: str) -> ConfigError:
+    """The error for a hook where an 8-bit all-reduce is set as well."""
+    return ConfigError(
+        "A communication hook and MixedPrecisionPolicy(all_reduce_dtype=) both determine what replicas send.",
+        got=f"both for {parameter!r}",
+        remedy="omit one of the two",
+    )
+
+
 # join.py
 
 

@@ -21,6 +21,7 @@ from .meeting import apart_of, can_open, new_name, own_lines
 from .messages import not_a_comm
 from .objects import object_from, objects_of_all, objects_to_first
 from .packing import Packing, packed, packed_bytes, rounded
+from .power_sgd import GradientSlice, PowerSGDState, Residuals, powerSGD_hook
 from .protocol import (
     DONE,
     Call,
@@ -64,6 +65,7 @@ __all__ = [
     "Costs",
     "CustomComm",
     "Gathers",
+    "GradientSlice",
     "GroupMemory",
     "HookComm",
     "Lanes",
@@ -71,8 +73,10 @@ __all__ = [
     "OneStream",
     "Packing",
     "Pending",
+    "PowerSGDState",
     "RecordingComm",
     "ReduceScatter",
+    "Residuals",
     "Several",
     "TorchComm",
     "Turns",
@@ -95,6 +99,7 @@ __all__ = [
     "own_lines",
     "packed",
     "packed_bytes",
+    "powerSGD_hook",
     "reduce_value",
     "reduction_of",
     "rounded",

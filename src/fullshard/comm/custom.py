@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis
+from .hook import HookComm
 from .messages import no_exchange, wrong_buffer
 from .protocol import DONE, Comm, Costs, Pending, exchange_of
 
@@ -155,7 +156,9 @@ class _CopiedOut(_Holding):
 
 
 def custom(comm: Comm, **changes: Any) -> Comm:
-    """`comm` with the user's collectives or groups in front of it; see `CustomComm`."""
+    """`comm` with the user's collectives or groups in front of it, behind a hook; see `CustomComm`."""
+    if isinstance(comm, HookComm):
+        return HookComm(custom(comm.inner, **changes), comm.state, comm.hook)
     return (comm if isinstance(comm, CustomComm) else CustomComm(comm)).changed(**changes)
 
 

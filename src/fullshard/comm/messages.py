@@ -38,6 +38,14 @@ def wrong_buffer(collective: str, expected: object, got: object) -> ConfigError:
     )
 
 
+# power_sgd.py
+
+
+def invalid_power_sgd(name: str, expected: str, got: object) -> ConfigError:
+    """The error for an invalid setting of PowerSGD."""
+    return ConfigError(f"PowerSGDState.{name} is invalid.", expected=expected, got=repr(got))
+
+
 # group_memory.py
 
 

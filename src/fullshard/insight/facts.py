@@ -114,7 +114,7 @@ def plan_in_words(unit: Unit) -> str:
         between = _sent_in(gradients.bucket.all_reduce_dtype for gradients in reduced)
         reduce += f", then its slice between replicas{between}"
     if residual := sum(gradients.residual_bytes for gradients in reduced):
-        reduce += f"; keeps {size(residual)} for error feedback"
+        reduce += f"; keeps {size(residual)} of it for the next"
     return f"{gather}; {reduce}"
 
 

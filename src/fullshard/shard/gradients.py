@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..comm import ONE_STREAM, Comm, Pending
+from ..comm import ONE_STREAM, Comm, Pending, Residuals
 from ..containers import NONES, drain
 from ..events import Ledger
 from ..forms import Member
@@ -32,7 +32,7 @@ from .delivery import Delivery
 from .gradient_set import free_all
 from .hooks import sees_gradients
 from .messages import not_reduced_yet
-from .packed_reduction import PackedAllReduce, Residuals
+from .packed_reduction import PackedAllReduce
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, ReduceSettings, scaling_of
 from .tokens import TokenCount
@@ -59,7 +59,7 @@ class Gradients:
         bucket: the bucket of the gradients.
 
     Attributes:
-        residuals: what error feedback adds to the gradients of the next reduction; None: the bucket has none.
+        residuals: what compressed reductions keep from step to step.
         reduce_dtype: dtype of the buffer and the reduction; see `GradientDtypes`.
         running: the reduction in flight.
     """
@@ -73,7 +73,7 @@ class Gradients:
         self.running: Any = None  # `PlannedReduction`; None: no reduction is in flight
         self.pending: Pending | None = None  # its collective, then its all-reduce over the replicate axis
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of this rank's share of `.grad`, if requested
-        self.residuals: Residuals | None = {} if bucket.error_feedback else None
+        self.residuals = Residuals()
         self._version = -1  # version of the shown gradients at their last delivery
 
     @property
@@ -374,15 +374,14 @@ class Gradients:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that error feedback keeps from step to step."""
-        return sum([lost.nbytes for lost in self.residuals.values()]) if self.residuals else 0
+        """Bytes that compressed reductions keep from step to step."""
+        return sum([tensor.nbytes for tensor in self.residuals.values()])
 
     def forget(self) -> None:
         """Drop buffers and sets of the old device or dtype after the shard moved; they are recreated when needed."""
         self.discard()
         self.buffer = self.own = None
-        if self.residuals is not None:
-            self.residuals = {}  # of gradients at other values
+        self.residuals.clear()  # of gradients at other values
         self.delivery.forget()
 
 

@@ -12,18 +12,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..comm import Comm, Packing, Pending, exchange_of, packed_bytes
+from ..comm import Comm, Packing, Pending, Residuals, exchange_of, packed_bytes
 from ..forms import Scratch
 from ..mesh import Axis
-
-Residuals = dict[str, torch.Tensor]
-"""By packing of a reduction, what rounding took last: uint8, as packed in int8. Outlives the plans of reductions."""
 
 
 class _Feedback:
     """Packs floats with error feedback, and overwrites them.
 
-    Ownership: allocates its residual, which `residuals` keeps.
+    Ownership: allocates its residual, uint8, as packed in int8, which `residuals` keeps.
 
     Args:
         dtype, floats, packed: see `Packing`; one tensor of floats for each segment.

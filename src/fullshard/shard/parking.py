@@ -202,8 +202,8 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
 def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     """Move the gradients that users see (parts of the delivered slice, and those that they assigned), and residuals."""
     delivery = gradients.delivery
-    if gradients.residuals is not None:
-        gradients.residuals = {name: mover.move(lost) for name, lost in gradients.residuals.items()}
+    for name, residual in gradients.residuals.items():
+        gradients.residuals[name] = mover.move(residual)
     delivery.follow()
     holders: list[Any] = [member.sharded for member in bucket.members]
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..comm import Comm, Pending, reduction_of
+from ..comm import Comm, Pending, Residuals, reduction_of
 from ..containers import NONES
 from ..dtypes import as_real
 from ..forms import Member, Scratch
@@ -21,7 +21,7 @@ from ..layout import Piece, columns_of
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
 from .messages import not_dense
-from .packed_reduction import PackedAllReduce, PackedReduction, Residuals
+from .packed_reduction import PackedAllReduce, PackedReduction
 from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
@@ -217,7 +217,7 @@ class PlannedReduction:
         out: [shard_numel], the slice.
         buffer: the source; its memory may be released and allocated again.
         mean: whether the collectives average.
-        residuals: of the bucket, for error feedback; None: without.
+        residuals: what compressed reductions of the bucket keep from step to step.
 
     Attributes:
         start: starts the collectives over the shard axis.
@@ -232,9 +232,7 @@ class PlannedReduction:
         *("between", "buffer", "comm", "mean", "out", "received", "replicate", "rules", "scaling", "scratch", "start"),
     )
 
-    def __init__(
-        self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals | None
-    ) -> None:
+    def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
         self.rules: ReduceSettings | None = None
         self.scaling = MEAN
@@ -244,17 +242,43 @@ class PlannedReduction:
             parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
         bucket = buffer.bucket
         axis, between = bucket.axes.shard, bucket.axes.replicate
+        fed_back = residuals if bucket.error_feedback else None
         if bucket.scatter_dtype is None:
             # Over one rank the sum is the average, and fast on every backend.
             self.start = reduction_of(comm, axis, parts, segments, mean and axis.size > 1)
             self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
         else:
-            packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype, residuals)
+            packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype, fed_back)
             self.start, self.received = packed.start, packed.nbytes
         self.scratch, self.between = self.received, 0
         self.replicate: Callable[[], Pending] | None = None
         if bucket.all_reduce_dtype is not None and between is not None:
-            packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype, residuals)
+            packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype, fed_back)
             self.replicate, self.between = packed_slice.start, packed_slice.nbytes
         elif between is not None:
-            self.replicate = partial(comm.all_reduce, between, out, mean and between.size > 1)
+            mean = mean and between.size > 1
+            plan = getattr(comm, "plan_all_reduce", None)
+            self.replicate = (
+                partial(comm.all_reduce, between, out, mean)
+                if plan is None
+                else plan(between, out, mean, *_matrices(bucket, out), residuals)
+            )
+
+
+def _matrices(bucket: Bucket, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return views of a slice [shard_numel]: matrices and others, as `GradientSlice` has them."""
+    matrices, others = [], []
+    for member in bucket.members:
+        part, slot, head, rows, columns = member.part, member.slot, 0, 0, 1
+        is_run = len(part.shape) == 1
+        shape, strides = (slot.shape, slot.stride) if is_run else (part.shape, part.stride)
+        if len(slot.shape) > 1 and part.numel:
+            columns = max([stride for size, stride in zip(shape, strides, strict=True) if size > 1], default=1)
+            head = min(-part.start % columns, part.numel) if is_run else 0
+            rows = (part.numel - head) // columns if columns > 1 else 0
+        cut = head + rows * columns
+        run = out.narrow(0, part.offset, part.numel)
+        if rows:
+            matrices.append(run[head:cut].view(rows, columns))
+        others += [piece for piece in (run[:head], run[cut:]) if piece.numel()]
+    return matrices, others

@@ -24,7 +24,7 @@ from ...runtime import (
     runners_in,
 )
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
-from ..gradients import refuse_divisor
+from ..gradients import refuse_divisor, register_hook
 from . import messages
 from .state import UnitState
 
@@ -237,6 +237,25 @@ class FSDPModule:
             stream: accepted for compatibility with PyTorch; the hook runs on the compute stream, in program order.
         """
         self._runner().set(reduce_hook=hook)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce the gradients of this unit and all below, instead of the engine's averaging.
+
+        PyTorch's `fully_shard` has no such method; its wrapper has.
+
+        Args:
+            state: passed to each call of the hook.
+            hook: with a `comm_hooks.PowerSGDState`, `hook(state, gradient)` with a `comm_hooks.GradientSlice`, in place
+                of the all-reduce between the replicas of a hybrid mesh (replicate, shard), which may be of one shard.
+                Otherwise, on a mesh of one dim, `hook(state, gradient, slice)`, which writes this rank's slice [S] of
+                the mean of `gradient` [world * S].
+
+        Raises:
+            UsageError: a hook is registered already, or the mesh is hybrid and the hook not PowerSGD.
+            ConfigError: the hook is not callable; gradients are not averaged; or PowerSGD has no replicas, a process
+                group of other ranks, or units with `all_reduce_dtype`.
+        """
+        register_hook(list(self._units()), state, hook)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit with `comm`, in memory that `comm` allocates; not recursive.

@@ -34,6 +34,7 @@ from ...runtime import (
     run,
     shown_part,
 )
+from ..gradients import register_hook
 from . import messages
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .markers import Markers, mark_wrapped
@@ -43,7 +44,7 @@ from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .setup import check_arguments, materialise, warn_of_host
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
-from .training import clip_gradients, register_hook
+from .training import clip_gradients
 
 
 class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
@@ -382,15 +383,19 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             state: passed to each call of the hook.
             hook: under NO_SHARD `hook(state, gradient)`, in place; otherwise `hook(state, gradient, slice)`, which
                 writes this rank's slice [S] of the reduced gradient [world * S]. PyTorch's default hooks (all-reduce,
-                reduce-scatter, fp16 and bf16 compression) work.
+                reduce-scatter, fp16 and bf16 compression) work. With a `comm_hooks.PowerSGDState` and `powerSGD_hook`,
+                which may be called by a function of yours, `hook(state, gradient)` with a `comm_hooks.GradientSlice`,
+                in place of the all-reduce between replicas: under NO_SHARD and hybrid strategies.
 
         Raises:
-            UsageError: this is not the root, a hook is registered already, or the strategy is hybrid.
-            ConfigError: the hook is not callable; or `reduction` is not "mean".
+            UsageError: this is not the root, a hook is registered already, or the strategy is hybrid and the hook not
+                PowerSGD.
+            ConfigError: the hook is not callable; `reduction` is not "mean"; or PowerSGD has no replicas, or a process
+                group of other ranks.
         """
         if not self.check_is_root():
             raise messages.hook_below_root()
-        register_hook(self, state, hook)
+        register_hook([child._runner() for child in self.fsdp_modules(self)], state, hook)
 
     def _must_be_root(self, method: str) -> None:
         if not self.check_is_root():

@@ -350,29 +350,3 @@ def replaced_by_another_shape(parameter: str, expected: object, got: object) -> 
         got=got,
         topic="parameter-replaced",
     )
-
-
-# training.py
-
-
-def hook_not_callable(hook: object) -> ConfigError:
-    """The error for an invalid communication hook."""
-    return ConfigError(f"a communication hook must be callable, got {hook!r}")
-
-
-def second_hook() -> UsageError:
-    """The error for a second communication hook."""
-    return UsageError(
-        "a communication hook is already registered",
-        expected="a single hook per model",
-        remedy="register a function that calls both",
-    )
-
-
-def hook_beside_hybrid(strategy: str) -> UsageError:
-    """The error for a communication hook with a hybrid strategy."""
-    return UsageError(
-        "Communication hooks do not work with hybrid strategies.",
-        got=strategy,
-        remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-    )

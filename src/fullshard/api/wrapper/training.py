@@ -1,18 +1,14 @@
-"""Gradient clipping and communication hooks of the wrapper."""
+"""Gradient clipping of the wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...comm import HookComm
 from ...forms import owner_of
 from ...optim.clip import clip_local_gradients, shard_groups
 from ...torch_private.local_tensor import local_part
-from ..gradients import refuse_divisor
-from . import messages
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -44,20 +40,3 @@ def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
                 entry[1].append(local)
                 grads.append(local)
     return clip_local_gradients(list(parts.values()), grads, max_norm, norm_type, root.compute_device)
-
-
-def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
-    """`FullyShardedDataParallel.register_comm_hook` for the root instance."""
-    if not callable(hook):
-        raise messages.hook_not_callable(hook)
-    instances = root.fsdp_modules(root)
-    for child in instances:
-        if isinstance(child._runner().settings.comm, HookComm):
-            raise messages.second_hook()
-        axes = child._arguments.axes
-        if axes.shard.size > 1 and axes.replicate is not None:
-            raise messages.hook_beside_hybrid(child.sharding_strategy.name)
-        refuse_divisor(child._runner(), "a communication hook, which scales gradients itself,")
-    for child in instances:
-        runner = child._runner()
-        runner.set(comm=HookComm(runner.settings.comm, state, hook))

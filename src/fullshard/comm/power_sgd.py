@@ -1,0 +1,187 @@
+"""PowerSGD: between replicas, matrices of gradients are sent as products of two thin matrices.
+
+Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(arXiv:1905.13727), algorithms 1 and 2. With M the gradient [n, m] of a replica plus what it lost before, r the rank:
+
+    P = mean over replicas of M Q        [n, r] is sent; then its columns are made orthonormal
+    Q = mean over replicas of M^T P      [m, r] is sent, and kept for the next step (warm start)
+    the gradient of all is P Q^T, and the replica keeps M - P Q^T (error feedback)
+
+All replicas compute P Q^T from the same bits. With r of n or m, P Q^T is the mean of all M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from .messages import invalid_power_sgd
+from .protocol import Pending
+
+
+class Residuals(dict[str, torch.Tensor]):
+    """What compressed reductions of a bucket keep from step to step, by name. Outlives the plans of reductions.
+
+    Attributes:
+        reductions: number of reductions so far, counted by `powerSGD_hook`.
+    """
+
+    reductions = 0
+
+
+@dataclass(frozen=True)
+class GradientSlice:
+    """A bucket's gradients on one replica, which a hook replaces by their mean over the replicas.
+
+    Attributes:
+        tensor: [S], this rank's slice, already the mean over the shard axis.
+        matrices: views [n, m] of it: of each parameter of two dims or more, the rows that lie in the slice whole; the
+            outermost dim in memory by all others.
+        others: views of the rest that belongs to parameters: vectors, and cut rows.
+        kept: of this bucket, empty at first; the hook may store tensors in it.
+        average: starts the average of a tensor over the replicas, in place.
+    """
+
+    tensor: torch.Tensor
+    matrices: Sequence[torch.Tensor]
+    others: Sequence[torch.Tensor]
+    kept: Residuals
+    average: Callable[[torch.Tensor], Pending]
+
+
+class PowerSGDState:
+    """The state of `powerSGD_hook`: its settings, by the names and with the defaults of PyTorch's DDP hook.
+
+    What a bucket keeps lies with the bucket: with error feedback the slice's matrices once more, with warm start
+    m * r elements of each, in the dtype of the reduction. It is not in checkpoints, and starts anew when a unit is
+    copied, moved to another device or given new storage: what is lost are the parts of one gradient of rank above r.
+
+    Args:
+        process_group: the replicas, for instance `mesh["replicate"].get_group()`; under NO_SHARD all ranks. None: the
+            replicas of each unit.
+        matrix_approximation_rank: r, at least 1.
+        start_powerSGD_iter: reductions of a unit before the first that is compressed.
+        min_compression_rate: a matrix is compressed if (n + m) * r times this is less than n * m.
+        use_error_feedback: add what was lost to the next gradient.
+        warm_start: begin with the Q of the reduction before, in place of a random one.
+        random_seed: of the random Q.
+
+    Raises:
+        ConfigError: a setting is not of its type, or negative.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        random_seed: int = 0,
+    ) -> None:
+        if type(matrix_approximation_rank) is not int or matrix_approximation_rank < 1:
+            raise invalid_power_sgd("matrix_approximation_rank", "an int of at least 1", matrix_approximation_rank)
+        if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
+            raise invalid_power_sgd("start_powerSGD_iter", "an int of at least 0", start_powerSGD_iter)
+        if type(min_compression_rate) not in (int, float) or not min_compression_rate >= 0:
+            raise invalid_power_sgd("min_compression_rate", "a number of at least 0", min_compression_rate)
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = bool(use_error_feedback)
+        self.warm_start = bool(warm_start)
+        self.random_seed = random_seed
+
+    def rank_of(self, matrix: torch.Tensor) -> int:
+        """The rank to which a matrix [n, m] is compressed; 0 if it is not."""
+        rows, columns = matrix.shape
+        rank = min(self.matrix_approximation_rank, rows, columns)
+        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
+
+
+def powerSGD_hook(state: PowerSGDState, gradient: GradientSlice) -> None:
+    """Average a gradient over replicas, its matrices by their approximations of low rank (see the module).
+
+    For `register_comm_hook` of both front-ends: of NO_SHARD, and of hybrid meshes, where it replaces the all-reduce
+    between replicas. It sends two tensors: the Ps with all that is not compressed, and the Qs. A matrix that is not
+    finite makes its whole gradient not finite, and leaves nothing behind.
+
+    Args:
+        state: the settings.
+        gradient: reduced in place.
+
+    Raises:
+        ConfigError: `gradient` is a plain tensor, which does not say where its matrices lie.
+    """
+    if not isinstance(gradient, GradientSlice):
+        raise ConfigError(
+            "powerSGD_hook must be registered together with a PowerSGDState.",
+            expected="model.register_comm_hook(PowerSGDState(...), powerSGD_hook), or a function around it",
+            got=f"a call with {type(gradient).__name__}",
+        )
+    kept, dtype = gradient.kept, gradient.tensor.dtype
+    kept.reductions += 1
+    compressed = [matrix for matrix in gradient.matrices if state.rank_of(matrix)]
+    if kept.reductions <= state.start_powerSGD_iter or not compressed:
+        gradient.average(gradient.tensor).wait()
+        return
+    others = [*gradient.others, *[matrix for matrix in gradient.matrices if not state.rank_of(matrix)]]
+    computed = torch.promote_types(dtype, torch.float32)
+    wholes = [_with_lost(matrix, kept.get(f"lost of {i}"), computed) for i, matrix in enumerate(compressed)]
+    guesses = _guesses(state, compressed, kept, computed)
+    products = [whole @ _orthonormal(guess) for whole, guess in zip(wholes, guesses, strict=True)]
+    averaged = _averaged([*others, *products], dtype, gradient.average)
+    for other, mean in zip(others, averaged, strict=False):
+        other.copy_(mean)
+    bases = [_orthonormal(mean.to(computed)) for mean in averaged[len(others) :]]
+    products = [whole.mT @ basis for whole, basis in zip(wholes, bases, strict=True)]
+    averaged = _averaged(products, dtype, gradient.average)
+    for i, (matrix, whole, basis, mean) in enumerate(zip(compressed, wholes, bases, averaged, strict=True)):
+        approximation = basis @ mean.to(computed).mT
+        matrix.copy_(approximation)
+        if state.warm_start:
+            kept[f"Q of {i}"] = mean.nan_to_num(0.0, 0.0, 0.0)  # of zeros `_orthonormal` makes unit vectors
+        if state.use_error_feedback:
+            kept[f"lost of {i}"] = whole.sub_(approximation).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+
+
+def _with_lost(matrix: torch.Tensor, lost: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a matrix in `dtype`, plus what was lost before."""
+    whole = matrix.to(dtype, copy=True)
+    return whole if lost is None else whole.add_(lost.to(whole.device))
+
+
+def _guesses(
+    state: PowerSGDState, matrices: Sequence[torch.Tensor], kept: Residuals, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """For each matrix [n, m] the Q [m, r] to begin with, the same on all replicas."""
+    generator = torch.Generator("cpu").manual_seed(state.random_seed + kept.reductions)
+    guesses = []
+    for i, matrix in enumerate(matrices):
+        guess = kept.get(f"Q of {i}") if state.warm_start else None
+        if guess is None:
+            guess = torch.randn(matrix.shape[1], state.rank_of(matrix), generator=generator, device="cpu")
+        guesses.append(guess.to(matrix.device, dtype))
+    return guesses
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis [n, r] of the columns of a matrix [n, r], filled up where they are dependent."""
+    basis: torch.Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def _averaged(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, average: Callable[[torch.Tensor], Pending]
+) -> list[torch.Tensor]:
+    """The means of these tensors over the replicas, by one collective, as views of one buffer."""
+    buffer = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+    average(buffer).wait()
+    parts = buffer.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
