@@ -78,6 +78,30 @@ class GatheredInt8(Tensor):
         return made, (made,)
 
 
+class BlockInt8(GatheredInt8):
+    """As `GatheredInt8`, with a scale for every block of `ROWS` rows of a rank's chunk; the last may be shorter."""
+
+    ROWS = 4
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        blocks = self.values.split(self.ROWS)
+        pairs = [quantise(block.reshape(1, -1)) for block in blocks if block.numel()]
+        data = [data.view(-1, self.shape[1]) for data, _ in pairs]
+        empty = self.values.new_zeros(0, self.shape[1])
+        sent = torch.cat([empty.to(torch.int8), *data]), torch.cat([empty[:, :1], *[scale for _, scale in pairs]])
+        return sent, -(-outer_size[0] // mesh.size())
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (data, scales), chunk = outputs, metadata
+        row = torch.arange(data.shape[0], device=data.device)
+        block = row // chunk * -(-chunk // self.ROWS) + row % chunk // self.ROWS
+        return super().fsdp_post_all_gather((data, scales[block]), metadata, param_dtype, out=out)
+
+
 KEEPS = {
     aten.detach.default, aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.slice.Tensor,
     aten.split.Tensor, aten.clone.default, aten.view.default, aten.as_strided.default, aten._to_copy.default,

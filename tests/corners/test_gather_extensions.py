@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drop_in import layers, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 import fullshard
 import quantised
 from fullshard import fully_shard
-from quantised import IN_PLACE, KEEPS, StoredInt8
+from quantised import IN_PLACE, KEEPS, BlockInt8, StoredInt8
 from training import LAYOUTS
 from ways import on_ranks
 
@@ -103,6 +104,46 @@ def sharded(kind: Any, width: int, **keywords: Any) -> nn.Module:
     model = layers(width=width)
     model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
     return shard(model, **keywords)
+
+
+def block_scaled(rows: int) -> list[str]:
+    """What differs from one process with the quantised weights, over two steps."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 3)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    model[0].weight = nn.Parameter(BlockInt8(model[0].weight.detach()))
+    fully_shard(model)
+    masters = plain[0].weight.detach().clone()
+    optimizer, wrong = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(2):
+        with torch.no_grad():
+            parts = [block for chunk in masters.chunk(world) for block in chunk.split(BlockInt8.ROWS)]
+            pairs = [quantised.quantise(block.reshape(1, -1)) for block in parts]
+            values = [
+                quantised.dequantise(*pair, torch.float32).view_as(b) for pair, b in zip(pairs, parts, strict=True)
+            ]
+            plain[0].weight.copy_(torch.cat(values))
+        batches = torch.randn(world, 5, 6, generator=torch.Generator().manual_seed(step))
+        output, expected = model(batches[rank]), plain(batches[rank])
+        wrong += [] if torch.allclose(output, expected, atol=1e-5) else [f"output of step {step}"]
+        output.square().sum().backward()
+        plain.zero_grad()
+        (sum(plain(batch).square().sum() for batch in batches) / world).backward()
+        gradient = model[0].weight.grad.full_tensor()
+        wrong += [] if torch.allclose(gradient, plain[0].weight.grad, atol=1e-4) else [f"gradient of step {step}"]
+        masters -= 0.1 * plain[0].weight.grad
+        for parameter in list(plain.parameters())[1:]:
+            parameter.data -= 0.1 * parameter.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize(("rows", "world"), [(19, 4), (9, 4), (5, 3), (1, 2), (17, 2), (16, 2)])
+def test_scales_of_blocks_of_uneven_rows_are_gathered(run_ranks, rows, world):
+    """Of 19 rows, ranks send 2, 2, 2 and 1 scales; of 9 they send 1, 1, 1 and none."""
+    assert run_ranks(block_scaled, rows, world=world) == [[]] * world
 
 
 OUTPUTS = ["copied", "declared", "undeclared", "kept", "padded", "sent as its class"]

@@ -277,14 +277,14 @@ def not_cut_into_chunks(kind: str, parameter: str, error: Exception) -> ConfigEr
 
 
 def sends_uneven_rows(
-    parameter: str, rank: int, most: int, chunks: Sequence[int], counts: Sequence[int], columns: Sequence[Sequence[int]]
+    parameter: str, rank: int, most: int, counts: Sequence[int], columns: Sequence[Sequence[int]]
 ) -> DivergenceError:
     """The error for tensors from `fsdp_pre_all_gather` that cannot be gathered."""
     return DivergenceError(
         "fsdp_pre_all_gather returned tensors that cannot be gathered: rows do not divide evenly over the ranks.",
         parameter=parameter,
         rank=rank,
-        expected=f"at most {most} tensors, with the same number of rows on every rank, or each rank's own: {chunks}",
+        expected=f"at most {most} tensors, with as many rows as on the first rank; fewer only where the rows end",
         got=f"numbers of tensors {counts}, numbers of rows {columns}",
         remedy="pad the tensors to the first rank's number of rows",
     )

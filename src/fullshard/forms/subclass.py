@@ -6,8 +6,8 @@ returns plain tensors to gather; after the first gather it makes the unsharded p
 after later ones fills the same parameter.
 
 Rows need not divide evenly: a rank's chunk is that of `torch.chunk`, possibly empty. A subclass may pad the tensors it
-sends to equal size on all ranks, or send its rows as they are: the engine pads them, and returns all rows without
-padding.
+sends to equal size on all ranks, or send its rows as they are, and a scale for every few of them: the engine pads both,
+and returns all rows without padding.
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ class SubclassFull:
         If rows divide evenly, all ranks send as many rows as this rank. If not, ranks exchange their numbers.
 
         Raises:
-            DivergenceError: ranks send different numbers of tensors, or numbers of rows that are neither equal nor
-                those of their chunks.
+            DivergenceError: ranks send different numbers of tensors, or a rank before the last that has rows sends
+                fewer than the first: with padding in between the rows of all ranks would not lie together.
         """
         local_rows = [[shape[0] if shape else 1 for shape, _ in local_sizes] for local_sizes in sizes]
         counts_of_all = [[(count, axis.size * count) for count in rows] for rows in local_rows]
@@ -291,13 +291,11 @@ class SubclassFull:
         comm.gather(axis, everyone, sent.view(-1).to(self.device)).wait()
         lines = everyone.view(axis.size, len(uneven), -1).permute(1, 2, 0).tolist()
         for i, (counts, *columns) in zip(uneven, lines, strict=True):
-            number, extent = len(local_rows[i]), extents[i]
-            chunk = -(-extent // axis.size)
-            chunks = [max(0, min(chunk, extent - rank * chunk)) for rank in range(axis.size)]
+            number = len(local_rows[i])
             columns = columns[:number]
-            if set(counts) != {number} or any(len(set(c)) > 1 and c != chunks for c in columns) or number > _MOST:
+            if set(counts) != {number} or number > _MOST or not all(map(_lie_together, columns)):
                 name, rank = self._gathered[i].member.name, self.form.axes.global_rank
-                raise sends_uneven_rows(name, rank, _MOST, chunks, counts, columns)
+                raise sends_uneven_rows(name, rank, _MOST, counts, columns)
             counts_of_all[i] = [(max(column), sum(column)) for column in columns]
         return counts_of_all
 
@@ -453,6 +451,12 @@ class _Gathered:
             else:
                 out.free()
         return remaining
+
+
+def _lie_together(counts: Sequence[int]) -> bool:
+    """Whether rows, so many of each rank, have padding only behind them all if padded to the first rank's number."""
+    most, total = counts[0], sum(counts)
+    return list(counts) == [max(0, min(most, total - rank * most)) for rank in range(len(counts))]
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
