@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
+from fullshard.optim import muon as muon_module
+from fullshard.optim.muon import newton_schulz
 from fullshard.optim.owners import Owners, RowsCut, balanced
 
 WIDE, NARROW = 12, 7
@@ -86,12 +89,50 @@ def differences(settings: dict[str, Any], options: dict[str, Any], mesh: tuple[i
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat", "owner", fullshard.Blocks("row"), fullshard.Blocks(8)], ids=str)
-@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2), (2, 1)], ids=str)
 @pytest.mark.gloo("exchanges pieces of different sizes")
 def test_equals_torchs_on_whole_matrices(run_ranks, layout, mesh):
     for settings in SETTINGS if mesh == (3,) else SETTINGS[:1]:
         found = run_ranks(differences, settings, {"layout": layout}, mesh, world=torch.Size(mesh).numel())
         assert found == [[]] * len(found), settings
+
+
+def orthogonalized_here(mesh: tuple[int, ...]) -> tuple[int, list[str]]:
+    """How many matrices this rank orthogonalizes; what differs from shards of its own replica, in bfloat16.
+
+    Without Nesterov, the momentum itself is what is exchanged.
+    """
+    ranks = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    model, plain = build().bfloat16(), build().bfloat16()
+    fullshard.fully_shard(model, mesh=ranks)
+    fullshard.fully_shard(plain, mesh=ranks["shard"])
+    settings: dict[str, Any] = {"lr": 0.05, "nesterov": False}
+    ours, theirs = fullshard.Muon(matrices(model), **settings), fullshard.Muon(matrices(plain), **settings)
+    calls = []
+    for _ in range(3):
+        for mine, reference in zip(matrices(model), matrices(plain), strict=True):
+            gradient = torch.ones(mine.shape, dtype=mine.dtype).cumsum(0).sin().cumsum(1).cos()
+            for p in (mine, reference):
+                p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+        with mock.patch.object(muon_module, "newton_schulz", side_effect=newton_schulz) as counted:
+            ours.step()
+        calls.append(counted.call_count)
+        theirs.step()
+    wrong = []
+    for p, q in zip(matrices(model), matrices(plain), strict=True):  # which add updates in bfloat16, turned or not
+        if not torch.allclose(whole(p), whole(q), rtol=0.02, atol=1e-3):
+            wrong.append(str(p.shape))
+        if not torch.equal(whole(ours.state[p]["momentum_buffer"]), whole(theirs.state[q]["momentum_buffer"])):
+            wrong.append(f"momentum of {p.shape}")
+    return calls[-1], wrong
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (1, 3)], ids=str)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_a_matrix_is_orthogonalized_once_in_the_world(run_ranks, mesh):
+    found = run_ranks(orthogonalized_here, mesh, world=torch.Size(mesh).numel())
+    assert sum(count for count, _ in found) == len(matrices(build())), found
+    assert [wrong for _, wrong in found] == [[]] * len(found)
 
 
 def split_over_two_axes() -> bool:

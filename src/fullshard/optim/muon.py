@@ -12,9 +12,23 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY
-from ..mesh import device_of
+from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
-from .owners import Cut, OtherCut, Owners, balanced, check_alike, check_gradient, cut_of, keep, piece_of, places_of
+from .owners import (
+    Cut,
+    OtherCut,
+    Owners,
+    RowsCut,
+    axes_of,
+    balanced,
+    check_alike,
+    check_gradient,
+    cut_of,
+    keep,
+    piece_of,
+    places_of,
+)
+from .replicas import spread
 
 
 class Muon(torch.optim.Optimizer):
@@ -26,10 +40,12 @@ class Muon(torch.optim.Optimizer):
         adamw = torch.optim.AdamW(others)
 
     The momentum is sharded, so its checkpoints load on any number of ranks. In each step, every matrix is assembled on
-    one rank of its shard axis, its owner, which orthogonalizes it; owners are balanced over all matrices. A rank sends
-    its pieces to the owners and receives the results, both in bfloat16 and without padding: 4 bytes per element of its
-    shards. `DTensor`s that are split over two mesh axes (tensor parallelism) are gathered on all ranks instead. Steps
-    are collective: ranks must have gradients for the same parameters.
+    one rank, its owner, which orthogonalizes it; owners are balanced over all matrices. A rank sends its pieces to the
+    owners and receives the results, both in bfloat16 and without padding: 4 bytes per element of its shards. On a mesh
+    (replicate, shard) owners are the ranks of both axes: of R replicas, each assembles only the matrices that its ranks
+    own, and sends the results, as shards, to the others, 2 (R - 1) / R bytes per element. `DTensor`s that are split
+    over two mesh axes (tensor parallelism) are gathered on all ranks instead. Steps are collective: ranks must have
+    gradients for the same parameters.
 
     Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. Learning rates: as there, or as in Liu et al.
     2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
@@ -65,7 +81,8 @@ class Muon(torch.optim.Optimizer):
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
         defaults = {**numbers, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn, "split": split})
-        self._owners: dict[Any, Owners] = {}  # by process group and ids of the stepped parameters
+        self._owners: dict[Any, _Owned] = {}  # by process groups and ids of the stepped parameters
+        self._axes: dict[int, tuple[Axis, Axis | None] | None] = {}  # see `axes_of`, by id of the parameter
         self._places: dict[int, tuple[int, int]] = {}  # see `places_of`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -84,7 +101,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Collective among the ranks of each shard axis.
+        """Take a step. Collective among the ranks of each mesh.
 
         Returns:
             The result of `closure`, which is called first, with gradients enabled.
@@ -117,33 +134,86 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
         """Orthogonalize the momentum, and update the parameters."""
-        by_group: dict[Any, tuple[list[int], list[Cut]]] = {}
+        by_ranks: dict[Any, tuple[Axis | None, list[int], list[Cut]]] = {}
         for index, (parameter, group, piece) in enumerate(updates):
             cut = cut_of(parameter)
+            if id(parameter) not in self._axes:
+                self._axes[id(parameter)] = axes_of(parameter)
+            axes = self._axes[id(parameter)]
+            axis = axes[1] if axes is not None else None
+            if cut is None and axes is not None and axis is not None:  # whole on every rank of the replicate axis
+                cut = RowsCut(axes[0].group, parameter.shape, 0, 1, 0)
             if isinstance(cut, OtherCut):
                 _apply(parameter, group, _orthogonalized_everywhere(parameter, group, piece))
             elif cut is None:
                 _apply(parameter, group, _orthogonalized(piece, group))
             else:
-                indices, cuts = by_group.setdefault(cut.group, ([], []))
+                ranks = cut.group, axis and axis.group
+                _, indices, cuts = by_ranks.setdefault(ranks, (axis, [], []))
                 indices.append(index)
                 cuts.append(cut)
-        for ranks, (indices, cuts) in by_group.items():
-            key = ranks, tuple([id(updates[index][0]) for index in indices])
-            if (owners := self._owners.get(key)) is None or owners.cuts != cuts:
-                check_alike([updates[index][0] for index in indices], ranks)
-                owners = Owners(cuts, balanced([_cost(cut.shape) for cut in cuts], cuts[0].world))
-                keep(self._owners, key, owners)
-            home = device_of(ranks) if owners.world > 1 else updates[indices[0]][2].device
+        for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
+            key = ranks, replicas, tuple([id(updates[index][0]) for index in indices])
+            if (owned := self._owners.get(key)) is None or owned.cuts != cuts:
+                check_alike([updates[index][0] for index in indices], ranks, replicas)
+                owned = _Owned(cuts, axis)
+                keep(self._owners, key, owned)
+            is_alone = cuts[0].world == 1 and axis is None
+            home = updates[indices[0]][2].device if is_alone else device_of(ranks)
             pieces = [updates[index][2].to(home) for index in indices]  # offloaded pieces are on the CPU
-            wholes = owners.gather(pieces)
-            results = [_orthogonalized(w, updates[indices[at]][1]) for at, w in zip(owners.mine, wholes, strict=True)]
-            for index, piece in zip(indices, owners.scatter(results, pieces), strict=True):
+            pieces = owned.orthogonalized(pieces, [updates[index][1] for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
                 parameter, group, _ = updates[index]
                 _apply(parameter, group, piece)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_owners": {}, "_places": {}}  # they refer to process groups and ids
+        # These refer to process groups and ids:
+        return {**super().__getstate__(), "_owners": {}, "_places": {}, "_axes": {}}
+
+
+class _Owned:
+    """The owners of matrices that the ranks of one mesh share.
+
+    Args:
+        cuts: how each matrix is sharded.
+        axis: the replicate axis; None if there are no replicas.
+
+    Attributes:
+        cuts: see above.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], axis: Axis | None) -> None:
+        self.cuts, self._axis, replicas = cuts, axis, axis.size if axis is not None else 1
+        chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
+        self._replica_of = [owner % replicas for owner in chosen]  # by index of a matrix
+        replica = axis.rank if axis is not None else 0
+        self._ours = [index for index, of in enumerate(self._replica_of) if of == replica]
+        ranks = [chosen[index] // replicas for index in self._ours]
+        self._owners = Owners([cuts[index] for index in self._ours], ranks) if self._ours else None
+
+    def orthogonalized(self, pieces: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+        """This rank's pieces of the orthogonalized matrices. Collective over the mesh.
+
+        Args:
+            pieces: this rank's pieces of the matrices.
+            groups: the parameter group of each matrix.
+        """
+        results = list(pieces)
+        if self._owners is not None:
+            ours = [pieces[index] for index in self._ours]
+            settings = [groups[self._ours[at]] for at in self._owners.mine]
+            wholes = self._owners.gather(ours)
+            updates = [_orthogonalized(whole, group) for whole, group in zip(wholes, settings, strict=True)]
+            for index, piece in zip(self._ours, self._owners.scatter(updates, ours), strict=True):
+                results[index] = piece
+        if self._axis is not None:
+            by_replica: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
+            for index, replica in enumerate(self._replica_of):
+                if replica != self._axis.rank:
+                    results[index] = torch.empty_like(pieces[index])  # a piece may be the momentum itself
+                by_replica[replica].append(results[index])
+            spread(self._axis, by_replica)
+        return results
 
 
 def _check_matrix(parameter: torch.Tensor, name: str | None) -> None:

@@ -26,6 +26,7 @@ from .owners import (
     Cut,
     OtherCut,
     Owners,
+    axes_of,
     balanced,
     check_alike,
     check_gradient,
@@ -33,7 +34,6 @@ from .owners import (
     keep,
     piece_of,
     places_of,
-    views_of,
 )
 from .probe import treats_elements, treats_parameters
 from .replicas import element_bounds, is_dense, like_order, run_of, spread
@@ -397,10 +397,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def _axes_of(self, parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
         """The shard axis of a parameter, and its replicate axis if that has several ranks; None if it is in no unit."""
         if id(parameter) not in self._places:
-            axes = _axes(parameter)
-            if axes is not None and axes[1] is not None and axes[1].size == 1:
-                axes = axes[0], None
-            self._places[id(parameter)] = axes
+            self._places[id(parameter)] = axes_of(parameter)
         return self._places[id(parameter)]
 
     def _replicas(self, parameter: torch.Tensor) -> Axis | None:
@@ -774,20 +771,6 @@ def _empty(whole: nn.Parameter) -> None:
     """Free a parameter's values and gradient, but keep its shape."""
     whole.grad = None
     whole.data = whole.new_zeros(()).expand(whole.shape)
-
-
-def _axes(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
-    """The shard axis and the replicate axis of a parameter or view; None if it is in no unit."""
-    if isinstance(parameter, FlatShard):
-        return parameter._run.axis, parameter._run.replicas
-    unit: Any = owner_of(parameter)
-    for bucket in unit.buckets if unit is not None else ():
-        if any(member.sharded is parameter for member in bucket.members):
-            return bucket.axes.shard, bucket.axes.replicate
-    for view, bucket, _ in views_of(unit) if unit is not None else ():
-        if view is parameter:
-            return bucket.axes.shard, bucket.axes.replicate
-    return None
 
 
 def _only_rank(run: Run) -> int | None:

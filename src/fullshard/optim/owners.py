@@ -19,6 +19,7 @@ from ..comm import objects_of_all
 from ..errors import ConfigError, DivergenceError
 from ..forms import NAME_KEY, FlatShard, owner_of
 from ..forms.run import Run
+from ..mesh import Axis
 from ..torch_private.local_tensor import inside
 
 
@@ -164,6 +165,22 @@ def views_of(unit: Any) -> Iterator[tuple[torch.Tensor, Any, list[int]]]:
         for view in gradients.delivery.views:
             if view.tensor is not None:
                 yield view.tensor, bucket, view.members
+
+
+def axes_of(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
+    """The shard axis of a parameter or view, and its replicate axis if that has several ranks; None if in no unit."""
+    axes: tuple[Axis, Axis | None] | None = None
+    if isinstance(parameter, FlatShard):
+        axes = parameter._run.axis, parameter._run.replicas
+    elif (unit := owner_of(parameter)) is not None:
+        of_members = [(member.sharded, bucket) for bucket in unit.buckets for member in bucket.members]
+        for tensor, bucket in [*of_members, *[(view, bucket) for view, bucket, _ in views_of(unit)]]:
+            if tensor is parameter:
+                axes = bucket.axes.shard, bucket.axes.replicate
+                break
+    if axes is not None and axes[1] is not None and axes[1].size == 1:
+        axes = axes[0], None
+    return axes
 
 
 def check_alike(
