@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import DamagedCheckpointError
-from ..store.formats.own import CheckpointSource, storage_at
-from ..store.formats.pieced import PiecedSource
-from ..store.formats.safetensors_folder import SafetensorsSource
+from ..store.formats.own import storage_at
 from ..store.read import Files
-from ..store.source import MODEL, Entry, Source
+from ..store.source import Entry
 from .detect import kind_of, open_source
 
 
@@ -83,29 +81,19 @@ def inspect(
         with Files(storage_at(root)) as files:
             checked, damage = _verified(files, progress)
             if damage:  # values that are not tensors may be damaged too, so they are not read
-                tensors = [_tensor(name, entry, _stored_in(files, name)) for name, entry in files.index.entries.items()]
+                stored = files.index.stored
+                tensors = [
+                    _tensor(name, entry, [piece.file for piece in stored.get(name, [])])
+                    for name, entry in files.index.entries.items()
+                ]
                 return Inspection(root, kind, tuple(tensors), {}, {}, checked, tuple(damage))
     with open_source(root, hashes=hashes) as source:
-        tensors = [_tensor(name, entry, _files_of(source, root, name)) for name, entry in source.entries.items()]
+        tensors = [_tensor(name, entry, source.files_of(name)) for name, entry in source.entries.items()]
         return Inspection(root, kind, tuple(tensors), source.ties, source.values, checked, ())
 
 
 def _tensor(name: str, entry: Entry, files: Iterable[str]) -> TensorInfo:
     return TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
-
-
-def _files_of(source: Source, path: Path, name: str) -> list[str]:
-    if isinstance(source, CheckpointSource):
-        return _stored_in(source.files, name)
-    if isinstance(source, PiecedSource):
-        return source.files_of(name)
-    return [source.file_of(name)] if isinstance(source, SafetensorsSource) else [path.name]
-
-
-def _stored_in(files: Files, name: str) -> list[str]:
-    """The files of a tensor; in folders of other programs its name lacks `model.`."""
-    stored = files.index.stored
-    return [piece.file for piece in stored.get(name) or stored.get(name.removeprefix(MODEL), [])]
 
 
 def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:

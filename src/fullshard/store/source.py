@@ -120,6 +120,10 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def files_of(self, name: str) -> list[str]:
+        """The names of the files that contain an entry."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close the files. May be called again."""
 

@@ -95,6 +95,9 @@ class CheckpointSource(Source):
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         return self.files.read(name.removeprefix(self._prefix), offsets, sizes)
 
+    def files_of(self, name: str) -> list[str]:
+        return [piece.file for piece in self.files.index.stored.get(name.removeprefix(self._prefix), [])]
+
     def close(self) -> None:
         self.files.close()
 

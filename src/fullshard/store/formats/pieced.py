@@ -87,7 +87,6 @@ class PiecedSource(Source):
         return rows
 
     def files_of(self, name: str) -> list[str]:
-        """The names of the files that hold an entry."""
         pieces = self._pieces[name]
         return [piece.archive.path.name for piece in ([pieces] if isinstance(pieces, Piece) else pieces)]
 

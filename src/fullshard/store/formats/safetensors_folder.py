@@ -87,9 +87,8 @@ class SafetensorsSource(Source):
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
         return self._file_by_name[key].read(key, entry, offsets, entry.shape if sizes is None else sizes)
 
-    def file_of(self, name: str) -> str:
-        """The name of the file that contains an entry."""
-        return self._file_by_name[self._name_in_files(name)].path.name
+    def files_of(self, name: str) -> list[str]:
+        return [self._file_by_name[self._name_in_files(name)].path.name]
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Rename entries.

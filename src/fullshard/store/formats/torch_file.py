@@ -55,6 +55,9 @@ class TorchFileSource(Source):
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         return self._archive.read(self._stored[name], offsets, sizes)
 
+    def files_of(self, name: str) -> list[str]:
+        return [self._archive.path.name]
+
     def close(self) -> None:
         self._archive.close()
 
