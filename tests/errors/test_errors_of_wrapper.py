@@ -137,10 +137,16 @@ CALLS = [
     ),
     (
         lambda: wrapped(process_group=world(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "ConfigError: A hybrid strategy shards over one group and replicates over",
+        "ConfigError: process_group has an invalid value ... (shard_group, replicate_group)",
     ),
-    (lambda: wrapped(process_group=(world(), world())), "ConfigError: process_group is a pair only for hybrid"),
-    (lambda: wrapped(process_group="nccl"), "ConfigError: process_group must be a process group"),
+    (
+        lambda: wrapped(process_group=(world(), world())),
+        "ConfigError: process_group has an invalid ... a pair of groups only",
+    ),
+    (
+        lambda: wrapped(process_group="nccl"),
+        "ConfigError: process_group has an invalid ... a process group",
+    ),
     (
         wrapped,
         step,

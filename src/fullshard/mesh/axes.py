@@ -20,14 +20,12 @@ from .messages import (
     alone,
     device_not_available,
     groups_do_not_cross,
-    needs_two_groups,
+    invalid_groups,
     no_smaller_groups,
     not_a_mesh,
-    not_groups,
     other_device_type,
     other_dims,
     outside_the_mesh,
-    takes_one_group,
     unequal_nodes,
 )
 
@@ -284,13 +282,10 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
     """
     ensure_group()
     pair = isinstance(groups, (tuple, list))
-    if hybrid and groups is not None and not pair:
-        raise needs_two_groups(groups)
-    if not hybrid and pair:
-        raise takes_one_group()
     members = groups if pair else [] if groups is None else [groups]
-    if not all(isinstance(group, dist.ProcessGroup) for group in members) or (pair and len(members) != 2):
-        raise not_groups(groups)
+    fits = groups is None or (pair and len(members) == 2 if hybrid else not pair)
+    if not fits or not all(isinstance(group, dist.ProcessGroup) for group in members):
+        raise invalid_groups(groups, hybrid)
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
     compute_device = _device(kind, device)
     if hybrid:

@@ -63,24 +63,13 @@ def device_not_available(device_type: str, error: Exception) -> ConfigError:
     )
 
 
-def needs_two_groups(groups: Any) -> ConfigError:
-    """The error for a single group with a hybrid strategy."""
+def invalid_groups(groups: Any, hybrid: bool) -> ConfigError:
+    """The error for a `process_group` that the strategy cannot use."""
     return ConfigError(
-        "A hybrid strategy shards over one group and replicates over another.",
-        expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
-        got=repr(groups),
-    )
-
-
-def takes_one_group() -> ConfigError:
-    """The error for two groups with a strategy that is not hybrid."""
-    return ConfigError("process_group is a pair only for hybrid strategies; pass one group")
-
-
-def not_groups(groups: Any) -> ConfigError:
-    """The error for a value that is not a process group."""
-    return ConfigError(
-        "process_group must be a process group, or a pair of groups for hybrid strategies.",
+        "process_group has an invalid value for this sharding strategy.",
+        expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither"
+        if hybrid
+        else "a process group, or None for all ranks; a pair of groups only with a hybrid strategy",
         got=repr(groups),
         remedy="make groups with torch.distributed.new_group(ranks), on every rank",
     )
