@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from .messages import no_such_dim, scalar_in_rows, uneven_dim
-from .plan import Layout, ParameterSpec, Segment, Slot, round_up
+from .plan import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
 
 _MAX_PADDING = 64
 """Chunks are padded to equal length if the padding is at most 1/64 of the parameters' elements."""
@@ -27,7 +27,7 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     Returns:
         A layout whose only padding brings each parameter and each slice to a multiple of `align`.
     """
-    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
+    check_sizes(world, align)
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, 0, offset, offset))
@@ -55,7 +55,7 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     Raises:
         LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
     """
-    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
+    check_sizes(world, align)
     for spec in specs:
         _check_rows(spec, world)
     separate = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]

@@ -326,6 +326,11 @@ def _with_extent(slot: Slot, extent: int) -> tuple[int, ...]:
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
+def check_sizes(world: int, align: int) -> None:
+    """Assert that there is a rank, and a positive alignment."""
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
+
+
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
