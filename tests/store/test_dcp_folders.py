@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 from forged import ForgedDcp, saved
+from fullshard.exchange.inspect import inspect
 from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from training import full
 
@@ -121,3 +122,10 @@ def test_tensor_by_tensor_in_one_process(run_ranks: Any, tmp_path: Path) -> None
     loaded = fullshard.load(copy, model, optimizer)
     assert loaded.state == {"seen": {"tokens": 7}} and loaded.step == STEPS
     assert not differences(whole(model, optimizer), want)
+
+
+def test_inspect_names_the_files_of_a_plain_state_dict(tmp_path: Path) -> None:
+    """Names in the folder lack the prefix "model." that entries have."""
+    dcp.save({"layer.weight": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
+    (tensor,) = inspect(tmp_path).tensors
+    assert (tensor.name, tensor.shape, tensor.files) == ("model.layer.weight", (3, 2), ("__0_0.distcp",))
