@@ -21,6 +21,7 @@ from fullshard.cli.main import main
 from fullshard.insight.planner import strategies
 from fullshard.insight.planner.schedule import Axes
 from fullshard.wrap import CustomPolicy
+from quantised import GatheredInt8, StoredInt8, quantise
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "model.py")
 
@@ -153,6 +154,40 @@ def test_tensor_parallelism():
     assert half.sent["tensor"] == 4 * len(blocks) * 128 * 256 * 4  # an all-reduce of two ranks sends its tensor once
     assert sum(half.waits.values()) == pytest.approx(half.exposed)
     assert not torch.distributed.is_initialized()
+
+
+def quantised_gpt() -> nn.Module:
+    """The first products of each MLP sent in int8, the second stored in it; adapters would train beside these."""
+    with torch.device("cpu"):
+        model = models.GPT(3)
+        for block in model.blocks:
+            up, down = block.mlp[0], block.mlp[2]
+            up.weight = nn.Parameter(GatheredInt8(up.weight.detach()), requires_grad=False)
+            down.weight = nn.Parameter(StoredInt8(*quantise(down.weight.detach())), requires_grad=False)
+    return model
+
+
+def test_quantised_weights(fake_world):
+    """What a rank holds and sends of them is what the engine does; what is computed with them runs on fake tensors."""
+    fake_world(8)
+    best = plan(quantised_gpt, **HOW, strategy=Strategy(micro_batch=4)).best
+    recorded = fullshard.RecordingComm(fullshard.TorchComm())
+    model = quantised_gpt()
+    for unit in [*model.blocks, model]:
+        fullshard.fully_shard(unit, comm=recorded)
+    for _ in range(2):
+        recorded.calls.clear()
+        tokens(model, 4, 12).backward()
+        model.zero_grad()
+    use = fullshard.memory_use(model)
+    assert best.memory["parameters"] == use.parameters
+    stored = [block.mlp[2].weight.to_local() for block in model.blocks]
+    assert all(type(weight) is StoredInt8 for weight in stored)
+    plain = sum(p.numel() * 4 for p in model.parameters()) // 8
+    assert use.parameters < plain - 2 * sum(weight.numel() for weight in stored)
+    gathers = [call for call in recorded.calls if call.verb == "gather"]
+    assert best.sent["gather"] == sum(call.nbytes * 7 // 8 for call in gathers)
+    assert best.collectives["gather"] == len(gathers)
 
 
 def test_communication_that_costs_nothing_exposes_nothing():

@@ -30,7 +30,15 @@ from .runs import RunsForm
 from .scratch import Scratch
 from .split import SpmdMesh, TensorParallel
 from .stand_in import HiddenParameter, stand_in_for
-from .subclass import Chunks, SubclassForm, chunk_of, is_extension, rows_on_rank
+from .subclass import (
+    Chunks,
+    SubclassForm,
+    as_gathered,
+    chunk_of,
+    is_extension,
+    rows_on_rank,
+    with_parts,
+)
 
 __all__ = [
     "ATTRIBUTE",
@@ -64,6 +72,7 @@ __all__ = [
     "Touched",
     "Untouched",
     "all_hold",
+    "as_gathered",
     "attributes_of",
     "chunk_of",
     "explicit_grad_dtype",
@@ -80,4 +89,5 @@ __all__ = [
     "stand_in_for",
     "successor_of",
     "take_grad_dtype",
+    "with_parts",
 ]

@@ -385,13 +385,9 @@ class _Gathered:
         missing = [name for name in _METHODS if not hasattr(source, name)]
         if missing:
             raise does_not_gather_itself(self.member.name, _METHODS, type(source).__name__, missing)
-        method: Any = source.fsdp_pre_all_gather  # of its class, or set on this tensor
-        if _arguments(getattr(method, "__func__", method)) - inspect.ismethod(method) == 1:
-            sent, self._metadata = method(mesh)  # the older signature
-        else:
-            module = self.member.places[0].module
-            sent, self._metadata = method(mesh, torch.Size(slot.shape), slot.stride, module, policy)
-        return [_plain(tensor) for tensor in sent]
+        module = self.member.places[0].module
+        sent, self._metadata = _before_gather(source, mesh, torch.Size(slot.shape), slot.stride, module, policy)
+        return sent
 
     def expect(self, world: int, sizes: _Sizes, rows: list[tuple[int, int]]) -> None:
         """Create buffers for sent tensors of these sizes, unless sizes and rows equal those of the last gather."""
@@ -451,6 +447,39 @@ class _Gathered:
             else:
                 out.free()
         return remaining
+
+
+def as_gathered(whole: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, dtype: torch.dtype) -> torch.Tensor:
+    """What `module` computes with: the tensor that the class of a whole parameter makes of what a single rank sends.
+
+    Args:
+        whole: of a class that may define its gather; if not, it is returned.
+        mesh, policy, dtype: passed to its methods; the mesh has one rank.
+    """
+    if not all(hasattr(whole, name) for name in _METHODS):
+        return whole
+    sent, metadata = _before_gather(whole, mesh, whole.shape, whole.stride(), module, policy)
+    unsharded: torch.Tensor = whole.fsdp_post_all_gather(tuple(sent), metadata, dtype)[0]
+    return unsharded
+
+
+def with_parts(tensor: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tensor of the same class, with `make` called on each of its plain tensors, at any depth."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return make(tensor)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: with_parts(getattr(tensor, name), make) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+
+
+def _before_gather(
+    source: Any, mesh: DeviceMesh, size: torch.Size, stride: Sequence[int], module: nn.Module | None, policy: Any
+) -> tuple[list[torch.Tensor], Any]:
+    """Call `fsdp_pre_all_gather`; returns the tensors that it sends, plain and contiguous, and its metadata."""
+    method: Any = source.fsdp_pre_all_gather  # of its class, or set on this tensor
+    older = _arguments(getattr(method, "__func__", method)) - inspect.ismethod(method) == 1
+    sent, metadata = method(mesh) if older else method(mesh, size, stride, module, policy)
+    return [_plain(tensor) for tensor in sent], metadata
 
 
 def _lie_together(counts: Sequence[int]) -> bool:

@@ -9,11 +9,11 @@ from torch import nn
 
 from ..containers import leaves_in
 from ..errors import ConfigError
-from ..forms import owner_of
+from ..forms import Member, owner_of
 from ..names import size
 from ..runtime import explain, runners_in
-from ..shard import Unit, members_of, units_of
-from ..torch_private.local_tensor import inside, plain_tensors
+from ..shard import Bucket, Unit, members_of, units_of
+from ..torch_private.local_tensor import plain_tensors
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     shard_bytes = sum(_nbytes(tensor) for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors)
     gradients = sum(g.held_bytes + g.residual_bytes for unit in units for g in unit.gradients)
     gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
-    member_bytes = [(m, m.slot.numel * b.storage_dtype.itemsize) for b, _, m in members_of(model)]
+    member_bytes = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
     whole = sum(nbytes for _, nbytes in member_bytes)
     trainable = sum(nbytes for m, nbytes in member_bytes if m.sharded.requires_grad)
     trainable += sum(_nbytes(p) for p in plain if p.requires_grad)
@@ -142,8 +142,14 @@ def _host_bytes(units: list[Unit], plain: list[nn.Parameter], state_tensors: lis
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    local = inside(tensor)
-    return local.numel() * local.element_size()
+    return sum(part.numel() * part.element_size() for part in plain_tensors(tensor))
+
+
+def _whole_bytes(bucket: Bucket, member: Member) -> int:
+    """Bytes of a parameter on all ranks together."""
+    if bucket.form.plain:
+        return member.slot.numel * bucket.storage_dtype.itemsize
+    return _nbytes(member.local) * member.slot.numel // max(member.local.numel(), 1)
 
 
 def live_bytes(units: list[Unit]) -> int:

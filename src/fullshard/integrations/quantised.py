@@ -230,10 +230,8 @@ def rows_of(name: str, weight: Any) -> QuantisedRows:
     total = 0
     for inner in names:
         tensor: Any = getattr(weight, inner)
-        if type(tensor) is not torch.Tensor or tensor.is_meta:
-            raise _cannot_split(
-                name, weight, f"{inner}, a {'meta tensor' if tensor.is_meta else type(tensor).__name__}"
-            )
+        if type(tensor) is not torch.Tensor:
+            raise _cannot_split(name, weight, f"{inner}, a {type(tensor).__name__}")
         total += tensor.nbytes
         dense = aten.is_non_overlapping_and_dense(tensor)  # contiguous, in any order of dims
         if rows and tensor.numel() >= rows and tensor.numel() % rows == 0 and dense:

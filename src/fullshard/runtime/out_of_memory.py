@@ -12,6 +12,7 @@ import torch
 
 from ..comm import has_streams
 from ..shard import State
+from ..torch_private.local_tensor import plain_tensors
 from .messages import memory_in_words
 from .phases import Phase
 from .root import Runnable
@@ -48,9 +49,9 @@ def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: in
         nbytes = unit.gathered.issued_bytes if unit.state is State.GATHERING else unit.gathered.live_bytes
         kinds[kind].append((unit.name or "(root)", nbytes))
     ledger = runners[0].unit.ledger
-    shards = sum(
-        tensor.nbytes for tensor in _on_device([t for r in runners for b in r.unit.buckets for t in b.shard_tensors])
-    )
+    buckets = [bucket for runner in runners for bucket in runner.unit.buckets]
+    tensors = [plain for bucket in buckets for shard in bucket.shard_tensors for plain in plain_tensors(shard)]
+    shards = sum(tensor.nbytes for tensor in _on_device(tensors))
     every = [gradients for runner in runners for gradients in runner.unit.gradients]
     gradients = sum(g.residual_bytes + (g.held_bytes if g.bucket.home is None else 0) for g in every)
     device = next((bucket.axes.device for r in runners for bucket in r.unit.buckets), torch.device("cpu"))

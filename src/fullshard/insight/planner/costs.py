@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import DONE, Pending, TorchComm
+from ...forms import with_parts
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
 from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
+from ...torch_private.local_tensor import plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from .strategy import UnitStrategy
 
@@ -224,7 +226,7 @@ def outline_of(model: nn.Module) -> nn.Module:
                 continue
             if id(parameter) not in parameters:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                meta = torch.empty_like(local, device="meta")
+                meta = with_parts(local, partial(torch.empty_like, device="meta"))
                 parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             copy.register_parameter(name, parameters[id(parameter)])
         for name, child in module._modules.items():
@@ -261,7 +263,7 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
         strategy=strategy,
         elements=sum(layout.parameter_numel for layout in layouts),
         padding=sum(layout.gathered_numel - layout.parameter_numel for layout in layouts),
-        parameters=sum(bucket.layout.shard_numel * bucket.storage_dtype.itemsize for bucket in buckets),
+        parameters=sum(part.nbytes for b in buckets for shard in b.shard_tensors for part in plain_tensors(shard)),
         gradients=first,
         shards=tuple(
             (tuple(member.local.shape), bucket.storage_dtype, member.sharded.requires_grad)

@@ -23,14 +23,18 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from ...forms import as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
 from ...torch_private.fake_tensors import fake_tensors
+from ...torch_private.local_tensor import plain_tensors
+from ...torch_private.mesh_without_group import mesh_without_group
 from ...watcher import unobserved
 
 Step = Callable[[nn.Module, int, int], torch.Tensor]
@@ -118,6 +122,7 @@ def profile(
     modules = {path: model.get_submodule(path) for path in units}
     parameters: dict[str, list[nn.Parameter]] = {}  # of each unit, without those of units inside it
     dtypes: dict[int, torch.dtype] = {}  # by id of the parameter
+    policies: dict[int, MixedPrecisionPolicy] = {}
     for path, module in modules.items():
         inner = [m for p, m in modules.items() if p and p != path and (not path or p.startswith(path + "."))]
         inner_parameters = {id(parameter) for m in inner for parameter in m.parameters()}
@@ -125,11 +130,13 @@ def profile(
         parameters[path] = [parameter for _, parameter in named]
         for name, parameter in named:
             dtype = policy_of(name, parameter, units[path]).param_dtype
+            policies[id(parameter)] = units[path]
             dtypes[id(parameter)] = dtype if dtype and parameter.is_floating_point() else parameter.dtype
-    with fake_tensors(), _faked(model, dtypes) as fakes:
+    alone = mesh_without_group((1,))  # made of values: not on fake tensors
+    with fake_tensors(), _faked(model, dtypes, policies, alone) as fakes:
         own = {path: [fakes[id(p)] for p in of_unit] for path, of_unit in parameters.items()}
         for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
-            tracker = Tracker([_local(fake) for fake in fakes.values()], tensor_parallel)
+            tracker = Tracker([part for fake in fakes.values() for part in plain_tensors(fake)], tensor_parallel)
             recorder = _Recorder(tracker, own)
             with contextlib.ExitStack() as undo:
                 for path, module in modules.items():
@@ -150,31 +157,46 @@ def _cast(dtype: torch.dtype | None, values: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a DTensor is its local tensor's."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager
-def _faked(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:
+def _faked(
+    model: nn.Module,
+    dtypes: Mapping[int, torch.dtype],
+    policies: Mapping[int, MixedPrecisionPolicy],
+    alone: DeviceMesh,
+) -> Iterator[dict[int, torch.Tensor]]:
     """Replace parameters and buffers by fake tensors while the block runs; yields these, by id of the real ones.
 
     Args:
-        dtypes: of parameters, by id.
+        dtypes, policies: of parameters, by id.
+        alone: a mesh of one rank.
     """
     fakes: dict[int, torch.Tensor] = {}
-    places: list[tuple[Any, str, torch.Tensor]] = [
-        (table, name, tensor)
+    places: list[tuple[nn.Module, Any, str, torch.Tensor]] = [
+        (module, table, name, tensor)
         for module in model.modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
         if tensor is not None
     ]
-    for table, name, tensor in places:
+    for module, table, name, tensor in places:
         if id(tensor) not in fakes:
-            local = _local(tensor.detach())
             dtype = dtypes.get(id(tensor), tensor.dtype)
-            fake = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
+            fake: Any
+            if is_extension(tensor):
+                whole = with_parts(tensor, _empty)
+                fake = as_gathered(whole, alone, module, policies.get(id(tensor)), dtype)
+            else:
+                local = _local(tensor.detach())
+                fake = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
                 shape, stride = tensor.shape, tensor.stride()
@@ -185,7 +207,7 @@ def _faked(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> Iterator[dict
     try:
         yield fakes
     finally:
-        for table, name, tensor in places:
+        for _, table, name, tensor in places:
             table[name] = tensor
 
 
@@ -224,8 +246,8 @@ class Tracker(TorchDispatchMode):
         self._logits: dict[int, int] = {}  # bytes, by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls operations on local tensors, which come here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # DTensors and the like call operations on their parts, which come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
