@@ -46,14 +46,13 @@ class Arguments:
     """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
     function step(model, micro_batch, sequence) that returns a loss"""
     ranks: int = 8
-    """number of ranks, over which data is split; with --tensor-parallel the world has so many times more"""
+    """ranks over which data is split"""
     ranks_per_node: int | None = None
     """ranks on one machine; by default 8, or all if there are fewer"""
     tensor_parallel: int = 1
-    """ranks over which tensors are split"""
+    """devices of each rank that split its tensors"""
     parallelize: str = ""
-    """FILE.py:FUNCTION, a function of a model and a mesh that splits it; by default, of a Hugging Face model, its
-    configuration's plan"""
+    """FILE.py:FUNCTION of a model and a mesh; by default the plan of a Hugging Face configuration"""
     batch: int = 1
     """sequences per rank and optimizer step"""
     sequence: int = 1024
@@ -67,8 +66,7 @@ class Arguments:
     dtype: str = ""
     """dtype in which parameters are stored; by default the model's own"""
     mixed: tuple[str, ...] = ("",)
-    """mixed precision: the dtype of gathers and computation, then that of reductions, as bf16,fp32; several of them are
-    compared"""
+    """dtypes of computation and reductions, as bf16,fp32; several are compared"""
     fix: tuple[str, ...] = ()
     """fields of the strategy to set, not search, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
     rates: tuple[str, ...] = ()
