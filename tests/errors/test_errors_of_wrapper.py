@@ -113,7 +113,7 @@ CALLS = [
         lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
         "NotSupportedError: writeback=True and rank0_only=True is not supported",
     ),
-    (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: a communication hook must be callable, got"),
+    (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: a communication hook must be callable."),
     (lambda: wrapped(auto_wrap_policy={"Linear"}), "ConfigError: auto_wrap_policy must contain module classes, got"),
     (
         lambda: wrapped(auto_wrap_policy=nn.Linear),

@@ -216,6 +216,9 @@ def refusals() -> None:
         model.register_comm_hook(state, hook)
     with raises("ConfigError: a gradient divide factor cannot be combined with a communication hook, which averages."):
         model.set_gradient_divide_factor(2.0)
+    with raises("ConfigError: powerSGD_hook must be registered together with a PowerSGDState. ... state None"):
+        sharded("rows", (4, 1)).register_comm_hook(None, hook)
+    registered(sharded("rows", (1, 4)))  # a script for several machines, on one
     with raises("ConfigError: powerSGD_hook must be registered together with a PowerSGDState. ... call with Tensor"):
         hook(state, torch.ones(3))
 
@@ -231,6 +234,9 @@ def test_what_is_refused(run_ranks):
         ("matrix_approximation_rank", 1.5),
         ("start_powerSGD_iter", -1),
         ("min_compression_rate", math.nan),
+        ("use_error_feedback", "no"),
+        ("warm_start", 1),
+        ("random_seed", 1.5),
     ],
 )
 def test_invalid_settings(name, value):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import Comm, HookComm, PowerSGDState
+from ..comm import Comm, HookComm, PowerSGDState, powerSGD_hook
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
 from . import messages
@@ -149,6 +149,8 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
     if not callable(hook):
         raise messages.hook_not_callable(hook)
     between = isinstance(state, PowerSGDState)
+    if hook is powerSGD_hook and not between:
+        raise messages.power_sgd_without_state(state)
     group = state.process_group if isinstance(state, PowerSGDState) else None
     for runner in runners:
         if isinstance(runner.settings.comm, HookComm):
@@ -167,7 +169,7 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
             if group is not None and replicate is not None and sorted(ranks) != sorted(replicate.ranks):
                 raise messages.hook_of_other_ranks(bucket.members[0].name, replicate.ranks, ranks)
     worlds = [bucket.axes for runner in runners for bucket in runner.unit.buckets]
-    if between and not any(axes.copies > 1 for axes in worlds) and any(axes.world > 1 for axes in worlds):
+    if between and all(axes.replicate is None and axes.world > 1 for axes in worlds) and worlds:
         raise messages.no_replicas_to_hook()
     for runner in runners:
         runner.set(comm=HookComm(runner.settings.comm, state, hook))

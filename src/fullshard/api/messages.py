@@ -118,7 +118,21 @@ def divisor_beside_hook(what: str, unit: str) -> ConfigError:
 
 def hook_not_callable(hook: object) -> ConfigError:
     """The error for an invalid communication hook."""
-    return ConfigError(f"a communication hook must be callable, got {hook!r}")
+    return ConfigError(
+        "a communication hook must be callable.",
+        expected="a function of (state, gradient, slice); of (state, gradient) without sharding",
+        got=repr(hook),
+        remedy="pass one of fullshard.comm_hooks, for example",
+    )
+
+
+def power_sgd_without_state(state: object) -> ConfigError:
+    """The error for `powerSGD_hook` with another state."""
+    return ConfigError(
+        "powerSGD_hook must be registered together with a PowerSGDState.",
+        expected="model.register_comm_hook(PowerSGDState(...), powerSGD_hook), or a function around it",
+        got=f"state {state!r}",
+    )
 
 
 def second_hook() -> UsageError:

@@ -43,7 +43,8 @@ def wrong_buffer(collective: str, expected: object, got: object) -> ConfigError:
 
 def invalid_power_sgd(name: str, expected: str, got: object) -> ConfigError:
     """The error for an invalid setting of PowerSGD."""
-    return ConfigError(f"PowerSGDState.{name} is invalid.", expected=expected, got=repr(got))
+    remedy = "the arguments are those of PyTorch's DDP hook; help(PowerSGDState) explains each"
+    return ConfigError(f"PowerSGDState.{name} is invalid.", expected=expected, got=repr(got), remedy=remedy)
 
 
 # group_memory.py

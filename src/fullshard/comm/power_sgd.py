@@ -90,12 +90,21 @@ class PowerSGDState:
             raise invalid_power_sgd("start_powerSGD_iter", "an int of at least 0", start_powerSGD_iter)
         if type(min_compression_rate) not in (int, float) or not min_compression_rate >= 0:
             raise invalid_power_sgd("min_compression_rate", "a number of at least 0", min_compression_rate)
+        if type(random_seed) is not int:
+            raise invalid_power_sgd("random_seed", "an int", random_seed)
+        for name, value in (("use_error_feedback", use_error_feedback), ("warm_start", warm_start)):
+            if not isinstance(value, bool):
+                raise invalid_power_sgd(name, "a bool", value)
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            raise invalid_power_sgd(
+                "process_group", "a ProcessGroup, or None for the replicas of each unit", process_group
+            )
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = bool(use_error_feedback)
-        self.warm_start = bool(warm_start)
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
         self.random_seed = random_seed
 
     def rank_of(self, matrix: torch.Tensor) -> int:
