@@ -51,11 +51,11 @@ EXPORTS = [
     "PhaseError",
     "PrivateNameError", "RecordingComm", "RowShard", "Saving", "ShardPlacementResult", "ShardedGradScaler",
     "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
-    "StateDictSettings", "StateDictType", "StepsInBackward", "TorchComm", "UnshardHandle", "adopt",
+    "StateDictSettings", "StateDictType", "StateOnDisk", "StepsInBackward", "TorchComm", "UnshardHandle", "adopt",
     "clip_grad_norm_", "convert",
     "describe", "free", "full_parameters", "fully_shard", "join", "keep_gathered", "load", "load_optimizer_state_dict",
     "load_safetensors", "memory_use", "nonfinite_gradients", "offload_by_budget",
-    "optimizer_state_dict", "optimizer_view", "owner_of",
+    "optimizer_state_dict", "optimizer_state_on_disk", "optimizer_view", "owner_of",
     "park", "record_events", "register_fsdp_forward_method", "resume", "save", "save_safetensors",
     "set_check_nonfinite", "set_token_count", "share_comm_ctx", "step_in_backward", "trace", "verify", "watch", "wrap",
 ]  # fmt: skip

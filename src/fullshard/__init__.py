@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .api.join import join
     from .api.offloading import Offloaded, offload_by_budget
     from .api.parking import Moved, park, resume
+    from .api.state_on_disk import StateOnDisk, optimizer_state_on_disk
     from .api.wrapper.fsdp import FullyShardedDataParallel
     from .api.wrapper.settings import (
         BackwardPrefetch,
@@ -100,6 +101,7 @@ _HOMES = {
         "api.join": "join",
         "api.offloading": "Offloaded offload_by_budget",
         "api.parking": "Moved park resume",
+        "api.state_on_disk": "StateOnDisk optimizer_state_on_disk",
         "api.wrapper.fsdp": "FullyShardedDataParallel",
         "api.wrapper.settings": (
             "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
@@ -217,6 +219,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StateOnDisk",
     "StepsInBackward",
     "Strategy",
     "TorchComm",
@@ -239,6 +242,7 @@ __all__ = [
     "nonfinite_gradients",
     "offload_by_budget",
     "optimizer_state_dict",
+    "optimizer_state_on_disk",
     "optimizer_view",
     "owner_of",
     "park",

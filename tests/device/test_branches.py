@@ -29,6 +29,7 @@ BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
     "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
     "api/parking.py: park": "whether memory is page-locked; entered below",
+    "api/state_on_disk.py: _why_not": "which parameters' state cannot be in files of the host's",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
     "api/wrapper/setup.py: warn_of_host": "a warning; entered below",
     "checkpoint/model.py: save_instance": "where a whole value is kept",
@@ -48,6 +49,7 @@ BY_TYPE = {
     "insight/verify/whole.py: _global_batches": "a report",
     "mesh/axes.py: _device": "which device of its type",
     "optim/in_backward.py: _in_host_memory": "which units step beside the backward: all do in a simulation",
+    "optim/state_file.py: elementwise": "which state is in the host's memory",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
     "store/read.py: fill": "whether a file is read straight into a tensor",

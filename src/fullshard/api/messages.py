@@ -301,6 +301,19 @@ def offloaded_late(unit: str, stepped: bool) -> ConfigError:
     )
 
 
+# state_on_disk.py
+
+
+def state_not_on_disk(rank: int, problem: str) -> ConfigError:
+    """The error for an optimizer whose state cannot be on disk on some rank."""
+    return ConfigError(
+        "optimizer_state_on_disk: the state cannot be on disk.",
+        rank=rank,
+        expected="an optimizer of parameters in host memory, and a directory on a local disk with room for its state",
+        got=problem,
+    )
+
+
 # whole.py
 
 

@@ -21,6 +21,7 @@ from ..torch_private.step_hooks import step_without_hooks
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .owner_optimizer import OwnerOptimizer
 from .probe import treats_elements, treats_parameters
+from .state_file import AFTER_STEP_KEY
 from .undo import StepUndo
 from .worker import StepWorker, check_threads
 
@@ -223,6 +224,8 @@ class StepsInBackward:
             for group in optimizer.param_groups
         ]
         step_without_hooks(optimizer, groups)
+        if (move := optimizer.__dict__.get(AFTER_STEP_KEY)) is not None:
+            move(parameters)
         note_change(parameters)
 
     def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
