@@ -1,6 +1,6 @@
 """How far `fullshard.plan` is off: its peak beside the allocator's reports, its times beside a run on two gloo ranks.
 
-    python benchmarks/plan.py                  # memory: four models, twelve strategies, two worlds
+    python benchmarks/plan.py                  # memory: four models, fourteen strategies, two worlds
     python benchmarks/plan.py --device cuda    # the same on a GPU, and offload
     python benchmarks/plan.py --time           # step time of seven strategies on two ranks, in turns
     python benchmarks/plan.py --out FILE.md    # write the table too

@@ -23,7 +23,6 @@ from ..dtypes import LARGEST_OF_8_BITS
 BLOCK = 256
 """Elements that share a scale."""
 _ALIGNMENT = 16  # bytes
-_MOST = 2**22  # elements that are scaled at once, into temporary float32 memory
 
 
 def packed_bytes(numel: int) -> int:
@@ -39,10 +38,16 @@ class Packing:
         floats: tensors [rows, n], each with an n of its own.
         packed: uint8 [rows, sum of `packed_bytes(n)`], on the same device.
         consumes: whether `pack` may overwrite the floats; saves its temporary memory if they are float32.
+        most: elements that are scaled at once, into temporary float32 memory.
     """
 
     def __init__(
-        self, dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, consumes: bool = False
+        self,
+        dtype: torch.dtype,
+        floats: Sequence[torch.Tensor],
+        packed: torch.Tensor,
+        consumes: bool = False,
+        most: int = 2**22,
     ) -> None:
         self._consumes = consumes
         self._largest, self._rounds = LARGEST_OF_8_BITS[dtype], not dtype.is_floating_point
@@ -55,8 +60,8 @@ class Packing:
             blocks, rest = divmod(numel, BLOCK)
             scales = packed.narrow(1, at, 4 * (blocks + (rest > 0))).view(torch.float32).unsqueeze(2)
             values = packed.narrow(1, at + 4 * scales.shape[1], numel).view(dtype)
-            most = max(_MOST // (rows * BLOCK), 1)
-            runs = [(first, min(most, blocks - first), BLOCK) for first in range(0, blocks, most)]
+            step = max(most // (rows * BLOCK), 1)
+            runs = [(first, min(step, blocks - first), BLOCK) for first in range(0, blocks, step)]
             for first, count, length in (*runs, *([(blocks, 1, rest)] if rest else [])):
                 cut = first * BLOCK, count * length
                 self._blocks.append(

@@ -16,6 +16,9 @@ from ..comm import Comm, Packing, Pending, Residuals, exchange_of, packed_bytes
 from ..forms import Scratch
 from ..mesh import Axis
 
+_MOST = 2**18
+"""Elements that are packed at once with error feedback: their temporary memory, beside whole buffers, stays small."""
+
 
 class _Feedback:
     """Packs floats with error feedback, and overwrites them.
@@ -39,8 +42,8 @@ class _Feedback:
         lost = residuals.get(name)
         lost = torch.zeros_like(packed) if lost is None else lost.to(packed.device)  # zeros are packed zeros
         residuals[name] = lost
-        self._floats, self._packing = floats, Packing(dtype, floats, packed)
-        self._lost = Packing(torch.int8, floats, lost, consumes=True)
+        self._floats, self._packing = floats, Packing(dtype, floats, packed, most=_MOST)
+        self._lost = Packing(torch.int8, floats, lost, consumes=True, most=_MOST)
 
     def pack(self) -> None:
         """Write the bytes of the floats plus the residual, and a new residual."""
