@@ -111,6 +111,7 @@ class StepsInBackward:
 
         The gradients of these steps are dropped. No communication; call it on every rank or on none.
         """
+        self._end = None
         if self._worker is not None:
             self._worker.drop()
         for undo in reversed(self._undos[: self._assumed]):
@@ -173,9 +174,9 @@ class StepsInBackward:
 
     def _finish(self) -> None:
         """Wait for steps beside the backward."""
+        self._end = None
         if self._worker is not None:
             self._worker.finish()
-        self._end = None
 
     def _note_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         self._norms |= zip(map(id, parameters), local_norms(parameters, 2.0), strict=True)

@@ -38,6 +38,8 @@ class StepWorker:
     def __init__(self, threads: int | Sequence[int]) -> None:
         self._executor = ThreadPoolExecutor(1, "fullshard-steps")
         self._jobs: deque[_Job] = deque()  # oldest first
+        self._failed = False  # whether a step raised, or is running
+        self._error: BaseException | None = None  # what it raised
         processors = None if isinstance(threads, int) else set(threads)
         number = threads if isinstance(threads, int) else len(threads)
         self._executor.submit(_begin, number, processors).result()
@@ -45,36 +47,48 @@ class StepWorker:
         torch.set_num_threads(torch.get_num_threads())
 
     def submit(self, unit: str, step: Callable[[], None], then: Callable[[], object]) -> None:
-        """Hand over a step; wait for the oldest if `MOST_WAITING` are waiting or running.
+        """Hand over a step; wait for the oldest if `MOST_WAITING` are waiting or running. Dropped if one has raised.
 
         Args:
             unit: the unit's name, for errors.
             step: run on the worker's thread.
             then: called after it, on the thread that waits for it; also if the step raised or was dropped.
+        """
+        self._wait(MOST_WAITING - 1)
+        if self._error is not None:
+            then()
+            return
+        self._jobs.append(_Job(unit, self._executor.submit(self._run, step), then))
+
+    def _run(self, step: Callable[[], None]) -> None:
+        """On the worker's thread: run a step, unless an earlier one has raised. So the same steps run on all ranks."""
+        if not self._failed:
+            self._failed = True
+            step()
+            self._failed = False
+
+    def finish(self) -> None:
+        """Wait for all steps.
 
         Raises:
-            Exception: what an earlier step raised; see `finish`.
+            Exception: what the first of the steps that raised did, with a note that names the unit; later ones were
+                dropped. Only here, at the end of the backward, so that no rank leaves its collectives before others.
         """
-        self.finish(MOST_WAITING - 1)
-        self._jobs.append(_Job(unit, self._executor.submit(step), then))
+        self._wait(0)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def finish(self, waiting: int = 0) -> None:
-        """Wait until at most `waiting` steps are waiting or running.
-
-        Raises:
-            Exception: what a step raised, with a note that names the unit. No step is running then; steps that had not
-                begun are dropped.
-        """
+    def _wait(self, waiting: int) -> None:
+        """Wait until at most `waiting` steps are waiting or running; note an error."""
         while self._jobs and (len(self._jobs) > waiting or self._jobs[0].outcome.done()):
             job = self._jobs.popleft()
-            try:
-                job.outcome.result()
-            except Exception as error:
-                error.add_note(f"raised while the optimizer stepped unit {job.unit!r} beside the backward")
-                job.then()
-                self.drop()
-                raise
+            error = job.outcome.exception()
             job.then()
+            if error is not None:
+                error.add_note(f"raised while the optimizer stepped unit {job.unit!r} beside the backward")
+                self.drop()
+                self._error = error  # until `finish`, steps are dropped as they come
 
     def drop(self) -> None:
         """Wait for the step that is running, and drop those that wait: after a backward that raised."""
@@ -82,6 +96,7 @@ class StepWorker:
         wait([job.outcome for job in jobs if not job.outcome.cancel()])
         for job in jobs:
             job.then()
+        self._error, self._failed = None, False
 
 
 def _begin(threads: int, processors: set[int] | None) -> None:
