@@ -109,6 +109,7 @@ def frames_of(dump: str) -> list[Frame]:
 
 
 _unobserved: dict[int, list[Frame]] = {}  # by thread: see `unobserved`
+_looking = threading.RLock()  # held while frames are read
 
 
 @contextmanager
@@ -118,7 +119,8 @@ def unobserved() -> Iterator[None]:
     A thread that looks at a frame keeps the frame's variables alive meanwhile, even after its function has returned.
     """
     thread = threading.get_ident()
-    _unobserved[thread] = frames_at(thread)
+    with _looking:  # no look that began before still goes on
+        _unobserved[thread] = frames_at(thread)
     try:
         yield
     finally:
@@ -127,14 +129,16 @@ def unobserved() -> Iterator[None]:
 
 def frames_at(thread: int) -> list[Frame]:
     """A thread's current frames, innermost first; the main thread's if the thread has ended."""
-    if (before := _unobserved.get(thread)) is not None:
-        return before
-    stacks = sys._current_frames()
-    frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
-    frames: list[Frame] = []
-    while frame is not None:
-        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
-        frame = frame.f_back
+    with _looking:
+        if (before := _unobserved.get(thread)) is not None:
+            return before
+        stacks = sys._current_frames()
+        frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
+        frames: list[Frame] = []
+        while frame is not None:
+            frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+            frame = frame.f_back
+        del stacks
     return frames
 
 
