@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import bitsandbytes
 import pytest
 import pytorch_optimizer
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -411,3 +413,30 @@ def versions(layout: str) -> list[int]:
 def test_a_step_counts_as_a_change_in_place(run_ranks, layout):
     for counted in run_ranks(versions, layout, world=2):
         assert [count > 0 for count in counted] == [number != 1 for number in range(len(counted))], counted
+
+
+def keys_in_any_order() -> list[list[float]]:
+    """State from elsewhere, whose keys one rank lists the other way round: moments are not exchanged for each other."""
+    results = []
+    for turned in (False, True):
+        torch.manual_seed(0)
+        model = fullshard.fully_shard(nn.Linear(6, 4))
+        plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for optimizer in (plain, fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)):
+            if optimizer is not plain:
+                state = plain.state_dict()
+                if turned and dist.get_rank() == 1:
+                    state["state"] = {number: dict(reversed(each.items())) for number, each in state["state"].items()}
+                optimizer.load_state_dict(state)
+            for _ in range(2):
+                model(torch.ones(3, 6)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(model.weight.full_tensor().flatten().tolist())
+    return results
+
+
+@pytest.mark.gloo("processes")
+def test_ranks_may_list_keys_of_state_in_any_order(run_ranks):
+    for usual, turned in run_ranks(keys_in_any_order, world=2):
+        assert usual == turned and not any(map(math.isnan, usual))

@@ -542,3 +542,22 @@ def test_what_it_refuses(run_ranks):
         assert "threads is for element-wise optimizers" in errors["matrices"]
         assert "clip is invalid" in errors["clip's value"] and "'two passes' or 'redo'" in errors["clip's value"]
         assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]
+
+
+def test_frozen_parameters_and_groups_that_come_late(fake_world):
+    """Frozen ones of the optimizer are left alone; a group that clipping does not know is refused, by name."""
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(fullshard.ConfigError, match="needs a max_norm"):
+        fullshard.step_in_backward(optimizer, clip="redo")
+    fullshard.step_in_backward(optimizer, max_norm=0.5, clip="redo")
+    before = model[0].weight.to_local().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight.to_local(), before)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(fullshard.ConfigError, match="added to an optimizer that clips"):
+        optimizer.step()

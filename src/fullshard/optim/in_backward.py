@@ -62,7 +62,7 @@ class StepsInBackward:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in self._parameters:
             unit = owner_of(parameter)
-            if unit is not None:
+            if unit is not None and parameter.requires_grad:  # if unfrozen later, `optimizer.step()` steps it
                 self._counts[unit] = self._counts.get(unit, 0) + 1
                 # Python's garbage collector does not see what hooks refer to, and would never free the model.
                 hook = partial(_on_reduced, weakref.ref(self))
@@ -247,6 +247,16 @@ class StepsInBackward:
         if self._in_step:
             return
         self._finish()
+        own = set(map(id, self._parameters))
+        added = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if added and self.max_norm is not None:
+            raise ConfigError(
+                "Parameters were added to an optimizer that clips in the backward: the norm is without them.",
+                parameter=added[0].__dict__.get(NAME_KEY, "?"),
+                expected="all groups before step_in_backward(optimizer, max_norm=...)",
+                remedy="call remove() of what step_in_backward returned, add the group, and step_in_backward again",
+                topic="step-in-backward",
+            )
         self._in_step, self._ready, self._unit = True, {}, None
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
         with torch.no_grad():
@@ -357,6 +367,10 @@ def step_in_backward(
     if clip not in get_args(Clip):
         raise ConfigError(
             "step_in_backward: clip is invalid.", expected=" or ".join(map(repr, get_args(Clip))), got=repr(clip)
+        )
+    if clip == "redo" and max_norm is None:
+        raise ConfigError(
+            'step_in_backward: clip="redo" needs a max_norm to clip to.', expected="max_norm=1.0, for example"
         )
     if (reason := _why_not(optimizer)) is not None:
         raise ConfigError(

@@ -713,7 +713,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         states: dict[int, State] = {}
         elements = []
         for parameter in self._parameters():
-            for key, value in (self.state.get(parameter) or {}).items():
+            state: State = self.state.get(parameter) or {}
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):  # ranks may list keys differently
                 if self.elementwise:
                     if self._owns(parameter):
                         states.setdefault(id(parameter), {})[key] = self._state_run(parameter, value)

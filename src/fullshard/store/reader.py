@@ -169,7 +169,7 @@ class Reader:
         name = next((name for name in self._all_names(row) if name in self._saved), None)
         entries = self.files.index.entries
         described = dict(self._plain.get(name or "", {}))
-        for key in self._saved[name] - described.keys() if name is not None else ():
+        for key in sorted(self._saved[name] - described.keys()) if name is not None else ():  # alike on all ranks
             entry, parameter = entries[f"{OPTIMIZER}{name}.{key}"], entries.get(f"{MODEL}{name}")
             same_dtype = parameter is not None and parameter.dtype == entry.dtype
             described[key] = (entry.shape, None if same_dtype else entry.dtype)
