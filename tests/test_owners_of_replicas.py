@@ -367,17 +367,67 @@ def refusals() -> dict[str, str]:
     attempt("gradient", one.step)
     two = fullshard.OwnerOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     attempt("whole gradient", two.step)
+    other = sharded("rows", (2, 2))
+    classes = torch.optim.AdamW if dist.get_rank() == 3 else torch.optim.SGD
+    three = fullshard.OwnerOptimizer(other.parameters(), classes, lr=0.1)
+    other(torch.ones(2, WIDE)).sum().backward()
+    attempt("class", three.step)
     return errors
 
 
 @pytest.mark.gloo("processes")
 def test_what_cannot_be_exact_is_refused_on_every_rank(run_ranks):
-    for errors in run_ranks(refusals, world=4):
+    for rank, errors in enumerate(run_ranks(refusals, world=4)):
         assert "Adafactor, whose step of an element depends on other elements" in errors["whole"]
         assert errors["state"].startswith("CheckpointError") and "one value per element" in errors["state"]
-        for case in ("gradient", "whole gradient"):
-            assert errors[case].startswith("DivergenceError") and "1.1.weight" in errors[case], errors
+        cases = {"gradient": "1.1.weight", "whole gradient": "1.1.weight", "class": "by AdamW"}
+        if rank in (0, 2):  # if elementwise, they exchange nothing with ranks 1 and 3
+            assert "gradient" not in errors
+            del cases["gradient"]
+        for case, named in cases.items():
+            assert errors[case].startswith("DivergenceError") and named in errors[case], errors
             assert "rank:" in errors[case] and "3" in errors[case]
+
+
+class SometimesUnused(nn.Module):
+    """A parameter of few elements, so that some ranks have none of it, which is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.odd, self.use_odd = nn.Linear(8, 8), nn.Parameter(torch.ones(3, 5)), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).square().sum()
+        return y + self.odd.square().sum() if self.use_odd else y
+
+
+def unused_in_some_steps() -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = []
+    for build in (torch.optim.AdamW, functools.partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.AdamW)):
+        torch.manual_seed(0)
+        model = fullshard.FullyShardedDataParallel(
+            SometimesUnused(),
+            sharding_strategy=fullshard.ShardingStrategy.HYBRID_SHARD,
+            use_orig_params=True,
+            device_mesh=mesh,
+        )
+        elementwise = {"elementwise": True} if build is not torch.optim.AdamW else {}
+        optimizer = build(model.parameters(), lr=0.1, **elementwise)
+        for step in range(4):
+            model.module.use_odd = step != 2
+            model(torch.ones(2, 8) * (step + dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    return results
+
+
+@pytest.mark.gloo("processes")
+def test_ranks_without_elements_of_an_unused_parameter_step_on(run_ranks):
+    """They have no gradient to miss, so ranks of one shard axis see different sets of gradients."""
+    for plain, owners in run_ranks(unused_in_some_steps, world=4):
+        assert torch.equal(plain, owners)
 
 
 @given(st.lists(st.integers(0, 500), max_size=8), st.integers(1, 5))

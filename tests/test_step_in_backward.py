@@ -509,6 +509,9 @@ def refused() -> dict[str, str]:
             fullshard.Muon([p for p in other.parameters() if p.ndim == 2]), threads=1
         ),
         "norm": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), max_norm=-1.0),
+        "a bool": lambda: fullshard.step_in_backward(torch.optim.SGD(other.parameters()), max_norm=True),
+        "closure": lambda: fullshard.step_in_backward(torch.optim.LBFGS(other.parameters())),
+        "model": lambda: fullshard.step_in_backward(other),
         "scaler": lambda: scaled(model, optimizer),
         "clip's value": lambda: fullshard.step_in_backward(
             torch.optim.SGD(other.parameters()), max_norm=1.0, clip="undo"
@@ -529,7 +532,9 @@ def refused() -> dict[str, str]:
 @pytest.mark.gloo("processes")
 def test_what_it_refuses(run_ranks):
     for errors in run_ranks(refused, world=2):
-        assert "already step in backward" in errors["twice"]
+        assert "already step in backward" in errors["twice"] and "remove()" in errors["twice"]
+        assert "needs an optimizer" in errors["model"] and "computes gradients" in errors["closure"]
+        assert "max_norm is out of range" in errors["a bool"]
         assert "gradient is already gone" in errors["clip"] and "max_norm" in errors["clip"]
         assert "no backward has measured" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
         assert "no sharded parameters" in errors["plain"]

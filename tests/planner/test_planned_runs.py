@@ -106,7 +106,7 @@ def test_a_search_ranks_what_fits_by_time():
     assert plans.fits and all(p.fits for p in plans.ranked)
     seconds = [p.seconds for p in plans.ranked]
     assert seconds == sorted(seconds)
-    assert set(strategies(8, 8, 4)) <= {p.strategy for p in plans.ranked}
+    assert set(strategies(8, None, 4)) <= {p.strategy for p in plans.ranked}
     least = min(p.reserved for p in plans.ranked)
     tight = plan(gpt, **HOW, device="cpu", device_memory=least)
     assert tight.fits and tight.best.reserved <= least
@@ -354,6 +354,26 @@ def test_refused_models_and_rates(fake_world):
     fake_world(2)
     with pytest.raises(ConfigError, match="before it is sharded"):
         plan(fullshard.fully_shard(gpt()), ranks=2)
+
+
+def test_fixed_fields_are_not_searched():
+    """Other fields are, and refined; what does not go with the fixed ones is left out."""
+    how = {**HOW, "device": "cpu", "device_memory": 10**9}
+    chosen = [p.strategy for p in plan(gpt, fixed={"layout": "flat", "prefetch": 2}, **how).ranked]
+    assert {(strategy.layout, strategy.prefetch) for strategy in chosen} == {("flat", 2)}
+    assert len({strategy.checkpointing for strategy in chosen}) == 2
+    assert "whole" in {strategy.accumulate for strategy in chosen}
+    stepped = [p.strategy for p in plan(gpt, fixed={"step_in_backward": True}, **how).ranked]
+    assert {strategy.micro_batch for strategy in stepped} == {HOW["batch"]}
+    offloaded = plan(gpt, **HOW, device="cpu", device_memory=1000, fixed={"offload": False})
+    assert not any(p.strategy.offload for p in offloaded.ranked)
+    for fixed, strategy, words in (
+        ({"colour": 1}, None, "no field 'colour'"),
+        ({"prefetch": -1}, None, "prefetch must be"),
+        ({"layout": "flat"}, Strategy(), "set these fields in the strategy"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            plan(gpt, fixed=fixed, strategy=strategy, **how)
 
 
 def test_the_command(capsys):

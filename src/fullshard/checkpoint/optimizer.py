@@ -7,7 +7,6 @@ parameters. Saved state does not depend on the kind of target, nor on the number
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
-from ..torch_private.step_hooks import without_step_hooks
+from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import values
 from .fit import check_shape, rounding_error
 from .names import Named, Table
@@ -37,8 +36,7 @@ def blank_states(
     optimizer that computes losses itself (L-BFGS) cannot take such a step: the result is empty for every tensor. Frozen
     tensors get state only with `frozen`.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(type(optimizer)):
         return [{} for _ in tensors]
     settle_state(optimizer)
     grads = [(tensor, tensor.grad) for group in optimizer.param_groups for tensor in group["params"]]

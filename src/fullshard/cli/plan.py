@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _plan(options: Arguments) -> int:
-    from ..insight.planner import Strategy, assumed_rates, plan, solve, strategies
+    from ..insight.planner import Strategy, assumed_rates, plan, solve
     from ..policies import MixedPrecisionPolicy
 
     assumed = assumed_rates(options.device)
@@ -107,13 +107,7 @@ def _plan(options: Arguments) -> int:
         number, best = solve(build, options.solve, strategy=Strategy(**fixed), **common)
         show(number, best, options)
         return 0 if best is not None else NO_FIT
-    chosen: list[Strategy] | None = None
-    if fixed:
-        node = options.ranks_per_node or min(8, options.ranks)
-        several = policies if len(policies) > 1 else (None,)
-        candidates = strategies(options.ranks, max(1, node // options.tensor_parallel), options.batch, several)
-        chosen = list(dict.fromkeys(dataclasses.replace(strategy, **fixed) for strategy in candidates))
-    plans = plan(build, strategy=chosen, **common)
+    plans = plan(build, fixed=fixed, **common)
     if options.json:
         print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
     else:

@@ -138,7 +138,8 @@ class Comm(Protocol):
     Optional: `exchange(axis, out, buffer)`, in which slice r of every buffer [world * n] goes to rank r (needed for
     `scatter_dtype` and `all_reduce_dtype`); `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs,
     buffers, mean)`. These two return a list of functions that start collectives on exactly these tensors, several at
-    once where that is faster, and return a `Pending`: made once, and called in every step.
+    once where that is faster, and return a `Pending`: made once, and called in every step. And `plan_all_reduce(axis,
+    out, mean, matrices, others, residuals)`, if something other than sums is sent (`hook.py`): one such function.
     """
 
     kind: str

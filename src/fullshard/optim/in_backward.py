@@ -17,7 +17,7 @@ from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..shard import Unit, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
-from ..torch_private.step_hooks import step_without_hooks
+from ..torch_private.step_hooks import needs_closure, step_without_hooks
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .owner_optimizer import OwnerOptimizer
 from .probe import treats_elements, treats_parameters
@@ -247,9 +247,11 @@ class StepsInBackward:
         if self._in_step:
             return
         self._finish()
-        own = set(map(id, self._parameters))
-        added = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-        if added and self.max_norm is not None:
+        if self.max_norm is not None and sum([len(g["params"]) for g in optimizer.param_groups]) > len(
+            self._parameters
+        ):
+            own = set(map(id, self._parameters))
+            added = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
             raise ConfigError(
                 "Parameters were added to an optimizer that clips in the backward: the norm is without them.",
                 parameter=added[0].__dict__.get(NAME_KEY, "?"),
@@ -360,7 +362,8 @@ def step_in_backward(
             elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number; `clip` or
             `threads` is a different value, or `threads` was passed with an optimizer that is not element-wise.
     """
-    if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
+    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (is_number and 0 < max_norm < math.inf):
         raise ConfigError(
             "step_in_backward: max_norm is out of range.", expected="a positive number or None", got=repr(max_norm)
         )
@@ -372,12 +375,15 @@ def step_in_backward(
         raise ConfigError(
             'step_in_backward: clip="redo" needs a max_norm to clip to.', expected="max_norm=1.0, for example"
         )
-    if (reason := _why_not(optimizer)) is not None:
+    if not issubclass(type(optimizer), torch.optim.Optimizer):
+        raise ConfigError("step_in_backward needs an optimizer.", got=type(optimizer).__name__)
+    if (refusal := _why_not(optimizer)) is not None:
+        reason, remedy = refusal
         raise ConfigError(
             "step_in_backward: this optimizer cannot step unit by unit.",
             expected="an optimizer built from model.parameters() of a fully_shard model",
             got=f"{type(optimizer).__name__}, {reason}",
-            remedy="step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)",
+            remedy=remedy,
             topic="step-in-backward",
         )
     if threads is not None:
@@ -392,20 +398,25 @@ def step_in_backward(
     return StepsInBackward(optimizer, max_norm, clip, threads)
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer cannot step unit by unit; None if it can."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _why_not(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
+    """Why an optimizer cannot step unit by unit, and the remedy; None if it can."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    afterwards = "step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)"
+    reason, remedy = "", afterwards
     if any(STEPPED_KEY in parameter.__dict__ for parameter in parameters):
-        return "whose parameters already step in backward"
-    if any(PART_KEY in parameter.__dict__ for parameter in parameters):
-        return "which has flat runs of elements"
-    if isinstance(optimizer, OwnerOptimizer):
-        return "which exchanges all parameters at once"
-    if not any(owner_of(parameter) for parameter in parameters):
-        return "which has no sharded parameters"
-    if treats_parameters(type(optimizer), optimizer.defaults, optimizer.param_groups) is False:
-        return "whose step of a parameter depends on other parameters"
-    return None
+        reason, remedy = "whose parameters already step in backward", "call remove() of what the first call returned"
+    elif any(PART_KEY in parameter.__dict__ for parameter in parameters):
+        reason = "which has flat runs of elements"
+    elif isinstance(optimizer, OwnerOptimizer):
+        reason = "which exchanges all parameters at once"
+    elif needs_closure(kind):
+        reason = "whose step() computes gradients"
+    elif not any(owner_of(parameter) for parameter in parameters):
+        reason, remedy = "which has no sharded parameters", "build it from model.parameters() after fully_shard"
+    elif treats_parameters(kind, optimizer.defaults, groups) is False:
+        reason = "whose step of a parameter depends on other parameters"
+    return (reason, remedy) if reason else None
 
 
 @contextmanager

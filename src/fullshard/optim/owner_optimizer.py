@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
+from ..torch_private.step_hooks import needs_closure
 from .owners import (
     Cut,
     OtherCut,
@@ -106,6 +106,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         _check_class(optimizer_class)
+        if not isinstance(elementwise, bool):
+            raise ConfigError(
+                "OwnerOptimizer: elementwise is invalid.", expected="True or False", got=repr(elementwise)
+            )
         self.elementwise = elementwise
         self.optimizer_class, self._arguments = optimizer_class, settings
         self._shared = False  # whether `state` is sharded
@@ -445,20 +449,25 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     self._replica_of[id(parameter)] = owner % replicas
 
     def _agree(self, stepped: Sequence[torch.Tensor]) -> None:
-        """Check that replicas are about to step the same parameters, once for each set of them. Collective then."""
+        """Check that replicas are about to step the same parameters, once for each set of them. Collective then.
+
+        If elementwise, ranks of a shard axis exchange nothing, and may have gradients of different parts.
+        """
         self._assign_owners()
         key = "stepped", tuple([id(parameter) for parameter in stepped])
         if key in self._plans:
             return
-        by_ranks: dict[Any, list[torch.Tensor]] = {}
+        by_ranks: dict[tuple[Any, Any], list[torch.Tensor]] = {}
         chosen = {id(parameter) for parameter in stepped}
         for parameter in self._parameters():
             axes, axis = self._axes_of(parameter), self._replicas(parameter)
             if axes is not None and axis is not None:
-                parameters = by_ranks.setdefault((axes[0].group, axis.group), [])
+                groups = (axis.group, None) if self.elementwise else (axes[0].group, axis.group)
+                parameters = by_ranks.setdefault(groups, [])
                 parameters += [parameter] if id(parameter) in chosen else []
+        how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
         for (group, replicas), parameters in by_ranks.items():
-            check_alike(parameters, group, replicas, only_replicas=self.elementwise)
+            check_alike(parameters, group, replicas, how)
         keep(self._plans, key, [])
 
     def _in_replica(self, parameter: torch.Tensor) -> bool:
@@ -746,10 +755,8 @@ def _check_class(optimizer_class: Any) -> None:
         got, remedy = repr(optimizer_class), "OwnerOptimizer(model.parameters(), torch.optim.Adafactor, lr=1e-2)"
     elif hasattr(optimizer_class, "train") and hasattr(optimizer_class, "eval"):
         got = f"{name}, which also changes parameters in train() and eval()"
-    else:
-        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            got, remedy = f"{name}, whose step() computes gradients", "use another optimizer"
+    elif needs_closure(optimizer_class):
+        got, remedy = f"{name}, whose step() computes gradients", "use another optimizer"
     if got is not None:
         raise _not_one_by_one(got, remedy)
 

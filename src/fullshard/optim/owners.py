@@ -187,29 +187,30 @@ def check_alike(
     parameters: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None = None,
-    only_replicas: bool = False,
+    how: str = "",
 ) -> None:
     """Check that all ranks are about to exchange the same parameters. Collective.
 
     Args:
-        group: of the shard axis.
-        replicas: of the replicate axis, whose ranks must agree, too.
-        only_replicas: compare only ranks of the same replicate axis; those of the shard axis may differ.
+        group: of one axis.
+        replicas: of the replicate axis, if its ranks must agree, too.
+        how: what steps the parameters: compared, too.
 
     Raises:
         DivergenceError: they differ. Every rank of both axes names the first difference.
     """
-    lines: Any = [(dist.get_rank(), [f"{_name(parameter)}, {tuple(parameter.shape)}" for parameter in parameters])]
-    if replicas is not None:
-        lines = [line for rank_lines in objects_of_all(lines, replicas, "optimizers' state") for line in rank_lines]
-    lines_by_rank = objects_of_all(lines, group, "optimizers' state")
-    for at, (rank, names) in [(at, line) for at, rank_lines in enumerate(lines_by_rank) for line in rank_lines]:
-        first_rank, first_names = lines_by_rank[at if only_replicas else 0][0]
+    names = [f"{_name(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
+    lines: list[tuple[int, list[str]]] = [(dist.get_rank(), names)]
+    for axis in (replicas, group):
+        if axis is not None:
+            lines = [line for those in objects_of_all(lines, axis, "optimizers' state") for line in those]
+    first_rank, first_names = lines[0]
+    for rank, names in lines:
         if names != first_names:
             pairs = zip_longest(first_names, names, fillvalue="none")
             expected, got = next(pair for pair in pairs if pair[0] != pair[1])
             raise DivergenceError(
-                "Ranks are about to step different parameters, or have gradients for different parameters.",
+                "Ranks are about to step different parameters, in different ways, or have gradients for others.",
                 parameter=expected.partition(",")[0] if expected != "none" else got.partition(",")[0],
                 rank=rank,
                 expected=f"{expected}, as on rank {first_rank}",

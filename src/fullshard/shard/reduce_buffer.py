@@ -229,7 +229,17 @@ class PlannedReduction:
     """
 
     __slots__ = (
-        *("between", "buffer", "comm", "mean", "out", "received", "replicate", "rules", "scaling", "scratch", "start"),
+        "between",
+        "buffer",
+        "comm",
+        "mean",
+        "out",
+        "received",
+        "replicate",
+        "rules",
+        "scaling",
+        "scratch",
+        "start",
     )
 
     def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals) -> None:

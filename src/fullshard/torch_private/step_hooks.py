@@ -52,3 +52,9 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, groups: list[dict[str, 
             step(part)
     else:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(part)
+
+
+def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether an optimizer's step computes gradients itself, as that of L-BFGS does."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ...errors import ConfigError
 
 
@@ -13,6 +15,18 @@ def not_a_divisor(name: str, value: int, whole: str, total: int) -> ConfigError:
     divisors = [size for size in range(1, total + 1) if total % size == 0]
     shown = ", ".join(map(str, divisors if len(divisors) < 12 else [*divisors[:10], "...", total]))
     return ConfigError(f"plan(): {name} must divide {whole}.", expected=f"one of {shown}", got=value)
+
+
+def unknown_field(name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"plan(): a strategy has no field {name!r}.", expected="one of " + ", ".join(known))
+
+
+def fixed_without_search(fixed: Mapping[str, object]) -> ConfigError:
+    return ConfigError(
+        "plan(): fixed is for a search, but a strategy was passed.",
+        got=f"fixed={dict(fixed)}",
+        remedy="set these fields in the strategy",
+    )
 
 
 def not_a_model(value: object) -> ConfigError:

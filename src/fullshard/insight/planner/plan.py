@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from .costs import UnitCosts, axes_of, unit_costs
 from .optimizer import MakeOptimizer, optimizer_bytes
 from .profile import Profile, Step, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, run
-from .strategy import REFINEMENTS, Strategy, UnitStrategy, refines, strategies
+from .strategy import REFINEMENTS, Strategy, UnitStrategy, node_size, refines, strategies, with_fields
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -206,6 +206,7 @@ def plan(
     sequence: int = 1,
     step: Step | None = None,
     strategy: Strategy | Sequence[Strategy] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     mp_policy: MixedPrecisionPolicy | Sequence[MixedPrecisionPolicy] = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     optimizer: str | MakeOptimizer = "AdamW",
     device: str = "cuda",
@@ -237,6 +238,7 @@ def plan(
         strategy: one, or several to compare; None: the search compares layouts, copies, when units are freed,
             checkpointing and micro-batches, and tries on each what may make it faster or smaller: prefetch, how
             gradients are accumulated, a single unit, steps in the backward; and offloading where nothing fits.
+        fixed: fields of `Strategy` that the search sets and does not vary: {"layout": "flat", "micro_batch": 4}.
         mp_policy: dtypes, as for `fully_shard`; a search compares several.
         optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters.
         device: "cuda" or "cpu": decides on layouts, rates, and what the allocator holds besides.
@@ -257,21 +259,24 @@ def plan(
     """
     policies = [mp_policy] if isinstance(mp_policy, MixedPrecisionPolicy) else list(mp_policy)
     _check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
-    node = min(8, ranks * tensor_parallel) if ranks_per_node is None else ranks_per_node
+    node = node_size(ranks_per_node, ranks * tensor_parallel)
     _check_counts(ranks_per_node=node)
     tensor = tensor_parallel, parallelize
     planner = Planner(model, sequence, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates)
-    several = policies if len(policies) > 1 else (None,)
+    fixed = fixed or {}
     if strategy is None:
-        chosen = list(strategies(ranks, max(1, node // tensor_parallel), batch, several))
+        searched = strategies(ranks, ranks_per_node, batch, policies, tensor_parallel)
+        chosen = with_fields(searched, fixed, ranks, batch)
+    elif fixed:
+        raise messages.fixed_without_search(fixed)
     else:
         chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
-    for choice in chosen:
-        choice.check(ranks, batch)
+        for choice in chosen:
+            choice.check(ranks, batch)
     plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
     if strategy is None:
-        plans += planner.refine(plans, ranks, batch, node)
-        if not any(plan.fits for plan in plans):
+        plans += planner.refine(plans, ranks, batch, node, fixed)
+        if not any(plan.fits for plan in plans) and "offload" not in fixed:
             plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
@@ -323,7 +328,7 @@ def solve(
         planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates)
         chosen = dataclasses.replace(base, micro_batch=micro_batch)
         world = value if what == "world" else ranks
-        return planner.plan(chosen, world, micro_batch, ranks_per_node or min(8, world * tensor_parallel))
+        return planner.plan(chosen, world, micro_batch, node_size(ranks_per_node, world * tensor_parallel))
 
     def fits(value: int) -> bool:
         try:
@@ -477,12 +482,19 @@ class Planner:
             units=units,
         )
 
-    def refine(self, plans: Sequence[Plan], ranks: int, batch: int, node: int) -> list[Plan]:
-        """The refinements of these plans that help: at least 1% faster, or they fit and the plan does not."""
+    def refine(self, plans: Sequence[Plan], ranks: int, batch: int, node: int, fixed: Collection[str]) -> list[Plan]:
+        """The refinements of these plans that help: at least 1% faster, or they fit and the plan does not.
+
+        Those that change fields in `fixed` are not tried.
+        """
         better = []
         for best in plans:
             for change in REFINEMENTS:
-                if not refines(best.strategy, change, batch) or not self._may_fit(best, change):
+                if (
+                    any(name in fixed for name in change)
+                    or not refines(best.strategy, change, batch)
+                    or not self._may_fit(best, change)
+                ):
                     continue
                 refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, node)
                 if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
 from ...api.functional.arguments import LAYOUTS, reshard_of
+from ...errors import ConfigError
 from ...layout import Blocks
 from ...policies import MixedPrecisionPolicy
 from . import messages
@@ -139,24 +140,33 @@ def _precision(policy: MixedPrecisionPolicy) -> str:
     return " and ".join([" and ".join(dict.fromkeys(names[:2])), *(n for n in names[2:] if n != "as stored")])
 
 
+def node_size(ranks_per_node: int | None, devices: int) -> int:
+    """Devices of one machine; by default 8, or all if there are fewer."""
+    return min(8, devices) if ranks_per_node is None else ranks_per_node
+
+
 def strategies(
-    ranks: int, ranks_per_node: int, batch: int, policies: Sequence[MixedPrecisionPolicy | None] = (None,)
+    ranks: int,
+    ranks_per_node: int | None,
+    batch: int,
+    policies: Sequence[MixedPrecisionPolicy] = (),
+    tensor_parallel: int = 1,
 ) -> Iterator[Strategy]:
     """The strategies that a search starts from; `REFINEMENTS` are tried on each.
 
     Args:
-        ranks, ranks_per_node: with several nodes, a copy of all shards on each node is also tried, and slices that are
-            kept within each node.
+        ranks, ranks_per_node, tensor_parallel: see `plan`. With several nodes, a copy of all shards on each node is
+            also tried, and slices that are kept within each node.
         batch: sequences of a rank and optimizer step; micro-batches are it and its divisors that are powers of two.
-        policies: dtypes to choose from.
+        policies: dtypes; several are compared.
     """
-    several = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
+    within = node_size(ranks_per_node, ranks * tensor_parallel) // tensor_parallel  # ranks of the shard axis
     ways: list[tuple[int, bool | int]] = [(1, True), (1, False)]
-    if several:
-        ways += [(1, ranks_per_node), (ranks // ranks_per_node, True), (ranks // ranks_per_node, False)]
+    if 1 < within < ranks and ranks % within == 0:
+        ways += [(1, within), (ranks // within, True), (ranks // within, False)]
     sizes = sorted({size for size in (2**power for power in range(batch.bit_length())) if batch % size == 0} | {batch})
     for micro_batch, checkpointing, (replicate, reshard), layout, policy in product(
-        sizes, (False, True), ways, ("rows", "flat"), policies
+        sizes, (False, True), ways, ("rows", "flat"), policies if len(policies) > 1 else (None,)
     ):
         yield Strategy(
             replicate=replicate,
@@ -166,6 +176,30 @@ def strategies(
             micro_batch=micro_batch,
             mp_policy=policy,
         )
+
+
+def with_fields(candidates: Iterable[Strategy], fixed: Mapping[str, Any], ranks: int, batch: int) -> list[Strategy]:
+    """Strategies with some fields set; those that are invalid then are left out.
+
+    Raises:
+        ConfigError: all are invalid, or there is no such field.
+    """
+    names = [field.name for field in fields(Strategy)]
+    if unknown := [name for name in fixed if name not in names]:
+        raise messages.unknown_field(unknown[0], names)
+    valid: dict[Strategy, None] = {}
+    error = None
+    for candidate in candidates:
+        strategy = replace(candidate, **fixed)
+        try:
+            strategy.check(ranks, batch)
+        except ConfigError as raised:
+            error = error or raised
+        else:
+            valid[strategy] = None
+    if error is not None and not valid:
+        raise error
+    return list(valid)
 
 
 REFINEMENTS: tuple[dict[str, Any], ...] = (
