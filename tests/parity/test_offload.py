@@ -15,13 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_extensions import train as train_extensions
 
 import fullshard
 from fullshard import Blocks
 from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
 from models import EXAMPLES
+from simulated import by_nccl, simulated
 from test_step_in_backward import CLIPS_SOME, differences
+from test_tensor_parallel import batch, data_rank, parallel_model
+from test_tensor_parallel import train as train_parallel
 from training import (
     Options,
     assert_same,
@@ -63,6 +67,12 @@ class LateHome(Home):
         here.crossings["to_device"] += 1
         copied = super().to_device(shard, cast)
         assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
+        return copied
+
+    def fetch_ahead(self, plain: torch.Tensor) -> torch.Tensor:
+        here.crossings["to_device"] += 1
+        copied = super().fetch_ahead(plain)
+        assert copied.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr()
         return copied
 
     def bring(self, target, reduced, turns, then=None) -> None:
@@ -122,6 +132,63 @@ def both(name: str, options: Options) -> list[str]:
 def test_same_bits(run_ranks, layout, settings):
     world = 4 if {"mesh", "reshard"} & settings.keys() else 2
     assert_same(run_ranks(both, "odd_mlp", Options(layout=layout, steps=2, **settings), world=world))
+
+
+def crossed() -> list[str]:
+    return [] if here.crossings["to_device"] and here.crossings["bring"] else ["the path was not forced"]
+
+
+def extensions(layout: str, options: dict[str, object]) -> list[str]:
+    losses, values = train_extensions(fullshard, options, layout=layout)
+    with forced():
+        offloaded_losses, offloaded_values = train_extensions(fullshard, options, layout=layout)
+    problems = [] if losses == offloaded_losses else [f"losses {offloaded_losses}, not {losses}"]
+    return problems + crossed() + compare_tensors("parameter", offloaded_values, values, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("rows", {"reshard": False}), ("flat", {"accumulate": True}), ("rows", {"precision": True, "hybrid": True})],
+    ids=str,
+)
+def test_tensor_subclasses(run_ranks, layout, options):
+    """Their chunks are copied to the device, each of its tensors, before they say what they send."""
+    assert_same(run_ranks(extensions, layout, options, world=4 if "hybrid" in options else 2))
+
+
+def page_locked(layout: str) -> list[str]:
+    """On a simulated device, whose copies from page-locked memory are ordered by streams and events."""
+    losses, values = train_extensions(fullshard, {}, layout=layout)
+    with by_nccl(), simulated(offload=True) as device:
+        offloaded_losses, offloaded_values = train_extensions(fullshard, {}, layout=layout)
+    problems = [] if losses == offloaded_losses else [f"losses {offloaded_losses}, not {losses}"]
+    if not device.used_by or any(stream is not device.compute for _, stream in device.used_by):
+        problems.append("the allocator was not told that the compute stream reads the copies")
+    return problems + compare_tensors("parameter", offloaded_values, values, 0.0)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.gloo("processes")
+def test_tensor_subclasses_in_page_locked_memory(run_ranks, layout):
+    assert_same(run_ranks(page_locked, layout))
+
+
+def tensor_parallel(shape: tuple[int, ...]) -> list[str]:
+    rank, _ = data_rank(shape)
+    results = []
+    for enter in (nullcontext, forced):
+        with enter():
+            model = parallel_model(fullshard, shape)
+        norms, values = train_parallel(model, lambda step: batch(step, rank), fullshard.clip_grad_norm_)
+        results.append((norms, values))
+    (norms, values), (offloaded_norms, offloaded_values) = results
+    problems = [] if norms == offloaded_norms else [f"norms {offloaded_norms}, not {norms}"]
+    return problems + crossed() + compare_tensors("parameter", offloaded_values, values, 0.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_tensor_parallel_parameters(run_ranks, shape):
+    assert_same(run_ranks(tensor_parallel, shape, world=4))
 
 
 def stepped_at_home(layout: str, clip: str, threads: int | None) -> list[str]:

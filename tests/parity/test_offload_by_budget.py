@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from test_extensions import WIDE, network
+from test_extensions import shard as shard_extensions
 from test_offload import LateHome, here
 from torch import nn
 
@@ -19,9 +22,12 @@ import fullshard
 from fullshard import fully_shard, offload_by_budget
 from fullshard.api.offloading import choose
 from fullshard.shard import units_of
+from fullshard.torch_private.local_tensor import plain_tensors
+from quantised import GatheredInt8
 from raising import raises
 from simulated import by_nccl, simulated
 from test_parking import moving
+from test_tensor_parallel import batch, parallel_model
 from training import compare_tensors, full_gradients, full_parameters
 from ways import every_way, layers, shard
 
@@ -97,14 +103,10 @@ def test_a_choice_fits_and_nothing_in_it_can_stay() -> None:
     draw = random.Random(7)
     for _ in range(300):
         sizes = [draw.choice([0, draw.randint(1, 20)]) for _ in range(draw.randint(1, 9))]
-        fixed = [draw.random() < 0.1 for _ in sizes]
         budget = draw.randint(0, sum(sizes) + 2)
-        chosen = choose(sizes, fixed, budget)
+        chosen = choose(sizes, budget)
         left = sum(sizes) - sum(sizes[index] for index in chosen)
-        if left > budget:
-            assert chosen == [index for index, size in enumerate(sizes) if size and not fixed[index]]
-            continue
-        assert chosen == sorted(set(chosen)) and not any(fixed[index] for index in chosen)
+        assert left <= budget and chosen == sorted(set(chosen))
         assert all(left + sizes[index] > budget for index in chosen)
 
 
@@ -182,6 +184,45 @@ def test_a_model_without_values(run_ranks: Callable) -> None:
     assert run_ranks(on_meta, world=2) == [[], []]
 
 
+def subclasses_and_parallel() -> list[str]:
+    """Units of tensor subclasses, and of tensor-parallel parameters, that are moved after they were built."""
+    problems = []
+    for name, build, inputs in (
+        ("subclasses", lambda: shard_extensions(fullshard, network()), lambda step: torch.ones(3, WIDE) * (step + 1)),
+        ("tensor parallel", lambda: parallel_model(fullshard, (2, 2)), lambda step: batch(step, dist.get_rank() // 2)),
+    ):
+        results = []
+        for moves in (False, True):
+            model, before = build(), set()
+            if moves:
+                before = {id(parameter) for parameter in model.parameters()}
+                with mock.patch.object(OFFLOADING, "home_of", homes), moving(True):
+                    offload_by_budget(model, 0)
+                if before != {id(parameter) for parameter in model.parameters()}:
+                    problems.append(f"{name}: other parameters")
+                if not all(b.home is not None for u in units_of(model) for b in u.buckets):
+                    problems.append(f"{name}: not all units moved")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+            for step in range(3):
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([detached(parameter._local_tensor).clone() for parameter in model.parameters()])
+        if not all(map(torch.equal, *results)):
+            problems.append(f"{name}: other values")
+    return problems
+
+
+def detached(tensor: Any) -> Any:
+    """`values` is a method of plain tensors."""
+    return tensor.values.detach() if type(tensor) is GatheredInt8 else tensor.detach()
+
+
+@pytest.mark.gloo("processes")
+def test_subclasses_and_tensor_parallel_parameters(run_ranks: Callable) -> None:
+    assert run_ranks(subclasses_and_parallel, world=4) == [[]] * 4
+
+
 def page_locked() -> list[str]:
     """On a simulated device: page-locked memory of the chosen units alone, and the same numbers."""
     results = []
@@ -205,9 +246,36 @@ def page_locked() -> list[str]:
     return [f"{i}" for i, (one, other) in enumerate(zip(*results, strict=True)) if not torch.equal(one, other)]
 
 
+def page_locked_subclasses() -> list[str]:
+    """On a simulated device: tensors inside subclasses are page-locked, also those that users put there later."""
+    problems, results = [], []
+    for moves in (False, True):
+        with by_nccl(), simulated():
+            model = shard_extensions(fullshard, network())
+            if moves:
+                home = fullshard.shard.offload.Home(torch.device("cpu"), torch.device("cpu"), pinned=True)
+                with mock.patch.object(OFFLOADING, "home_of", lambda *asked, home=home: home):
+                    offload_by_budget(model, 0)
+            for step in range(2):
+                model(torch.ones(3, WIDE)).square().sum().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.copy_(parameter - 0.1 * parameter.grad)
+                        parameter.grad = None
+                        if step == 1:
+                            parameter.data = parameter.data.clone()
+            model(torch.ones(3, WIDE))
+            inner = [plain for p in model.parameters() for plain in plain_tensors(p)]
+            if any(plain.is_pinned() is not moves for plain in inner):
+                problems.append(f"page-locked: {[plain.is_pinned() for plain in inner]}")
+            results.append([plain.detach().clone() for plain in inner])
+    return problems + ([] if all(map(torch.equal, *results)) else ["other values"])
+
+
 @pytest.mark.gloo("processes")
-def test_on_a_simulated_device(run_ranks: Callable) -> None:
-    assert run_ranks(page_locked, world=2) == [[], []]
+@pytest.mark.parametrize("what", [page_locked, page_locked_subclasses], ids=lambda what: what.__name__)
+def test_on_a_simulated_device(run_ranks: Callable, what: Callable) -> None:
+    assert run_ranks(what, world=2) == [[], []]
 
 
 def test_what_it_refuses(fake_world) -> None:

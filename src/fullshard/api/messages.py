@@ -272,16 +272,6 @@ def not_a_cpu_offload_policy(policy: object) -> ConfigError:
     )
 
 
-def budget_too_small(left: int, budget: float, stay: Sequence[str]) -> ConfigError:
-    """The error for a budget that is too small for the units that cannot be offloaded, `stay`."""
-    return ConfigError(
-        "offload_by_budget: the model does not fit the budget even with every unit offloaded that can be.",
-        expected=f"at most {budget:,.0f} bytes on the device",
-        got=f"{left:,} bytes that stay there: units {', '.join(stay)}",
-        remedy="a larger budget, more ranks, or parameters of plain classes, which can be offloaded",
-    )
-
-
 def offloaded_while_parked(parked: Sequence[str]) -> PhaseError:
     """The error for `offload_by_budget` of a model with these units parked."""
     return PhaseError(

@@ -76,10 +76,9 @@ def offload_by_budget(
         What was chosen; `print` shows it in one line.
 
     Raises:
-        ConfigError: `model` has no units; `budget` or `state_bytes` is not a number of at least 0; the units that
-            cannot be offloaded do not fit; an optimizer has stepped, or a backward has run: state or gradients may be
-            on the device already. (An optimizer that creates state when it is built, such as Adagrad, cannot be
-            noticed: build it afterwards.)
+        ConfigError: `model` has no units; `budget` or `state_bytes` is not a number of at least 0; an optimizer has
+            stepped, or a backward has run: state or gradients may be on the device already. (An optimizer that creates
+            state when it is built, such as Adagrad, cannot be noticed: build it afterwards.)
         PhaseError: a forward or backward runs, or part of the model is parked. Nothing has changed in either case.
     """
     runners = runners_of(model, "offload_by_budget")
@@ -93,12 +92,8 @@ def offload_by_budget(
     _refuse_late(runners, names)
     movable = [runner for runner in reversed(runners) if not _at_home(runner.unit)]
     sizes = [bytes_of(runner.unit, state_bytes) for runner in movable]
-    fixed = [_is_fixed(runner.unit) for runner in movable]
-    chosen = choose(sizes, fixed, budget)
+    chosen = choose(sizes, budget)
     left = sum(sizes) - sum(sizes[index] for index in chosen)
-    if left > budget:
-        stay = [names[id(runner)] for runner, stays in zip(movable, fixed, strict=True) if stays]
-        raise messages.budget_too_small(left, budget, stay)
     for index in chosen:
         unit = movable[index].unit
         if unit.buckets and (home := home_of(policy, unit.buckets[0].axes.device)) is not None:
@@ -110,17 +105,16 @@ def offload_by_budget(
     return result
 
 
-def choose(sizes: Sequence[int], fixed: Sequence[bool], budget: float) -> list[int]:
+def choose(sizes: Sequence[int], budget: float) -> list[int]:
     """Return the indices to move, in order, such that the others' sizes fit the budget; pure.
 
-    Takes sizes from the first on until the rest fits, then gives back from the last on whatever still fits. If not even
-    moving all is enough, that is what is returned.
+    Takes sizes from the first on until the rest fits, then gives back from the last on whatever still fits.
     """
     left, chosen = sum(sizes), []
     for index, size in enumerate(sizes):
         if left <= budget:
             break
-        if size and not fixed[index]:
+        if size:
             chosen.append(index)
             left -= size
     for index in reversed([*chosen]):
@@ -138,11 +132,6 @@ def bytes_of(unit: Unit, state_bytes: int) -> int:
         if any(member.sharded.requires_grad for member in bucket.members):
             total += bucket.layout.shard_numel * (gradients.delivery.grad_dtype.itemsize + state_bytes)
     return total
-
-
-def _is_fixed(unit: Unit) -> bool:
-    """Whether a unit cannot be offloaded; see `CPUOffloadPolicy`."""
-    return any(not bucket.form.plain or any(m.split for m in bucket.members) for bucket in unit.buckets)
 
 
 def _at_home(unit: Unit) -> bool:

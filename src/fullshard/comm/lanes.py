@@ -233,6 +233,20 @@ class Lanes:
             self._read = self.inward.record_event()
             return cast(copied)
 
+    def fetch(self, plain: torch.Tensor) -> torch.Tensor:
+        """Copy `plain`, which is page-locked, to the device, for use on the current stream, which waits for the copy.
+
+        The copy is allocated under the lane, which needs not wait for the compute stream: the memory returns to the
+        lane only when both streams are done with it.
+        """
+        now = current_stream(self.device)
+        with self.inward:
+            copied = plain.to(self.device, non_blocking=True, copy=True)
+            self._read = self.inward.record_event()
+        now.wait_event(self._read)
+        copied.record_stream(now)
+        return copied
+
     def gathering(self, comm: Gathers) -> Gathers:
         """Wrap `comm` to issue gathers from `inward`: they wait for the copy; the compute stream waits for neither."""
         return _FromLane(self, comm)

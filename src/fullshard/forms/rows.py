@@ -64,16 +64,17 @@ class RowsForm:
 
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         """A local as a DTensor of torch's own class (subclasses: as they show it)."""
-        return self._rows(member, local) if member.split is None else member.split.sharded(local)
-
-    def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
         if self.apart and local.device != self.axes.device and not local.is_meta:
             # `from_local` would move it to the mesh's device.
             stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=self.axes.device)
-            rows: Any = self._rows(member, stand_in)
+            rows = self._rows(member, stand_in)
             set_local(rows, local)
-            moved: Any = around_local(rows)
-            return moved
+            return around_local(rows)
+        return self._rows(member, local)
+
+    def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
+        if member.split is not None:
+            return member.split.sharded(local)
         slot = member.slot
         placement = Shard(slot.spec.dim)
         placements = (placement,) if self.axes.replicate is None else (Replicate(), placement)

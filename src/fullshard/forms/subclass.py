@@ -74,11 +74,12 @@ class Chunks:
         tensors: the chunks, in the same order.
     """
 
-    __slots__ = ("_by_slot", "tensors")
+    __slots__ = ("_by_slot", "_fetch", "tensors")
 
     def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [*tensors]
         self._by_slot = dict(zip(slots, self.tensors, strict=True))
+        self._fetch: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, slot: Slot) -> torch.Tensor:
         """The chunk of a parameter."""
@@ -87,6 +88,25 @@ class Chunks:
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Chunks:
         """`Chunks` of the same parameters with these tensors."""
         return Chunks([*self._by_slot], [*tensors])
+
+    def fetched_by(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
+        """`Chunks` of the same tensors, from which gathers copy each plain tensor to the device by `fetch`."""
+        chunks = self.replaced(self.tensors)
+        chunks._fetch = fetch
+        return chunks
+
+    def on_device(self) -> tuple[list[torch.Tensor], int]:
+        """The tensors on the compute device, and the bytes that were copied there."""
+        fetch, copied = self._fetch, []
+        if fetch is None:
+            return self.tensors, 0
+
+        def copy(plain: torch.Tensor) -> torch.Tensor:
+            copied.append(fetch(plain))
+            return copied[-1]
+
+        tensors = [with_parts(tensor, copy) for tensor in self.tensors]
+        return tensors, sum([plain.nbytes for plain in copied])
 
     def clone(self) -> Chunks:
         """A copy in separate memory."""
@@ -111,18 +131,19 @@ class SubclassForm(RowsForm):
     Args:
         layout, axes: of kind rows, in plain elements, for the reduction of gradients.
         policy: passed to `fsdp_pre_all_gather` as `mp_policy`.
+        apart: whether shards are on a different device than the mesh (offloading).
     """
 
     plain = False
 
-    def __init__(self, layout: Layout, axes: MeshAxes, policy: Any) -> None:
-        super().__init__(layout, axes)
+    def __init__(self, layout: Layout, axes: MeshAxes, policy: Any, apart: bool = False) -> None:
+        super().__init__(layout, axes, apart)
         self.policy = policy
 
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if type(local) is torch.Tensor:  # a gradient
-            return self._rows(member, local)
-        view = self._rows(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
+            return super()._plain_view(member, local)
+        view = super()._plain_view(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
         set_local(view, local)
         return view
 
@@ -145,11 +166,19 @@ class SubclassForm(RowsForm):
         return SubclassFull(self, members, device, dtype)
 
     def copied(self) -> SubclassForm:
-        return type(self)(self.layout, self.axes, self.policy)
+        return type(self)(self.layout, self.axes, self.policy, self.apart)
 
 
-def chunk_of(original: Any, slot: Slot, axes: MeshAxes) -> Any:
+def chunk_of(
+    original: Any, slot: Slot, axes: MeshAxes, keep: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Any:
     """This rank's rows of `original`, of the same class, in separate memory on the mesh's device.
+
+    Args:
+        original: the whole parameter.
+        slot: of the parameter.
+        axes: the mesh.
+        keep: copies a plain tensor to where shards are, if that is not the mesh's device.
 
     Raises:
         ConfigError: no rows, or a class that does not support cutting, copying or moving.
@@ -158,7 +187,10 @@ def chunk_of(original: Any, slot: Slot, axes: MeshAxes) -> Any:
         raise without_rows(type(original).__name__, slot.name, slot.spec.dim, slot.shape)
     try:
         with torch.no_grad():
-            chunk = rows_on_rank(original.detach(), axes.shard).clone()
+            chunk = rows_on_rank(original.detach(), axes.shard)
+            if keep is not None and not chunk.is_meta:
+                return with_parts(chunk, keep)
+            chunk = chunk.clone()
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise not_cut_into_chunks(type(original).__name__, slot.name, error) from error
@@ -221,13 +253,15 @@ class SubclassFull:
 
     def _begin(self, comm: Gathers, axis: Axis, mesh: DeviceMesh, source: Chunks) -> None:
         with torch.no_grad():
+            chunks, fetched_bytes = source.on_device()
             sent = [
                 gathered.tensors_to_send(chunk, mesh, self.form.policy)
-                for gathered, chunk in zip(self._gathered, source.tensors, strict=True)
+                for gathered, chunk in zip(self._gathered, chunks, strict=True)
             ]
             sizes = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in sent]
             if sizes != self._sizes:
                 self._arrange(comm, axis, sizes)
+            self.passing_bytes = self._send.nbytes + self._receive.nbytes + fetched_bytes
             self._send.allocate()
             self._receive.allocate()
             copy_all(self._targets, [_octets(tensor) for tensors in sent for tensor in tensors if tensor.numel()])
@@ -254,7 +288,7 @@ class SubclassFull:
         padding = length - used
         self._send = Scratch(length, torch.uint8, self.device)
         self._receive = Scratch(axis.size * (length + padding), torch.uint8, self.device)
-        self.nbytes, self.passing_bytes = axis.size * length, self._send.nbytes + self._receive.nbytes
+        self.nbytes = axis.size * length
         lengths = [math.prod(shape) * dtype.itemsize for local_sizes in sizes for shape, dtype in local_sizes]
         self._targets = [self._send.tensor.narrow(0, starts[i], n) for i, n in enumerate(lengths) if n]
         self._copy_out = bool
@@ -326,6 +360,7 @@ class SubclassFull:
         for out in (self._send, self._receive, *self._received):
             out.free()
         for gathered in self._gathered:
+            gathered._sent = None
             for storage, _ in gathered.inner:
                 storage.resize_(0)
 
@@ -374,6 +409,7 @@ class _Gathered:
         self._keeps: list[bool] = []  # per buffer, whether the class's tensor uses it
         self._unsharded: Any = None  # the tensor that the class returned
         self._metadata: Any = None
+        self._sent: Any = None  # the chunk on the device, while gathering
 
     def tensors_to_send(self, source: Any, mesh: DeviceMesh, policy: Any) -> list[torch.Tensor]:
         """Call the chunk's `fsdp_pre_all_gather`; returns the tensors that it sends, plain and contiguous.
@@ -387,6 +423,7 @@ class _Gathered:
             raise does_not_gather_itself(self.member.name, _METHODS, type(source).__name__, missing)
         module = self.member.places[0].module
         sent, self._metadata = _before_gather(source, mesh, torch.Size(slot.shape), slot.stride, module, policy)
+        self._sent = source
         return sent
 
     def expect(self, world: int, sizes: _Sizes, rows: list[tuple[int, int]]) -> None:
@@ -410,11 +447,11 @@ class _Gathered:
         Raises:
             ConfigError: the tensor does not have the parameter's shape.
         """
-        member, chunk, outputs = self.member, self.member.local, self._outputs
+        member, chunk, outputs = self.member, self._sent, self._outputs
         for storage, nbytes in self.inner:
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
-        post: Any = chunk.fsdp_post_all_gather  # type: ignore[attr-defined]
+        post: Any = chunk.fsdp_post_all_gather
         if (unsharded := self._unsharded) is not None:
             # A plain tensor is filled through an alias with a separate version counter: autograd must not take equal
             # values for a change of a saved tensor. A subclass is filled as the object that the module uses, on which
@@ -440,6 +477,7 @@ class _Gathered:
 
     def free_unused(self) -> int:
         """Free buffers that the class's tensor does not use; returns the bytes that remain."""
+        self._sent = None
         remaining = sum([nbytes for _, nbytes in self.inner])
         for out, keeps in zip(self.received, self._keeps, strict=True):
             if keeps:

@@ -12,6 +12,7 @@ The form decides how a sharded parameter shows (`forms/`). Gradients have their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ from ..forms import (
     attributes_of,
     hooks_onto,
     take_grad_dtype,
+    with_parts,
 )
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
-from ..torch_private.local_tensor import plain_access, read_requires_grad
+from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
 from ..watcher import RANK
 from .messages import on_another_device, partly_on_meta, several_dtypes
 from .offload import Home
@@ -256,6 +258,8 @@ class Bucket:
             elif home is not None and self.form.plain:
                 source, gathers, to.comm = home.to_device(source, self._as_sent), home.gathering(comm), None
                 to.passing_bytes += source.numel() * source.element_size()
+            elif home is not None:
+                source = source.fetched_by(home.fetch_ahead)
             over = apart_of(axis, comm) if apart else axis
             self.full.plan(to, gathers, over, source, self.keeps_storage, gather_dtype)
 
@@ -391,8 +395,8 @@ class Bucket:
         """Make `shard` (same length, any dtype or device) this bucket's shard; it already contains the values."""
         self.storage_dtype = shard.dtype
         self.compute_dtype = self.own_compute_dtype or shard.dtype
-        if self.home is not None and self.form.plain and not shard.is_meta and not self.home.holds(shard):
-            shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
+        if self.home is not None and not shard.is_meta:
+            shard = self._at_home(shard, self.home)
         if self.form.plain and not shard.is_meta:
             self._zero_padding(shard)
         self.shard = shard
@@ -400,6 +404,15 @@ class Bucket:
         self.form.point(self.members, shard)
         for member in self.members:
             take_grad_dtype(member.sharded)
+
+    @torch.no_grad()
+    def _at_home(self, shard: Any, home: Home) -> Any:
+        """A shard in memory of its home: itself if it is there."""
+        if isinstance(shard, Chunks):
+            if all([home.holds(plain) for tensor in shard.tensors for plain in plain_tensors(tensor)]):
+                return shard
+            return shard.replaced([with_parts(tensor, home.keep) for tensor in shard.tensors])
+        return shard if home.holds(shard) else home.keep(shard)
 
     @torch.no_grad()
     def _zero_padding(self, shard: torch.Tensor) -> None:
@@ -412,9 +425,9 @@ class Bucket:
 
     def copy_of_shard(self) -> Any:
         """Return a copy of the shard, in memory of the same kind."""
-        if self.home is None or self.shard.is_meta or not self.form.plain:
+        if self.home is None or self.shard.is_meta:
             return self.shard.clone()
-        return self.home.empty(self.shard.numel(), self.shard.dtype).copy_(self.shard)
+        return self.shard_after(partial(with_parts, make=self.home.keep))
 
     def without(self, leaving: Member) -> Bucket | None:
         """Return a bucket of all members but `leaving`; None if that is all. Collective, only for ties across units."""

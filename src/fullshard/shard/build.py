@@ -45,8 +45,6 @@ from .gradient_dtypes import GradientDtypes
 from .messages import (
     mesh_on_another_device,
     not_cut_into_blocks,
-    offloaded_subclass,
-    offloaded_tensor_parallel,
     placement_on_missing_dim,
     unusable_override,
     unusable_placement,
@@ -129,8 +127,6 @@ def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[Plan
         if is_block_shard(first.placement):
             bucket_settings = replace(bucket_settings, layout=Blocks(first.parameter.shape[-1]))
         if is_extension(first.parameter):
-            if settings.home is not None:
-                raise offloaded_subclass(first.name, type(first.parameter).__name__)
             replan = partial(
                 _plan_extensions, dtype=first.parameter.dtype, settings=bucket_settings, policy=settings.policy
             )
@@ -140,11 +136,10 @@ def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[Plan
         bucket = PlannedBucket(items, layout, form, bucket_settings, replan)
         for item in items:
             item.split = _split(item, bucket_settings)
-            if item.split is not None and settings.home is not None:
-                raise offloaded_tensor_parallel(item.name)
         if not form.plain:
+            keep = None if settings.home is None else settings.home.keep
             chunks = [
-                chunk_of(item.parameter, slot, bucket_settings.axes)
+                chunk_of(item.parameter, slot, bucket_settings.axes, keep)
                 for item, slot in zip(items, layout.slots, strict=True)
             ]
             bucket.chunks = Chunks(layout.slots, chunks)
@@ -269,7 +264,7 @@ def _plan_extensions(
     """
     numel = sum(math.prod(spec.shape) for spec in specs)
     layout = plan_rows(specs, settings.axes.shard.size, _align(dtype, settings), 1 + numel)
-    return layout, SubclassForm(layout, settings.axes, policy)
+    return layout, SubclassForm(layout, settings.axes, policy, settings.home is not None)
 
 
 def _align(dtype: torch.dtype, settings: BuildSettings) -> int:

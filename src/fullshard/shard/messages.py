@@ -165,25 +165,6 @@ def zero_in_a_view(parameter: str) -> str:
 # build.py
 
 
-def offloaded_subclass(parameter: str, kind: str) -> ConfigError:
-    """The error for a tensor subclass in an offloaded unit."""
-    return ConfigError(
-        "CPU offload does not support parameters of tensor subclasses yet.",
-        parameter=parameter,
-        got=kind,
-        remedy="shard their unit without CPUOffloadPolicy",
-    )
-
-
-def offloaded_tensor_parallel(parameter: str) -> ConfigError:
-    """The error for a tensor-parallel parameter in an offloaded unit."""
-    return ConfigError(
-        "CPU offload does not support tensor-parallel parameters yet.",
-        parameter=parameter,
-        remedy="shard their unit without CPUOffloadPolicy",
-    )
-
-
 def unusable_override(parameter: str, param_dtype: Any, own: Any, chosen: Any) -> ConfigError:
     """The error for an invalid result of `param_dtype_override_fn`."""
     return ConfigError(

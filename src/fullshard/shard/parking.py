@@ -132,6 +132,10 @@ def offload_unit(unit: Unit, home: Home) -> None:
     _put_at_rest(unit)
     for bucket in unit.buckets:
         bucket.home, bucket.form.apart = home, True  # type: ignore[attr-defined]
+        if not bucket.form.plain and not bucket.shard.is_meta:  # a class knows its device: its tensors are made anew
+            bucket.rehome(bucket.shard)
+            for member in bucket.members:
+                follow_local(member.sharded)
     _move(unit, Mover(home.device, home.pinned))
 
 
