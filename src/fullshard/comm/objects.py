@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import FullshardError
 from ..mesh import device_of
+from ..torch_private.mesh_without_group import AbsentGroup
 from ..watcher import RANK
 from .meeting import own_lines
 from .watched import Watched
@@ -35,6 +36,8 @@ def objects_of_all(value: Any, group: Group, what: str) -> list[Any]:
     Raises:
         DivergenceError: other ranks do not make this call, or are gone.
     """
+    if isinstance(group, AbsentGroup):  # of a planned step: all ranks do the same
+        return [value] * group.size()
     talk = _Talk(group, what)
     local = _pickled(value)
     sizes = talk.sizes_of_all(local.numel())

@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
+from ..torch_private.mesh_without_group import AbsentGroup
 from .lines import Lines, close_lines, lines_of, open_lines
 from .messages import (
     alone,
@@ -324,7 +325,10 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device for tensors that this rank exchanges over `group`: the device on which the group's units compute.
 
     Without units the device that the group is bound to (`init_process_group(device_id=)`), else the current device.
+    Of ranks that do not exist the CPU, on which their fake tensors are.
     """
+    if isinstance(group, AbsentGroup):
+        return torch.device("cpu")
     kind = device_type_of(group)
     for device in (_devices.get(group), getattr(group, "bound_device_id", None)):
         if device is not None and device.type == kind:

@@ -18,6 +18,7 @@ from .owners import (
     Cut,
     OtherCut,
     Owners,
+    Ownership,
     RowsCut,
     axes_of,
     balanced,
@@ -25,6 +26,7 @@ from .owners import (
     check_gradient,
     cut_of,
     keep,
+    ownership,
     piece_of,
     places_of,
 )
@@ -134,24 +136,15 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
         """Orthogonalize the momentum, and update the parameters."""
-        by_ranks: dict[Any, tuple[Axis | None, list[int], list[Cut]]] = {}
-        for index, (parameter, group, piece) in enumerate(updates):
-            cut = cut_of(parameter)
-            if id(parameter) not in self._axes:
-                self._axes[id(parameter)] = axes_of(parameter)
-            axes = self._axes[id(parameter)]
-            axis = axes[1] if axes is not None else None
-            if cut is None and axes is not None and axis is not None:  # whole on every rank of the replicate axis
-                cut = RowsCut(axes[0].group, parameter.shape, 0, 1, 0)
-            if isinstance(cut, OtherCut):
-                _apply(parameter, group, _orthogonalized_everywhere(parameter, group, piece))
-            elif cut is None:
-                _apply(parameter, group, _orthogonalized(piece, group))
-            else:
-                ranks = cut.group, axis and axis.group
-                _, indices, cuts = by_ranks.setdefault(ranks, (axis, [], []))
-                indices.append(index)
-                cuts.append(cut)
+        by_ranks, alone = self._by_ranks([parameter for parameter, *_ in updates])
+        for index, cut in alone:
+            parameter, group, piece = updates[index]
+            is_split = isinstance(cut, OtherCut)
+            _apply(
+                parameter,
+                group,
+                _orthogonalized_everywhere(parameter, group, piece) if is_split else _orthogonalized(piece, group),
+            )
         for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
             key = ranks, replicas, tuple([id(updates[index][0]) for index in indices])
             if (owned := self._owners.get(key)) is None or owned.cuts != cuts:
@@ -165,6 +158,43 @@ class Muon(torch.optim.Optimizer):
             for index, piece in zip(indices, pieces, strict=True):
                 parameter, group, _ = updates[index]
                 _apply(parameter, group, piece)
+
+    def _by_ranks(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[dict[Any, tuple[Axis | None, list[int], list[Cut]]], list[tuple[int, OtherCut | None]]]:
+        """Which parameters share owners, by index: for the groups of both axes their replicate axis, indices and cuts.
+
+        Also those that have none: whole here, or split in a way that owners do not support.
+        """
+        by_ranks: dict[Any, tuple[Axis | None, list[int], list[Cut]]] = {}
+        alone: list[tuple[int, OtherCut | None]] = []
+        for index, parameter in enumerate(parameters):
+            cut = cut_of(parameter)
+            if id(parameter) not in self._axes:
+                self._axes[id(parameter)] = axes_of(parameter)
+            axes = self._axes[id(parameter)]
+            axis = axes[1] if axes is not None else None
+            if cut is None and axes is not None and axis is not None:  # whole on every rank of the replicate axis
+                cut = RowsCut(axes[0].group, parameter.shape, 0, 1, 0)
+            if cut is None or isinstance(cut, OtherCut):
+                alone.append((index, cut))
+                continue
+            _, indices, cuts = by_ranks.setdefault((cut.group, axis and axis.group), (axis, [], []))
+            indices.append(index)
+            cuts.append(cut)
+        return by_ranks, alone
+
+    def ownerships(self) -> list[Ownership]:
+        """Which rank orthogonalizes which matrix, in a step in which all matrices have gradients. No communication."""
+        matrices = [parameter for group in self.param_groups for parameter in group["params"]]
+        places = places_of(matrices)
+        matrices.sort(key=lambda matrix: places.get(id(matrix), (-1, 0)))
+        shared = []
+        for axis, indices, cuts in self._by_ranks(matrices)[0].values():
+            costs, owned = [_cost(cut.shape) for cut in cuts], _Owned(cuts, axis).chosen
+            of_ranks = [matrices[index] for index in indices]
+            shared.append(ownership(of_ranks, cuts[0], axis, owned, costs, "multiplications"))
+        return shared
 
     def __getstate__(self) -> dict[str, Any]:
         # These refer to process groups and ids:
@@ -180,11 +210,12 @@ class _Owned:
 
     Attributes:
         cuts: see above.
+        chosen: the owner of each matrix: its number on a mesh (shard, replicate).
     """
 
     def __init__(self, cuts: Sequence[Cut], axis: Axis | None) -> None:
         self.cuts, self._axis, replicas = cuts, axis, axis.size if axis is not None else 1
-        chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
+        self.chosen = chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
         self._replica_of = [owner % replicas for owner in chosen]  # by index of a matrix
         replica = axis.rank if axis is not None else 0
         self._ours = [index for index, of in enumerate(self._replica_of) if of == replica]

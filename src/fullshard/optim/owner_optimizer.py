@@ -20,18 +20,22 @@ from ..errors import CheckpointError, ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..mesh import Axis, device_of
+from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside
 from ..torch_private.step_hooks import needs_closure
 from .owners import (
     Cut,
     OtherCut,
     Owners,
+    Ownership,
     axes_of,
     balanced,
     check_alike,
     check_gradient,
     cut_of,
     keep,
+    ownership,
+    ownership_of_elements,
     piece_of,
     places_of,
 )
@@ -118,7 +122,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._owner_of: dict[int, int] = {}  # the owner's rank on the shard axis, of parameters split along it
         self._replica_of: dict[int, int] = {}  # the owner's rank on the replicate axis, of parameters that have one
         self._bounds: dict[int, list[int]] = {}  # if elementwise: see `element_bounds`, of this rank's part
-        self._are_assigned = False  # whether `_assign_owners` has filled these three
+        self._ownerships: list[Ownership] = []  # see `ownerships`
+        self._are_assigned = False  # whether `_assign_owners` has filled these four
         self._places: dict[int, tuple[Axis, Axis | None] | None] = {}  # see `_axes_of`
         self._cuts: dict[int, Cut | OtherCut | None] = {}
         self._classes: dict[int, Classes] = {}  # of the state of parameters that this rank owns
@@ -348,7 +353,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def _why_not(self, parameter: torch.Tensor) -> ConfigError | None:
         """The error for a parameter that this optimizer cannot step; None if it can."""
         local = inside(parameter.detach())
-        if self.elementwise and (type(local) not in (torch.Tensor, nn.Parameter) or not is_dense(local)):
+        is_plain = type(local) in (torch.Tensor, nn.Parameter) or is_fake(local)  # fake: of a planned step
+        if self.elementwise and not (is_plain and is_dense(local)):
             what = "OwnerOptimizer(elementwise=True): a parameter's shard cannot be cut into runs of elements."
             expected, got = "a dense plain tensor", f"{type(local).__name__}, strides {local.stride()}"
             remedy = "step this parameter with an optimizer of its own, without OwnerOptimizer"
@@ -423,7 +429,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if self._are_assigned:
             return
         self._are_assigned = True
-        self._owner_of, self._replica_of, self._bounds = {}, {}, {}
+        self._owner_of, self._replica_of, self._bounds, self._ownerships = {}, {}, {}, []
         by_ranks: dict[Any, list[tuple[torch.Tensor, Any, Axis | None]]] = {}
         for parameter in self._parameters():
             cut, axis = self._cut(parameter), self._replicas(parameter)
@@ -440,13 +446,23 @@ class OwnerOptimizer(torch.optim.Optimizer):
             if self.elementwise:
                 bounds = element_bounds([inside(parameter.detach()).numel() for parameter, *_ in entries], replicas)
                 self._bounds |= {id(parameter): b for (parameter, *_), b in zip(entries, bounds, strict=True)}
+                if axis is not None:
+                    self._ownerships.append(ownership_of_elements([p for p, *_ in entries], bounds))
                 continue
-            owners = balanced([parameter.numel() for parameter, *_ in entries], shards * replicas)
+            numels = [parameter.numel() for parameter, *_ in entries]
+            owners = balanced(numels, shards * replicas)
+            of_ranks = [parameter for parameter, *_ in entries]
+            self._ownerships.append(ownership(of_ranks, cut, axis, owners, numels, "elements"))
             for (parameter, cut, axis), owner in zip(entries, owners, strict=True):
                 if cut is not None:
                     self._owner_of[id(parameter)] = owner // replicas
                 if axis is not None:
                     self._replica_of[id(parameter)] = owner % replicas
+
+    def ownerships(self) -> list[Ownership]:
+        """Which rank steps which parameter, or how many elements if `elementwise`, by unit. No communication."""
+        self._assign_owners()
+        return self._ownerships
 
     def _agree(self, stepped: Sequence[torch.Tensor]) -> None:
         """Check that replicas are about to step the same parameters, once for each set of them. Collective then.

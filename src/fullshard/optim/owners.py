@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..comm import objects_of_all
@@ -122,7 +123,9 @@ def cut_of(tensor: torch.Tensor) -> Cut | OtherCut | None:
     if len(axes) > 1 or type(placement) is not Shard:
         return OtherCut()
     dim = placement.dim % tensor.dim()
-    return RowsCut(mesh.get_group(axis), tensor.shape, dim, mesh.size(axis), mesh.get_local_rank(axis))
+    place = mesh.get_coordinate()
+    assert place is not None  # else this rank has no part
+    return RowsCut(mesh.get_group(axis), tensor.shape, dim, mesh.size(axis), place[axis])
 
 
 def piece_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -167,6 +170,15 @@ def views_of(unit: Any) -> Iterator[tuple[torch.Tensor, Any, list[int]]]:
                 yield view.tensor, bucket, view.members
 
 
+def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """The mesh of a parameter's or view's unit; None if it is in no unit."""
+    unit = owner_of(parameter)
+    for bucket in unit.buckets if unit is not None else ():
+        if any(member.sharded is parameter for member in bucket.members):
+            return bucket.axes.mesh
+    return next((b.axes.mesh for view, b, _ in views_of(unit) if view is parameter), None) if unit is not None else None
+
+
 def axes_of(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
     """The shard axis of a parameter or view, and its replicate axis if that has several ranks; None if in no unit."""
     axes: tuple[Axis, Axis | None] | None = None
@@ -200,7 +212,8 @@ def check_alike(
         DivergenceError: they differ. Every rank of both axes names the first difference.
     """
     names = [f"{_name(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
-    lines: list[tuple[int, list[str]]] = [(dist.get_rank(), names)]
+    rank = dist.get_rank() if dist.is_initialized() else 0  # a planned step has no ranks
+    lines: list[tuple[int, list[str]]] = [(rank, names)]
     for axis in (replicas, group):
         if axis is not None:
             lines = [line for those in objects_of_all(lines, axis, "optimizers' state") for line in those]
@@ -235,6 +248,83 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
         owners[index] = min(range(world), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += costs[index]
     return owners
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which rank steps each of the parameters that the same ranks share.
+
+    Attributes:
+        parameters: in the order in which they are exchanged.
+        ranks: [replicas][shards], the global ranks.
+        owners: replica and rank on the shard axis of each parameter; empty if elements are stepped where they are.
+        balanced: what is balanced: "elements" or "multiplications".
+        costs: of these, by parameter.
+        loads: [replicas][shards], the sums of owners. If elements are stepped where they are: those of this rank's
+            shards, of which each replica steps some, so that all of a replica's entries are equal.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    owners: tuple[tuple[int, int], ...]
+    balanced: str
+    costs: tuple[int, ...]
+    loads: tuple[tuple[int, ...], ...]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load over the mean."""
+        loads = [load for replica in self.loads for load in replica]
+        return max(loads) * len(loads) / max(sum(loads), 1)
+
+    def owned_by(self, replica: int, rank: int) -> list[torch.Tensor]:
+        """The parameters of one owner."""
+        return [p for p, owner in zip(self.parameters, self.owners, strict=False) if owner == (replica, rank)]
+
+
+def ownership(
+    parameters: Sequence[torch.Tensor],
+    cut: Cut | None,
+    replicas: Axis | None,
+    chosen: Sequence[int],
+    costs: Sequence[int],
+    balanced: str,
+) -> Ownership:
+    """An `Ownership` of whole parameters.
+
+    Args:
+        cut: of any of them; None: each rank of the shard axis has them whole.
+        replicas: the replicate axis; None: there is none.
+        chosen: the result of `balanced`: number of an owner on a mesh (shard, replicate).
+    """
+    copies, shards = replicas.size if replicas else 1, cut.world if cut else 1
+    owners = [(owner % copies, owner // copies) for owner in chosen]
+    loads = [[0] * shards for _ in range(copies)]
+    for (replica, rank), cost in zip(owners, costs, strict=True):
+        loads[replica][rank] += cost
+    ranks = _ranks(parameters[0], cut, copies, shards)
+    return Ownership(tuple(parameters), ranks, tuple(owners), balanced, tuple(costs), tuple(map(tuple, loads)))
+
+
+def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[Sequence[int]]) -> Ownership:
+    """An `Ownership` of elements that are stepped where they are.
+
+    Args:
+        bounds: of each parameter, see `element_bounds`.
+    """
+    loads = [sum(each[at + 1] - each[at] for each in bounds) for at in range(len(bounds[0]) - 1)]
+    costs = [each[-1] for each in bounds]
+    mesh: Any = mesh_of(parameters[0])
+    ranks = tuple(map(tuple, mesh.mesh.reshape(len(loads), -1).tolist()))
+    by_rank = tuple((load,) * len(ranks[0]) for load in loads)
+    return Ownership(tuple(parameters), ranks, (), "elements", tuple(costs), by_rank)
+
+
+def _ranks(parameter: torch.Tensor, cut: Cut | None, copies: int, shards: int) -> tuple[tuple[int, ...], ...]:
+    """The global ranks [copies][shards] that share a parameter."""
+    if (mesh := mesh_of(parameter)) is not None and mesh.size() == copies * shards:
+        return tuple(map(tuple, mesh.mesh.reshape(copies, shards).tolist()))
+    return (tuple(dist.get_process_group_ranks(cut.group)) if cut else (dist.get_rank(),),)
 
 
 def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:

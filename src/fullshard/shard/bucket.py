@@ -37,6 +37,7 @@ from ..forms import (
 )
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
+from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
 from ..watcher import RANK
 from .messages import on_another_device, partly_on_meta, several_dtypes
@@ -124,7 +125,8 @@ class Bucket:
             with torch.no_grad():
                 self.form.take(slot, part, original, local)
         member = Member(slot, part, list(draft.places), original, local, draft.split)
-        if self.form.plain and not original.is_meta and self.axes.world > 1 and self.home is None:
+        has_bits = not original.is_meta and not is_fake(original)
+        if self.form.plain and has_bits and self.axes.world > 1 and self.home is None:
             whole = original.to_local() if isinstance(original, DTensor) else original
             writes = 0 if original.is_inference() else original._version
             member.birth = fingerprint(whole), fingerprint(local), writes

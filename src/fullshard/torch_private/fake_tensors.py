@@ -9,10 +9,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context in which every new tensor is fake."""
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one."""
+    return type(tensor) is FakeTensor

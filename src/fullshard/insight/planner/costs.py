@@ -25,10 +25,6 @@ from ...torch_private.mesh_without_group import mesh_without_group
 from .strategy import UnitStrategy
 
 
-class _NoGroup:
-    """In the place of a process group."""
-
-
 class SilentComm(TorchComm):
     """Collectives that send nothing, and count what they would send.
 
@@ -143,20 +139,24 @@ class UnitCosts:
     sent: Mapping[str, tuple[int, int]]
 
 
-def axes_of(shard: int, replicate: int = 1, backend: str = "gloo") -> MeshAxes:
-    """The axes of ranks that do not exist, seen from rank 0, which has the most elements in every layout.
+def axes_of(shard: int, replicate: int = 1, backend: str = "gloo", rank: int = 0) -> MeshAxes:
+    """The axes of ranks that do not exist, seen from `rank`. Rank 0 has the most elements in every layout.
 
     Args:
         shard, replicate: ranks over which elements are split, and over which the split copies are repeated.
         backend: whose costs decide on layouts: "gloo" or "nccl".
+        rank: number of the rank on the mesh (replicate, shard); of a larger world, modulo its ranks.
     """
-    mesh = mesh_without_group((replicate, shard) if replicate > 1 else (shard,))
+    shape = (replicate, shard) if replicate > 1 else (shard,)
+    rank %= replicate * shard
+    mesh = mesh_without_group(shape, rank=rank)
+    replica, place = divmod(rank, shard)
 
-    def axis(size: int) -> Axis:
-        group: torch.distributed.ProcessGroup = _NoGroup()  # type: ignore[assignment]
-        return Axis(group, size, 0, backend, tuple(range(size)))
+    def axis(dim: int, size: int, at: int) -> Axis:
+        return Axis(mesh.get_group(dim), size, at, backend, tuple(range(size)))
 
-    return MeshAxes(mesh, torch.device("cpu"), axis(shard), axis(replicate) if replicate > 1 else None, 0)
+    between = axis(0, replicate, replica) if replicate > 1 else None
+    return MeshAxes(mesh, torch.device("cpu"), axis(len(shape) - 1, shard, place), between, rank)
 
 
 def unit_costs(
@@ -178,13 +178,7 @@ def unit_costs(
     """
     outline = outline_of(model)
     comm = SilentComm()
-    results = {pattern: ShardPlacementResult(mesh=chosen) for pattern, chosen in (meshes or {}).items()}  # type: ignore[arg-type]
-    separate = {
-        id(parameter): result
-        for name, parameter in outline.named_parameters()
-        for pattern, result in results.items()
-        if fnmatch.fnmatchcase(name, pattern)
-    }
+    separate = _separate(outline, meshes)
     placement = (lambda p: separate.get(id(p))) if separate else None
     built: dict[int, Unit] = {}  # by id of the outline's module
     taken: set[int] = set()
@@ -206,14 +200,45 @@ def unit_costs(
     return costs
 
 
+def build_units(
+    outline: nn.Module,
+    units: Mapping[str, UnitStrategy],
+    axes: MeshAxes,
+    meshes: Mapping[str, MeshAxes] | None = None,
+) -> dict[str, Unit]:
+    """Shard an outline of a model: all of its units, by path. Arguments and errors: see `unit_costs`."""
+    separate = _separate(outline, meshes)
+    placement = (lambda p: separate.get(id(p))) if separate else None
+    built: dict[str, Unit] = {}
+    by_module: dict[int, Unit] = {}
+    taken: set[int] = set()
+    for path, strategy in units.items():
+        module = outline.get_submodule(path)
+        parameters = find_parameters([module], lambda inner: by_module.get(id(inner)), taken)
+        settings = BuildSettings(axes, SilentComm(), strategy.policy, strategy.layout, placement)
+        built[path] = by_module[id(module)] = build_unit(parameters, settings)
+    return built
+
+
+def _separate(outline: nn.Module, meshes: Mapping[str, MeshAxes] | None) -> dict[int, ShardPlacementResult]:
+    """By id of the parameter, the mesh of those that have their own."""
+    results = {pattern: ShardPlacementResult(mesh=chosen) for pattern, chosen in (meshes or {}).items()}  # type: ignore[arg-type]
+    return {
+        id(parameter): result
+        for name, parameter in outline.named_parameters()
+        for pattern, result in results.items()
+        if fnmatch.fnmatchcase(name, pattern)
+    }
+
+
 def _kind(separate: Mapping[int, ShardPlacementResult], item: Found) -> tuple[object, ...]:
     """What the costs of a parameter depend on."""
     p = item.parameter
     return p.shape, p.stride(), p.dtype, p.requires_grad, type(p), separate.get(id(p))
 
 
-def outline_of(model: nn.Module) -> nn.Module:
-    """The tree of a model's modules and parameters, on meta; shared ones are shared."""
+def outline_of(model: nn.Module, device: str = "meta") -> nn.Module:
+    """The tree of a model's modules and parameters, without values; shared ones are shared."""
     modules: dict[int, nn.Module] = {}
     parameters: dict[int, nn.Parameter] = {}
 
@@ -226,7 +251,7 @@ def outline_of(model: nn.Module) -> nn.Module:
                 continue
             if id(parameter) not in parameters:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                meta = with_parts(local, partial(torch.empty_like, device="meta"))
+                meta = with_parts(local, partial(torch.empty_like, device=device))
                 parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             copy.register_parameter(name, parameters[id(parameter)])
         for name, child in module._modules.items():

@@ -74,7 +74,16 @@ def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigErro
 def optimizer_failed(error: Exception) -> ConfigError:
     return ConfigError(
         f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
-        remedy="name one of torch.optim, or pass a function of a list of parameters that returns the optimizer",
+        remedy="name one of torch.optim, or pass a function of a list of parameters that returns the optimizer, or "
+        "several: optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
+    )
+
+
+def owners_beside(what: str) -> ConfigError:
+    return ConfigError(
+        f"plan(): {what} does not go with an optimizer that has owners, or takes named parameters.",
+        expected="steps of all parameters at once, on parameters that are split over the data-parallel ranks only",
+        remedy=f"plan without {what}, or with an element-wise optimizer",
     )
 
 

@@ -1,19 +1,104 @@
-"""Measures an optimizer's state and temporary memory by running it on fake tensors of the rank's shards."""
+"""Measures an optimizer's state, temporary memory and exchanges by running it on fake tensors.
+
+An optimizer that steps elements runs on plain tensors of the rank's shards. `Muon` and `OwnerOptimizer` run as they
+are, on the parameters of the engine's own units, as ranks that do not exist: the owners, the layout of exchanges and
+the order of a step are theirs. Their exchanges are counted by the group in which nothing is sent.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import inspect
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...containers import leaves_in
+from ...optim import Muon, OwnerOptimizer
+from ...optim.owners import Ownership, axes_of
 from ...torch_private.fake_tensors import fake_tensors
+from ...torch_private.local_tensor import inside, plain_tensors
+from ...torch_private.mesh_without_group import AbsentGroup
 from .profile import Tracker
 
 Shard = tuple[tuple[int, ...], torch.dtype, bool]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
+
+MOST_RANKS = 8
+"""Ranks that are all run as owners. In a larger world: so many with the largest loads that differ."""
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What an optimizer costs the rank that needs the most. Bytes, unless stated otherwise.
+
+    Attributes:
+        state: most of a rank, between steps.
+        temporary: what a step allocates besides, so that the sum is the most of a rank.
+        sent: by verb ("owners": over the shard axis; "replicas"), what that rank sends in a step, and in how many
+            exchanges.
+        state_on_device: of the state, what lies on the device if parameters are in host memory: that of whole
+            parameters, which owners assemble on the device.
+        rank: that rank; 0 if all need the same.
+        imbalance: the largest load of an owner over the mean; 1 without owners.
+    """
+
+    state: int
+    temporary: int
+    sent: Mapping[str, tuple[int, int]]
+    state_on_device: int
+    rank: int
+    imbalance: float
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Sharded parameters of a rank on fake tensors.
+
+    Attributes:
+        parameters: those that train, or pairs of name and parameter.
+        fakes: the context in which they were made: their memory is the same memory only there.
+        units: own the parameters, which do not keep them alive.
+    """
+
+    parameters: list[Any]
+    fakes: AbstractContextManager[Any]
+    units: object
+
+
+class _Values(TorchDispatchMode):
+    """Answers what an optimizer reads from tensors without values, such as norms: zero flags, and ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+def has_owners(optimizers: Optimizers) -> bool:
+    """Whether any of these steps whole parameters, or elements, on their owners."""
+    return any(isinstance(optimizer, (Muon, OwnerOptimizer)) for optimizer in as_list(optimizers))
+
+
+def takes_names(make: Callable[..., Any]) -> bool:
+    """Whether a `MakeOptimizer` takes pairs of name and parameter, by the name of its argument."""
+    try:
+        return next(iter(inspect.signature(make).parameters), None) == "named_parameters"
+    except ValueError:  # a builtin
+        return False
+
+
+def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """What a `MakeOptimizer` returned."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def optimizer_bytes(shards: Sequence[Shard], make: MakeOptimizer) -> tuple[int, int]:
@@ -46,12 +131,140 @@ def optimizer_bytes(shards: Sequence[Shard], make: MakeOptimizer) -> tuple[int, 
 def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer) -> tuple[list[int], int]:
     """Take two steps; returns each parameter's bytes of state, and the temporary bytes of the second step."""
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu")) for shape, dtype in kinds]
-    optimizer = make(parameters)
+    optimizers = as_list(make(parameters))
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    states = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters]
-    existing = [t for p, state in zip(parameters, states, strict=True) for t in (p, p.grad, *state) if t is not None]
-    with Tracker(existing) as tracker:
-        optimizer.step()
-    return [sum(tensor.nbytes for tensor in state) for state in states], tracker.peak
+    temporary = _step_twice(optimizers, parameters)
+    return [sum(t.nbytes for t in _state_of(optimizers, p)) for p in parameters], temporary
+
+
+def owner_costs(
+    parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int, foreach: bool
+) -> OptimizerCosts:
+    """The costs of optimizers of which at least one has owners; the rank that needs the most decides.
+
+    Args:
+        parameters_of: makes the parameters of a rank.
+        make: creates the optimizers.
+        ranks: of the mesh (replicate, shard).
+        foreach: whether element-wise optimizers step all parameters together, as is their default on a GPU.
+
+    Raises:
+        Exception: whatever an optimizer raises.
+    """
+    runs = [(rank, *_run_as(parameters_of(rank), make, foreach)) for rank in _busiest(parameters_of, make, ranks)]
+    most = max(state for _, state, *_ in runs)
+    on_device = max(state for *_, state, _ in runs)
+    rank, state, temporary, sent, _, imbalance = max(runs, key=lambda run: (run[1] + run[2], -run[0]))
+    return OptimizerCosts(most, state + temporary - most, sent, on_device, rank, imbalance)
+
+
+def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> list[int]:
+    """The ranks to run: all; of many those whose owned elements, and largest parameter, are the most and differ."""
+    if ranks <= MOST_RANKS:
+        return list(range(ranks))
+    sharded = parameters_of(0)
+    owned: dict[int, list[int]] = defaultdict(list)  # by rank, elements of each parameter
+    for shared in _ownerships(make(sharded.parameters)):
+        for parameter, (replica, rank) in zip(shared.parameters, shared.owners, strict=False):
+            owned[shared.ranks[replica][rank]].append(parameter.numel())
+        for of_replica, loads in zip(shared.ranks, shared.loads, strict=True):
+            if not shared.owners:
+                owned[of_replica[0]].append(loads[0])
+    alike: dict[tuple[int, ...], int] = {}
+    for rank in sorted(owned):
+        alike.setdefault(tuple(sorted(owned[rank])), rank)
+    largest = sorted(alike, key=lambda numels: -sum(numels) - 3 * max(numels))  # Newton-Schulz takes three of its size
+    return sorted({0, *[alike[numels] for numels in largest[:MOST_RANKS]]})
+
+
+def _ownerships(optimizers: Optimizers) -> list[Ownership]:
+    return [
+        shared
+        for optimizer in as_list(optimizers)
+        if isinstance(optimizer, (Muon, OwnerOptimizer))
+        for shared in optimizer.ownerships()
+    ]
+
+
+def _run_as(
+    sharded: Sharded, make: MakeOptimizer, foreach: bool
+) -> tuple[int, int, dict[str, tuple[int, int]], int, float]:
+    """Take two steps as one rank.
+
+    Returns:
+        Bytes of state; temporary bytes of the second step; what it sends; state of whole parameters; the imbalance.
+    """
+    optimizers = as_list(make(sharded.parameters))
+    for optimizer in optimizers:
+        if not isinstance(optimizer, (Muon, OwnerOptimizer)):
+            _on_plain_tensors(optimizer)
+        for group in optimizer.param_groups if foreach else ():
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+    stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    groups = list(dict.fromkeys(verb_and_group for p in stepped for verb_and_group in _groups_of(p)))
+    with sharded.fakes, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's, of addresses of fake tensors
+        for parameter in stepped:
+            parameter.grad = torch.empty_like(parameter)
+        temporary = _step_twice(optimizers, stepped, groups)
+    sent: dict[str, tuple[int, int]] = {}
+    for verb, exchanges in groups:
+        nbytes, count = sent.get(verb, (0, 0))
+        sent[verb] = nbytes + sum(exchanges.sent), count + len(exchanges.sent)
+    imbalance = max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]])
+    state = sum(t.nbytes for p in stepped for t in _state_of(optimizers, p))
+    assembling = [o for o in optimizers if isinstance(o, OwnerOptimizer) and not o.elementwise]
+    whole = sum(t.nbytes for p in stepped for t in _state_of(assembling, p))
+    return state, temporary, sent, whole, imbalance
+
+
+def _groups_of(parameter: torch.Tensor) -> list[tuple[str, AbsentGroup]]:
+    """The groups over which a parameter's owners exchange, and the verbs under which they are counted."""
+    shard, replicate = axes_of(parameter) or (None, None)
+    axes = {"owners": shard, "replicas": replicate}
+    groups = [(verb, axis.group) for verb, axis in axes.items() if axis is not None]
+    return [(verb, group) for verb, group in groups if isinstance(group, AbsentGroup)]
+
+
+def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Make an element-wise optimizer step plain tensors in place of the shards of DTensors."""
+    for group in optimizer.param_groups:
+        for at, parameter in enumerate(group["params"]):
+            plain = nn.Parameter(inside(parameter.detach()), requires_grad=True)
+            group["params"][at] = plain
+            if parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                optimizer.state[plain] = {key: inside(value) for key, value in state.items()}
+
+
+def _step_twice(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[torch.Tensor],
+    groups: Sequence[tuple[str, AbsentGroup]] = (),
+) -> int:
+    """Take two steps; returns the temporary bytes of the second, whose exchanges alone the groups have counted."""
+    with _Values():
+        for optimizer in optimizers:
+            optimizer.step()
+    for _, group in groups:
+        group.sent.clear()
+    existing = [
+        part
+        for parameter in parameters
+        for tensor in (parameter, parameter.grad, *_state_of(optimizers, parameter))
+        if tensor is not None
+        for part in plain_tensors(tensor)
+    ]
+    with Tracker(existing) as tracker, _Values():
+        for optimizer in optimizers:
+            optimizer.step()
+    return tracker.peak
+
+
+def _state_of(optimizers: Sequence[torch.optim.Optimizer], parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of a parameter's state."""
+    states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+    tensors = [leaf for state in states for leaf in leaves_in(state) if isinstance(leaf, torch.Tensor)]
+    return [part for tensor in tensors for part in plain_tensors(tensor)]

@@ -17,10 +17,11 @@ from ...errors import ConfigError, FullshardError
 from ...forms import owner_of
 from ...names import size
 from ...policies import MixedPrecisionPolicy
+from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
-from .costs import UnitCosts, axes_of, unit_costs
-from .optimizer import MakeOptimizer, optimizer_bytes
+from .costs import UnitCosts, axes_of, build_units, outline_of, unit_costs
+from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
 from .profile import Profile, Step, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, run
 from .strategy import REFINEMENTS, Strategy, UnitStrategy, node_size, refines, strategies, with_fields
@@ -51,7 +52,7 @@ class Plan:
         reserved: what the allocator and the device's context are expected to hold at the peak.
         device_memory: of one device; None: not given.
         sent: bytes that this rank sends in a step, by verb: "gather", "reduce", "all_reduce", "tensor" (in
-            tensor-parallel collectives).
+            tensor-parallel collectives), "owners" and "replicas" (in exchanges of an optimizer with owners).
         collectives: their number, by verb.
         padding: of the layout, elements over all ranks; `elements`: of the parameters.
         micro_batches: forwards and backwards in a step.
@@ -60,6 +61,8 @@ class Plan:
         tokens: of all ranks in a step.
         flops: of one rank in a step.
         logits: bytes of the model's largest output.
+        owners: what an optimizer with owners costs: the rank that needs the most, which `memory` and `sent` count, and
+            how much larger the largest load of an owner is than the mean; None without owners.
         units: the costs of each unit.
     """
 
@@ -80,6 +83,7 @@ class Plan:
     tokens: int
     flops: int
     logits: int
+    owners: OptimizerCosts | None
     units: tuple[UnitCosts, ...]
 
     @property
@@ -99,9 +103,10 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and strings only."""
-        fields = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("units", "strategy")
-        }
+        others = ("units", "strategy", "owners")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in others}
+        if self.owners is not None:
+            fields |= {"owner_rank": self.owners.rank, "owner_imbalance": self.owners.imbalance}
         strategy = {f.name: getattr(self.strategy, f.name) for f in dataclasses.fields(self.strategy)}
         strategy |= {name: str(strategy[name]) for name in ("layout", "units", "mp_policy")}
         return {"strategy": strategy, "peak": self.peak, "fits": self.fits, "seconds": self.seconds, **fields}
@@ -120,6 +125,9 @@ class Plan:
         for verb, nbytes in self.sent.items():
             if nbytes:
                 rows.append((f"sent in {self.collectives[verb]} x {VERBS[verb]}", size(nbytes)))
+        if self.owners is not None:
+            load = f"{self.owners.imbalance:.2f} x the mean"
+            rows.append(("largest load of an owner", f"{load}; rank {self.owners.rank} needs the most memory"))
         rows.append(("padding of the layout", f"{100 * self.padding / max(self.elements, 1):.2f}%"))
         rows.append(
             ("a step", f"{self.seconds:.3g} s, of which {100 * self.exposed / max(self.seconds, 1e-12):.0f}% waiting")
@@ -143,6 +151,8 @@ VERBS = {
     "reduce": "reduce-scatter",
     "all_reduce": "all-reduce",
     "tensor": "tensor-parallel collectives",
+    "owners": "exchange with owners",
+    "replicas": "exchange of new values",
 }
 
 
@@ -240,7 +250,9 @@ def plan(
             gradients are accumulated, a single unit, steps in the backward; and offloading where nothing fits.
         fixed: fields of `Strategy` that the search sets and does not vary: {"layout": "flat", "micro_batch": 4}.
         mp_policy: dtypes, as for `fully_shard`; a search compares several.
-        optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters.
+        optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters, or of
+            `named_parameters` if its argument has this name, which returns an optimizer or a list of them. `Muon` and
+            `OwnerOptimizer` get the sharded parameters, and run as they are; the rank that needs the most decides.
         device: "cuda" or "cpu": decides on layouts, rates, and what the allocator holds besides.
         device_memory: bytes of one device.
         meshes: by pattern of parameter names (`fnmatch`), over how many ranks these parameters are split, and how often
@@ -388,6 +400,8 @@ class Planner:
         self.profile = cache(self._profile)
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
+        self.owners, self.has_owners = cache(self._owners), cache(self._has_owners)
+        self.is_custom, self.named = callable(optimizer), callable(optimizer) and takes_names(optimizer)
 
     def _blocks(self, units: Any) -> list[tuple[str, dict[str, Any]]]:
         if units == "model":
@@ -422,6 +436,37 @@ class Planner:
         separate = {pattern: axes_of(*sizes, backend) for pattern, sizes in self.meshes.items()}
         return tuple(unit_costs(self.model, dict(units), axes, separate))
 
+    def _has_owners(self) -> bool:
+        """Whether the optimizers have owners, or are made from named parameters: they run on sharded parameters."""
+        if self.named or not self.is_custom:
+            return self.named
+        units = Strategy(units="model").by_unit([], self.policy, 1)
+        sharded = self._sharded(tuple(units.items()), 1, 1, 0)
+        try:
+            return has_owners(self.make(sharded.parameters))
+        except FullshardError as error:
+            raise messages.optimizer_failed(error) from error
+        except Exception:  # it may need plain tensors, and is called with these then
+            return False
+
+    def _sharded(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, rank: int) -> Sharded:
+        """The parameters that train, as they are on a rank."""
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        axes = axes_of(shard, replicate, backend, rank)
+        separate = {pattern: axes_of(*sizes, backend, rank) for pattern, sizes in self.meshes.items()}
+        with (fakes := fake_tensors()):
+            outline = outline_of(self.model, "cpu")
+            built = build_units(outline, dict(units), axes, separate)
+        trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
+        return Sharded(trained if self.named else [parameter for _, parameter in trained], fakes, built)
+
+    def _owners(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> OptimizerCosts:
+        try:
+            sharded = partial(self._sharded, units, shard, replicate)
+            return owner_costs(sharded, self.make, shard * replicate, self.device == "cuda")
+        except Exception as error:
+            raise messages.optimizer_failed(error) from error
+
     def _optimizer(self, shards: tuple[Any, ...]) -> tuple[int, int]:
         try:
             return optimizer_bytes(shards, self.make)
@@ -444,7 +489,14 @@ class Planner:
         )
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
         on_device = [costs for costs in units if not costs.strategy.offload]
-        state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
+        owners = None
+        if self.has_owners():
+            if strategy.step_in_backward or self.tensor > 1:
+                raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
+            owners = self.owners(tuple(alike.items()), shard, strategy.replicate)
+            state, temporary = owners.state if on_device else owners.state_on_device, owners.temporary
+        else:
+            state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}
         if strategy.step_in_backward:
             temporaries = {costs.name: 0 for costs in units}
@@ -459,6 +511,7 @@ class Planner:
             besides=buffers,
             state=state,
             temporary=temporaries,
+            exchanges=owners.sent if owners is not None else {},
         )
         factor, context = RESERVE[self.device]
         return Plan(
@@ -479,6 +532,7 @@ class Planner:
             tokens=batch * self.sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,
+            owners=owners,
             units=units,
         )
 
@@ -503,7 +557,9 @@ class Planner:
         return better
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
-        """Whether a refinement is worth a plan: a single unit is gathered whole."""
+        """Whether a refinement is worth a plan: a single unit is gathered whole, and owners step all at once."""
+        if "step_in_backward" in change and self.has_owners():
+            return False
         whole = sum(costs.gathered for costs in plan.units)
         return "units" not in change or self.device_memory is None or whole < self.device_memory
 

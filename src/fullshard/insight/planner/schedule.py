@@ -224,6 +224,13 @@ class _Step:
             bandwidth = self.axes.bandwidth(self.rates, "tensor", moment.sent // moment.collectives)
             self.lose(moment.collectives * self.rates.latency + moment.sent / bandwidth, moment.unit)
 
+    def exchange(self, verb: str, nbytes: int, count: int) -> None:
+        """Wait for exchanges of the optimizer's step."""
+        self.timeline.sent[verb], self.timeline.collectives[verb] = nbytes, count
+        if self.rates is not None:
+            bandwidth = self.axes.bandwidth(self.rates, "gather" if verb == "owners" else "all_reduce")
+            self.lose(count * self.rates.latency + nbytes / bandwidth, WHOLE)
+
     def wait(self, until: float, unit: str) -> None:
         self.lose(max(0.0, until - self.timeline.seconds), unit)
 
@@ -427,6 +434,7 @@ def run(
     besides: int = 0,
     state: int = 0,
     temporary: Mapping[str, int] | None = None,
+    exchanges: Mapping[str, tuple[int, int]] | None = None,
 ) -> Timeline:
     """Simulate one optimizer step: forwards, backwards, reductions, and the optimizer.
 
@@ -441,6 +449,7 @@ def run(
         besides: bytes of buffers and parameters outside of units.
         state: bytes of the optimizer's state on the device.
         temporary: bytes of temporary tensors in the optimizer's step, by unit; under `WHOLE`, of a step of all.
+        exchanges: bytes that the optimizer's step sends, and in how many collectives: to "owners", and to "replicas".
     """
     step = _Step(profile, units, strategy, rates, axes, temporary or {})
     step.now["parameters"] += besides
@@ -449,5 +458,7 @@ def run(
         step.micro_batch(index, micro_batches)
     if not strategy.step_in_backward:
         step.now["optimizer"] += (temporary or {}).get(WHOLE, 0)
-        step.note("the optimizer's step")
+        step.note("optimizer's step")
+    for verb, (nbytes, count) in (exchanges or {}).items():
+        step.exchange(verb, nbytes, count)
     return step.timeline

@@ -1,0 +1,185 @@
+"""Optimizers with owners as `fullshard.plan` computes them, beside gloo ranks: state, bytes sent, and the peak."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from allocations import mark, watch
+from plan import GPT, language
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import ConfigError, Plan, Strategy, plan
+
+SEQUENCE = 24
+
+
+def build() -> nn.Module:
+    return GPT(3, 96, 512)
+
+
+def muon_and_adamw(named_parameters: Any) -> list[torch.optim.Optimizer]:
+    named = list(named_parameters)
+    matrices = [p for name, p in named if p.ndim == 2 and name.startswith("blocks")]
+    ids = {id(p) for p in matrices}
+    return [fullshard.Muon(matrices), torch.optim.AdamW([p for _, p in named if id(p) not in ids], fused=True)]
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return fullshard.OwnerOptimizer(parameters, torch.optim.Adafactor, lr=0.01)
+
+
+def adamw_on_owners(parameters: Any) -> torch.optim.Optimizer:
+    return fullshard.OwnerOptimizer(parameters, torch.optim.AdamW)
+
+
+def elementwise(parameters: Any) -> torch.optim.Optimizer:
+    return fullshard.OwnerOptimizer(parameters, torch.optim.AdamW, elementwise=True)
+
+
+MAKES: dict[str, Callable[[Any], Any]] = {
+    "Muon": muon_and_adamw,
+    "Adafactor": adafactor,
+    "AdamW": adamw_on_owners,
+    "elementwise": elementwise,
+}
+
+
+def trained(name: str, layout: str, shape: tuple[int, ...]) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+    """The sharded model, its optimizers, and the mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = build()
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=mesh, layout=layout)
+    fullshard.fully_shard(model, mesh=mesh, layout=layout)
+    make = MAKES[name]
+    made = make(model.named_parameters() if name == "Muon" else list(model.parameters()))
+    return model, made if isinstance(made, list) else [made], mesh
+
+
+def planned(name: str, layout: str, shape: tuple[int, ...], device: str) -> Plan:
+    replicate = shape[0] if len(shape) > 1 else 1
+    how = {"ranks": math.prod(shape), "sequence": SEQUENCE, "step": language, "device": device}
+    strategy = Strategy(layout=layout, replicate=replicate)
+    return plan(build, **how, strategy=strategy, optimizer=MAKES[name]).best
+
+
+def state_and_bytes(name: str, layout: str, shape: tuple[int, ...]) -> dict[str, int]:
+    """On this rank: bytes of state, and those sent to others in the second step, by axis, with the exchanges."""
+    model, optimizers, mesh = trained(name, layout, shape)
+    verbs = {mesh.get_group("shard"): "owners"} | ({mesh.get_group("replicate"): "replicas"} if len(shape) > 1 else {})
+    sent = dict.fromkeys(("owners", "replicas", "owners, times", "replicas, times"), 0)
+    exchange = dist.all_to_all_single
+
+    def counted(out: Any, data: Any, out_splits: Any, splits: Any, group: Any) -> None:
+        sent[verbs[group]] += (sum(splits) - splits[dist.get_rank(group)]) * data.element_size()
+        sent[f"{verbs[group]}, times"] += 1
+        exchange(out, data, out_splits, splits, group=group)
+
+    for _ in range(2):
+        language(model, 1, SEQUENCE).backward()
+        sent.update(dict.fromkeys(sent, 0))
+        with mock.patch.object(dist, "all_to_all_single", counted):
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad()
+    return {**sent, "state": sum(fullshard.memory_use(model, optimizer).optimizer for optimizer in optimizers)}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_owners_hold_and_send_what_is_planned(run_ranks, name, layout, shape):
+    """To the byte: the most state of a rank, and what the busiest rank sends over each axis."""
+    ranks = run_ranks(state_and_bytes, name, layout, shape, world=math.prod(shape))
+    best = planned(name, layout, shape, "cpu")
+    assert best.owners is not None
+    assert best.owners.state == max(rank["state"] for rank in ranks)
+    for verb in ("owners", "replicas"):
+        assert best.sent.get(verb, 0) == ranks[best.owners.rank][verb]
+        assert best.collectives.get(verb, 0) == ranks[best.owners.rank][f"{verb}, times"]
+    sends = (name, len(shape)) != ("elementwise", 1)
+    assert any(best.sent.get(verb, 0) for verb in ("owners", "replicas")) is sends
+
+
+def peak_of_a_rank(name: str, layout: str, shape: tuple[int, ...], rank: int) -> int:
+    """The most bytes in the third step, of a rank in a fake world: gloo's threads keep buffers for a while."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    with watch() as watched:
+        model, optimizers, _ = trained(name, layout, shape)
+        for step in range(3):
+            with mark(str(step)):
+                language(model, 1, SEQUENCE).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+    return watched.windows["2"].peak
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("name", "layout"), [*[(name, "rows") for name in MAKES], ("Muon", "flat")])
+def test_the_peak_with_owners_is_what_the_allocator_reports(in_a_process, name, layout, shape):
+    best = planned(name, layout, shape, "cuda")  # as in test_planned_runs.py
+    assert best.owners is not None
+    peak = in_a_process(peak_of_a_rank, name, layout, shape, best.owners.rank)
+    assert best.peak == pytest.approx(peak, rel=0.03)
+
+
+def test_a_list_of_optimizers_without_owners():
+    """Named parameters, and several element-wise optimizers: state as that of one."""
+
+    def both(parameters: Any) -> list[torch.optim.Optimizer]:
+        matrices, others = ([p for p in parameters if (p.ndim == 2) is matrix] for matrix in (True, False))
+        return [torch.optim.AdamW(matrices), torch.optim.AdamW(others)]
+
+    def by_name(named_parameters: Any) -> list[torch.optim.Optimizer]:
+        assert "blocks.0.attention.qkv.weight" in dict(named_parameters)
+        return both([p for _, p in named_parameters])
+
+    how = {"ranks": 4, "sequence": SEQUENCE, "step": language, "strategy": Strategy(replicate=2)}
+    one, two, named = (plan(build, **how, optimizer=optimizer).best for optimizer in ("AdamW", both, by_name))
+    assert one.most["optimizer"] == pytest.approx(named.most["optimizer"], rel=0.02)
+    assert one.memory["optimizer"] == two.memory["optimizer"] == named.memory["optimizer"]
+
+
+def test_norms_that_an_optimizer_reads_are_ones():
+    best = plan(build, ranks=4, sequence=SEQUENCE, step=language, strategy=Strategy(), optimizer="Adafactor").best
+    assert 0 < best.memory["optimizer"] < best.memory["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"strategy": Strategy(step_in_backward=True)}, "step_in_backward does not go with"),
+        (
+            {"tensor_parallel": 2, "parallelize": lambda model, mesh: None, "strategy": Strategy()},
+            "tensor_parallel does not go with",
+        ),
+        ({"optimizer": fullshard.Muon}, "Muon: a parameter is not a matrix"),
+        ({"optimizer": lambda named_parameters: 1 / 0}, "could not run the optimizer"),
+    ],
+    ids=["steps in the backward", "tensor-parallel", "vectors", "broken"],
+)
+def test_refused_with_owners(change, words):
+    how = {"ranks": 4, "sequence": SEQUENCE, "step": language, "strategy": Strategy(), "optimizer": elementwise}
+    with pytest.raises(ConfigError, match=words):
+        plan(build, **{**how, **change})
+
+
+def test_a_search_with_owners():
+    """It compares layouts, copies and the rest, without steps in the backward."""
+    plans = plan(build, ranks=4, ranks_per_node=2, batch=2, sequence=SEQUENCE, step=language, optimizer=elementwise)
+    assert {p.strategy.replicate for p in plans.ranked} == {1, 2}
+    assert not any(p.strategy.step_in_backward for p in plans.ranked)
+    assert "exchange of new values" in str(next(p for p in plans.ranked if p.strategy.replicate == 2))
