@@ -140,7 +140,7 @@ def saved(folder: str) -> None:
     trainer.fit(task(), loader())
     for _ in range(2):
         trainer.save_checkpoint(f"{folder}/half.ckpt")
-    assert Path(f"{folder}/half.ckpt/lightning.pt").exists()
+    assert [path.name for path in Path(f"{folder}/half.ckpt").glob("step-*")] == [f"step-{STEPS // 2:09d}.2"]
 
 
 def resumed(folder: str) -> None:

@@ -6,7 +6,6 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from disk import Disk, Fault, Killed, put
@@ -14,7 +13,6 @@ from torch import nn
 
 from fullshard import CheckpointError
 from fullshard.integrations.hf.saving import write_weights
-from fullshard.store import in_place
 from fullshard.store.formats.safetensors_folder import SafetensorsSource
 
 
@@ -83,25 +81,6 @@ def test_weights_are_never_mixed(tmp_path: Path) -> None:
             put(tree, tmp_path / f"off-{before}-{after}-{at}")
             assert len(values_in(tmp_path / f"off-{before}-{after}-{at}")) <= 1, sorted(tree)
         assert number > 10 and len(seen) > 10
-
-
-def test_a_folder_takes_anothers_place(tmp_path: Path, monkeypatch: Any) -> None:
-    """With an exchange of names, and without: there is always one, or `recover_folder` puts it back."""
-    for exchanges in (True, False):
-        if not exchanges:
-            monkeypatch.setattr(in_place, "_exchanged", lambda *args: False)
-        for number in itertools.count(1):
-            path, fresh = tmp_path / f"{exchanges}{number}", tmp_path / f".{exchanges}{number}.new"
-            for folder, text in ((path, "old"), (fresh, "new")):
-                folder.mkdir()
-                (folder / "text").write_text(text)
-            if not killed(tmp_path, number, lambda: in_place.replace_folder(fresh, path)):  # noqa: B023
-                break
-            assert path.exists() or not exchanges
-            in_place.recover_folder(path)
-            assert (path / "text").read_text() in ("old", "new")
-        assert number > 3 and (path / "text").read_text() == "new" and not fresh.exists()
-        assert not in_place._old(path).exists()
 
 
 def test_complex_weights_in_safetensors(tmp_path: Path) -> None:

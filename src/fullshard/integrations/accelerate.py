@@ -11,8 +11,8 @@ Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`. T
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,15 @@ from ..optim import ShardedGradScaler, clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
+from . import messages
 from .hf.saving import write_weights
 from .sharding import (
-    check_optimizers,
     check_sharding,
     explain_step_errors,
     is_sharded,
     repoint_optimizers,
     shard,
-    steppable_tensors,
+    steps,
     unwrapped,
     without_sync,
 )
@@ -59,6 +59,9 @@ class _Optimizer(AcceleratedOptimizer):
 
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 """Settings of `Accelerator` that let something else distribute the model."""
+
+
+_Part = tuple[str, nn.Module, list[torch.optim.Optimizer]]
 
 
 class FullshardAccelerator(Accelerator):
@@ -110,7 +113,11 @@ class FullshardAccelerator(Accelerator):
         models = [arg for arg in args if isinstance(arg, nn.Module)]
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         if dist.is_initialized() and (all_models := [*models, *self._models]):
-            check_optimizers(optimizers, all_models)
+            for optimizer in map(unwrapped, optimizers):
+                if any(group["params"] for group in optimizer.param_groups) and not any(
+                    steps(optimizer, model) for model in all_models
+                ):
+                    raise messages.unrelated_optimizer(optimizer)
         for model in models:
             self.shard_model(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
@@ -163,10 +170,10 @@ class FullshardAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Full weights of a sharded model, in host memory, on rank 0; an empty dict on other ranks. Collective."""
         if is_sharded(model):
-            return {} if self._in_save_state else gathered(model, "get_state_dict")
+            return {} if self._saves_apart else gathered(model, "get_state_dict")
         return super().get_state_dict(model, unwrap)
 
-    _in_save_state = False
+    _saves_apart = False
 
     def save_model(
         self,
@@ -199,25 +206,14 @@ class FullshardAccelerator(Accelerator):
         state in the folder intact. Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each
         model's weights.
         """
-        optimizers = self._optimizers
-        if not any(map(is_sharded, self._models)):
-            return super().save_state(output_dir, safe_serialization, **settings)
-        parts = list(self._parts(optimizers))
 
-        def save_parts(_: Any, weights: list[Any], folder: str) -> None:
+        def save_parts(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights.clear()
-            for name, model, model_optimizers in parts:
-                save(Path(folder) / name, model, model_optimizers, step=self.step, rng=False, keep_last=1)
+            for name, model, optimizers in parts:
+                save(Path(folder) / name, model, optimizers, step=self.step, rng=False, keep_last=1)
 
-        hook = self.register_save_state_pre_hook(save_parts)
-        self._optimizers: list[Any] = []
-        self._in_save_state = True
-        try:
+        with self._apart(self.register_save_state_pre_hook, save_parts) as parts:
             return super().save_state(output_dir, safe_serialization, **settings)
-        finally:
-            self._optimizers = optimizers
-            self._in_save_state = False
-            hook.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
         """As `Accelerator.load_state`, from a folder that `save_state` wrote on any number of ranks.
@@ -225,35 +221,40 @@ class FullshardAccelerator(Accelerator):
         Raises:
             CheckpointError: the folder holds a different number of models; or see `fullshard.load`.
         """
-        optimizers = self._optimizers
-        if not any(map(is_sharded, self._models)):
-            super().load_state(input_dir, load_kwargs, **settings)
-            return
-        parts = list(self._parts(optimizers))
-        folders: list[Path] = []
 
-        def skip_models(models: list[nn.Module], folder: str) -> None:
-            _check_count(Path(folder), len(parts))
+        def load_parts(models: list[nn.Module], folder: str) -> None:
             models.clear()
-            folders.append(Path(folder))
+            _check_count(Path(folder), len(parts))
+            for name, model, optimizers in parts:
+                load(Path(folder) / name, model, optimizers, rng=False)
 
-        hook = self.register_load_state_pre_hook(skip_models)
-        self._optimizers = []
-        try:
+        with self._apart(self.register_load_state_pre_hook, load_parts) as parts:
             super().load_state(input_dir, load_kwargs, **settings)
-        finally:
-            self._optimizers = optimizers
-            hook.remove()
-        for name, model, model_optimizers in parts:
-            load(folders[0] / name, model, model_optimizers, rng=False)
 
-    def _parts(self, optimizers: Iterable[Any]) -> Iterator[tuple[str, nn.Module, list[torch.optim.Optimizer]]]:
-        """Each model with the name of its folder and the optimizers that step it."""
+    @contextmanager
+    def _apart(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[list[_Part]]:
+        """Context in which Accelerate saves or loads all but models and optimizers, and calls `hook` for these.
+
+        Yields:
+            Each model with the name of its folder and the optimizers that step it; nothing if no model is sharded.
+        """
+        if not any(map(is_sharded, self._models)):
+            yield []
+            return
+        optimizers = self._optimizers
         plain = [unwrapped(optimizer) for optimizer in optimizers]
-        for index, model in enumerate(self._models):
-            tensors = steppable_tensors(model)
-            own = [o for o in plain if any(id(p) in tensors for group in o.param_groups for p in group["params"])]
-            yield FOLDER + (f"_{index}" if index else ""), model, own
+        handle = register(hook)
+        self._optimizers: list[Any] = []
+        self._saves_apart = True
+        try:
+            yield [
+                (FOLDER + (f"_{index}" if index else ""), model, [o for o in plain if steps(o, model)])
+                for index, model in enumerate(self._models)
+            ]
+        finally:
+            handle.remove()
+            self._optimizers = optimizers
+            self._saves_apart = False
 
 
 def _check_count(folder: Path, models: int) -> None:

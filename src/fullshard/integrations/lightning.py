@@ -11,8 +11,8 @@ checkpoints with `fullshard.save`: folders that any number of ranks can load.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,23 @@ import torch.distributed as dist
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule
 from ..checkpoint.functions import get_model_state_dict, set_model_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..optim import clip_grad_norm_
-from ..store.in_place import recover_folder, remove, replace_folder, write_synced
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .sharding import ARGUMENTS, check_sharding, without_sync
+from .sharding import ARGUMENTS, check_sharding, shard, without_sync
 
 NAME = "fullshard"
-META = "lightning.pt"
-"""File in a checkpoint for everything but the model and its optimizers, written by rank 0."""
+STATE = "lightning"
+"""Name in a checkpoint of everything but the model and its optimizers: what `torch.save` writes on rank 0."""
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
@@ -47,9 +46,8 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     Raises:
         ConfigError: a submodule has no such method, or only some parameters are on meta.
     """
-    parameters = dict(module.named_parameters())
-    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
-    if len(real) == len(parameters):
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if len(real) == len(list(module.parameters())):
         return
     if real:
         raise ConfigError(
@@ -58,41 +56,33 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             remedy="build the entire model on meta in configure_model(), or none of it",
             topic="weights-on-meta",
         )
-    module.to_empty(device=device)
+    for path, part in module.named_modules():
+        if (part._parameters or part._buffers) and not hasattr(part, "reset_parameters"):
+            raise ConfigError(
+                f"{type(part).__name__} was built on meta and has no reset_parameters() to initialise it.",
+                parameter=path or "(root)",
+                remedy="write one, or build the module with values",
+                topic="weights-on-meta",
+            )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
-        for path, part in module.named_modules():
-            if not [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
-                continue
-            reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "reset_running_stats", None)
-            if reset is None:
-                raise ConfigError(
-                    f"{type(part).__name__} was built on meta and has no reset_parameters() to initialise it.",
-                    parameter=path or "(root)",
-                    remedy="write one, or build the module with values",
-                    topic="weights-on-meta",
-                )
-            reset()
+        _materialize_distributed_module(module, device)
 
 
 def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, other_state: dict[str, Any]) -> None:
-    """Write a checkpoint beside `path`, and move it there once it is complete. Collective.
+    """Write a checkpoint to `path`, in place of the one there. Collective.
 
     Raises:
         CheckpointError: it could not be written, raised on every rank; an earlier checkpoint at `path` is unchanged.
     """
-    fresh = path.with_name(f".{path.name}.new")
-    ranks = Ranks()
-    with ranks.step("making room for a checkpoint"):
-        if ranks.is_first:
-            remove(fresh)  # left by a save that was killed
-    save(fresh, model, optimizers, step=step, rng=False)
-    with ranks.step("moving a checkpoint into place"):
-        if ranks.is_first:
-            data = io.BytesIO()
-            torch.save(other_state, data)
-            write_synced(fresh / META, data.getvalue())
-            replace_folder(fresh, path)
+
+    def serialised() -> bytes:
+        data = io.BytesIO()
+        torch.save(other_state, data)
+        return data.getvalue()
+
+    state = {STATE: Ranks().first("saving Lightning's state", serialised)}
+    save(path, model, optimizers, step=step, state=state, rng=False, keep_last=1)
 
 
 def _load(
@@ -104,38 +94,30 @@ def _load(
         required: names that the checkpoint's other state must have.
 
     Returns:
-        The checkpoint's other state.
+        The checkpoint's other state, or all of a file; nothing in it is executed.
 
     Raises:
         CheckpointError: optimizer state would have to come from a file; or a required name is missing.
     """
-    ranks = Ranks()
-    with ranks.step("looking for a checkpoint"):
-        if ranks.is_first:
-            recover_folder(path)
-    if required and (path.is_file() or (path / META).is_file()):  # else `load` reports what is missing
-        lacking = sorted(set(required) - _other_state(path).keys())
-        if lacking:
-            raise CheckpointError(
-                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
-                remedy="remove it from the state to load, or load with strict=False",
-            )
-    if not path.is_file():
+    is_file = path.is_file()
+    source: Any = path
+    if not is_file:
+        source = io.BytesIO(load(path, nn.Module(), strict=False, rng=False).state[STATE])
+    state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    if lacking := sorted(set(required) - state.keys()):
+        raise CheckpointError(
+            f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
+            remedy="remove it from the state to load, or load with strict=False",
+        )
+    if not is_file:
         load(path, model, optimizers, strict=strict, rng=False)
-        return _other_state(path)
-    contents = _other_state(path)
-    if optimizers and contents.get("optimizer_states"):
+        return state
+    if optimizers and state.get("optimizer_states"):
         raise CheckpointError(
             f"{path} is a single file, which stores optimizer state by parameter number.",
             remedy="load only its weights: model.load_state_dict(torch.load(path)['state_dict']) before fit()",
         )
-    set_model_state_dict(model, contents["state_dict"])
-    return contents
-
-
-def _other_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's state besides the model and its optimizers, or all of a file; executes nothing in it."""
-    state: dict[str, Any] = torch.load(path if path.is_file() else path / META, map_location="cpu", weights_only=True)
+    set_model_state_dict(model, state["state_dict"])
     return state
 
 
@@ -144,38 +126,55 @@ class _ShardingStrategy:
 
     num_nodes: int
     num_processes: int
-    world_size: int
-    global_rank: int
     device_mesh: Any
     root_device: torch.device
-    _positional: tuple[Any, ...] = ()
-    """Positional arguments of Lightning's class."""
+    broadcast: Callable[[Any], Any]
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
-        timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
+        options = {name: settings.pop(name) for name in ("timeout", "parallelize_fn") if name in settings}
         check_sharding(settings, ARGUMENTS - {"mesh"})
-        super().__init__(  # type: ignore[call-arg]
-            *self._positional, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
-        )
-        self._units, self._settings = units, settings
+        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend, **options)  # type: ignore[call-arg]
+        self._settings = {"units": units, **settings}
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module) -> nn.Module:
         """Shard a module unless it is sharded already, and initialise it if it is on meta."""
         if not isinstance(module, FSDPModule):
-            partly = any(isinstance(part, FSDPModule) for part in module.modules())
-            policy = None if partly else self._units
-            fully_shard(module, mesh=self.device_mesh["data_parallel"], auto_wrap_policy=policy, **self._settings)
+            shard(module, mesh=self.device_mesh["data_parallel"], **self._settings)
         _materialise(module, self.root_device)
+        return module.to(self.root_device)
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank reads its own part of the data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def _place(self, path: Any, **options: Any) -> Path:
+        """Rank 0's path of a checkpoint to write.
+
+        Raises:
+            ConfigError: an option that is not supported.
+        """
+        if unsupported := [name for name, value in options.items() if value is not None]:
+            raise ConfigError(
+                f"{type(self).__name__} writes checkpoints itself and takes no {' and no '.join(unsupported)}."
+            )
+        return Path(self.broadcast(path))
 
     def _setup_distributed(self) -> None:
         """Put all ranks in one mesh, which `configure_model` sees as `self.device_mesh`."""
         self._data_parallel_size = self.num_processes * self.num_nodes
         super()._setup_distributed()  # type: ignore[misc]
+
+
+def _as_forward(name: str, context: str) -> Callable[..., Any]:
+    """A strategy's method that runs the module's step of this name as a forward of the sharded model.
+
+    So the root unit gathers before it and frees after it.
+
+    Args:
+        context: the method of the precision plugin whose context it runs in.
+    """
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    return step
 
 
 class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
@@ -194,9 +193,7 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the module, then create its optimizers."""
         self.accelerator.setup(trainer)
-        self.model: Any = self.precision_plugin.convert_module(self.lightning_module)
-        self._shard(self.model)
-        self.model_to_device()
+        self.model: Any = self._shard(self.precision_plugin.convert_module(self.lightning_module))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -206,32 +203,14 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
 
-    def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one of the module's steps as its forward, so that the root unit gathers before and frees after it."""
-        with context:
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+    training_step = _as_forward("training_step", "train_step_context")
+    validation_step = _as_forward("validation_step", "val_step_context")
+    test_step = _as_forward("test_step", "test_step_context")
+    predict_step = _as_forward("predict_step", "predict_step_context")
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step in a forward of the sharded model."""
-        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step in a forward of the sharded model."""
-        return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step in a forward of the sharded model."""
-        return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step in a forward of the sharded model."""
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Reduce nothing in this context, which the Trainer enters for all micro-batches but the last."""
-        with without_sync(self.model):
-            yield
+        return without_sync(self.model)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, of DTensors."""
@@ -243,12 +222,10 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder with `fullshard.save`, and the Trainer's own state in it."""
-        if storage_options is not None:
-            raise ConfigError("FullshardStrategy writes checkpoints itself and takes no storage_options.")
+        path = self._place(filepath, storage_options=storage_options)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         other_state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        step = int(checkpoint.get("global_step", 0))
-        _save(Path(self.broadcast(filepath)), self.model, list(optimizers), step, other_state)
+        _save(path, self.model, list(optimizers), int(checkpoint.get("global_step", 0)), other_state)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load the model and its optimizers, on any number of ranks; `weights_only` is ignored, and always True."""
@@ -270,16 +247,10 @@ class _SyncControl(_BackwardSyncControl):
 class FullshardFabricStrategy(_ShardingStrategy, FabricParallelStrategy):
     """The same for Fabric, whose `setup_module` shards. Takes the arguments of `FullshardStrategy`."""
 
-    _positional = (lambda module, _: module,)  # parallelize_fn
-
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
+        settings["parallelize_fn"] = lambda module, _: self._shard(module)
         super().__init__(units, process_group_backend=process_group_backend, **settings)
         self._backward_sync_control = _SyncControl()
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module, in place."""
-        self._shard(module)
-        return module.to(self.root_device)
 
     def clip_gradients_norm(
         self,
@@ -297,11 +268,10 @@ class FullshardFabricStrategy(_ShardingStrategy, FabricParallelStrategy):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Write a folder with the model, the optimizers and everything else in `state`, by `fullshard.save`."""
-        if storage_options is not None or filter is not None:
-            raise ConfigError("FullshardFabricStrategy writes checkpoints itself: no storage_options, no filter.")
+        path = self._place(path, storage_options=storage_options, filter=filter)
         model, optimizers, others = _split(state)
         values = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in others.items()}
-        _save(Path(self.broadcast(path)), model, optimizers, 0, values)
+        _save(path, model, optimizers, 0, values)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..errors import ArgumentTypeError, ConfigError, PhaseError, PrivateNameError
+from ..forms import NAME_KEY
 
 # adopt.py
 
@@ -100,8 +101,9 @@ def stepped_before(optimizer: object, name: str) -> ConfigError:
     )
 
 
-def unrelated_optimizer(optimizer: object, parameters: Sequence[Any]) -> ConfigError:
+def unrelated_optimizer(optimizer: Any) -> ConfigError:
     """The error for an optimizer with no parameter from any prepared model."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return ConfigError(
         "An optimizer has no parameter of any prepared model. It would train nothing, or a different model, on each "
         "rank separately.",
@@ -112,12 +114,12 @@ def unrelated_optimizer(optimizer: object, parameters: Sequence[Any]) -> ConfigE
     )
 
 
-def cannot_step_shards(optimizer: object, parameter: Any, name: str | None, error: Exception) -> ConfigError:
+def cannot_step_shards(optimizer: object, parameter: Any, error: Exception) -> ConfigError:
     """The error for an optimizer whose step failed; `parameter` is the one it failed at, if known."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return ConfigError(
         f"{type(optimizer).__name__} cannot step sharded parameters: it treats them as plain tensors.",
-        parameter=name,
+        parameter=getattr(parameter, NAME_KEY, None),
         expected="an optimizer that supports DTensor, or that treats each element by itself",
         got=reason if parameter is None else f"{type(parameter.data).__name__}: {reason}",
         remedy="use torch.optim.AdamW or another optimizer that supports DTensor; build one that treats each element "

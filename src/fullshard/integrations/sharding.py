@@ -1,7 +1,7 @@
 """What all integrations share: sharding a client library's model block by block, and keeping its optimizers in step.
 
 units, precision      shard, unit_classes
-optimizers            unwrapped, repoint_optimizers, check_optimizers, explain_step_errors
+optimizers            unwrapped, repoint_optimizers, steps, explain_step_errors
 gradients             without_sync
 """
 
@@ -20,9 +20,8 @@ from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
 from ..checkpoint import values
 from ..errors import PhaseError
-from ..forms import owner_of
 from ..policies import MixedPrecisionPolicy
-from ..runtime import runner_of, runners_in
+from ..runtime import runners_in
 from ..shard import Unit
 from . import messages
 from .quantised import by_rows
@@ -84,7 +83,8 @@ def shard(model: ModelT, *, units: Any = None, mixed_precision: str = "no", **se
         model: a Transformers model, or a PEFT model around one; on the CPU, the mesh's device, or meta (call `to_empty`
             afterwards, or use `from_pretrained`).
         units: module classes, or their names; or a policy, as for `fully_shard(auto_wrap_policy=)`. None: the model's
-            own plan (`unit_classes`), or else its repeated blocks.
+            own plan (`unit_classes`), or else its repeated blocks. Ignored if parts of the model are sharded already:
+            then the rest becomes one unit.
         mixed_precision: "no", "bf16" or "fp16", as in `TrainingArguments` and `Accelerator`: gathers and computes in
             16 bits, reduces in float32, and keeps trainable parameters in float32, whatever dtype they were loaded in.
             Frozen weights keep their dtype. Pass `mp_policy` instead for finer control.
@@ -97,31 +97,34 @@ def shard(model: ModelT, *, units: Any = None, mixed_precision: str = "no", **se
         ConfigError: units that the model does not have, an invalid mixed_precision, both that and `mp_policy`,
             or anything that `fully_shard` refuses. The model is then unchanged.
     """
-    policy, settings = plan_sharding(model, {"units": units, "mixed_precision": mixed_precision, **settings})
+    policy, settings = plan_sharding(model, units, mixed_precision, settings)
     by_rows(model)
     fully_shard(model, auto_wrap_policy=policy, **settings)
     finish(model, mixed_precision)
     return model
 
 
-def plan_sharding(model: nn.Module, sharding: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def plan_sharding(
+    model: nn.Module, units: Any, mixed_precision: str, settings: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Translate `shard`'s arguments into `fully_shard`'s: the wrapping policy, and the other arguments.
 
     Raises:
         ConfigError: see `shard`.
     """
-    settings = check_sharding(sharding)
-    units, precision = settings.pop("units", None), settings.pop("mixed_precision", "no")
-    if precision not in _DTYPES:
-        raise messages.unknown_precision(precision, _DTYPES)
-    if precision != "no":
+    settings = check_sharding(settings)
+    if mixed_precision not in _DTYPES:
+        raise messages.unknown_precision(mixed_precision, _DTYPES)
+    if (dtype := _DTYPES[mixed_precision]) is not None:
         if "mp_policy" in settings:
-            raise messages.two_precisions(precision, settings["mp_policy"])
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_DTYPES[precision], reduce_dtype=torch.float32)
-    if isinstance(units, (str, type)) and units != "auto":
+            raise messages.two_precisions(mixed_precision, settings["mp_policy"])
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if is_sharded(model):
+        return None, settings
+    if isinstance(units, type) or (isinstance(units, str) and units != "auto"):
         units = [units]
     if units is None or isinstance(units, (set, frozenset, tuple, list)):
-        return unit_classes(model, units) or "auto", settings
+        units = unit_classes(model, units) or "auto"
     return units, settings
 
 
@@ -146,24 +149,19 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def without_sync(model: FSDPModule, enabled: bool = True) -> Iterator[None]:
+def without_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Accumulate gradients without reducing them, if `enabled`; the next backward after the context reduces them.
 
     Units on a mesh (replicate, shard) reduce over the shard axis, so that accumulated gradients take the memory of a
     shard, and defer the all-reduce over the replicate axis, which is the slow one.
     """
-    model.set_requires_gradient_sync(not enabled)
-    if enabled:
-        assert isinstance(model, nn.Module)
-        for module in model.modules():
-            runner = runner_of(module)
-            if isinstance(module, FSDPModule) and runner is not None and _is_hybrid(runner.unit):
-                module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(False, recurse=False)
+    for runner in runners_in(model):
+        runner.set(reduce_sync=not enabled or _is_hybrid(runner.unit), reduce_all_reduce=not enabled)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        for runner in runners_in(model):
+            runner.set(reduce_sync=True, reduce_all_reduce=True)
 
 
 def _is_hybrid(unit: Unit) -> bool:
@@ -202,27 +200,11 @@ def repoint_optimizers(
             group["params"] = [shards[old_names[p]] if p in old_names else p for p in group["params"]]
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer that steps none of the models.
-
-    Args:
-        optimizers: about to be prepared.
-        models: prepared, or about to be.
-
-    Raises:
-        ConfigError: an optimizer has parameters, but none from any model.
-    """
-    steppable = set().union(*map(steppable_tensors, models))
-    for optimizer in map(unwrapped, optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if parameters and steppable.isdisjoint(map(id, parameters)):
-            raise messages.unrelated_optimizer(optimizer, parameters)
-
-
-def steppable_tensors(model: nn.Module) -> set[int]:
-    """Ids of the tensors that an optimizer of this model may step: parameters, and views of them (`optimizer_view`)."""
+def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer steps a model: has parameters of it, or views of them (`optimizer_view`)."""
     views = [tensor for runner in runners_in(model) for tensor, *_ in values.views_of(runner.unit)]
-    return {id(tensor) for tensor in (*model.parameters(), *views)}
+    steppable = {id(tensor) for tensor in (*model.parameters(), *views)}
+    return any(id(parameter) in steppable for group in optimizer.param_groups for parameter in group["params"])
 
 
 @contextmanager
@@ -241,8 +223,4 @@ def explain_step_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             raise
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         begun = [p for p in stepped if optimizer.state.get(p)] or stepped  # optimizers step in order
-        culprit = begun[-1] if begun else None
-        unit = None if culprit is None else owner_of(culprit)
-        members = () if unit is None else unit.members
-        name = next((member.name for member in members if member.sharded is culprit), None)
-        raise messages.cannot_step_shards(optimizer, culprit, name, error) from error
+        raise messages.cannot_step_shards(optimizer, begun[-1] if begun else None, error) from error

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
-_CURRENT_FOLDER = -100  # AT_FDCWD
 _INDEX = ".index.json"
 _WEIGHTS = re.compile(r"(model|adapter_model)(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -86,52 +82,6 @@ def replace_file(path: Path, data: bytes) -> None:
     fresh.unlink(missing_ok=True)  # left by an interrupted save, or planted by another user
     write_synced(fresh, data)
     fresh.replace(path)
-
-
-def replace_folder(fresh: Path, path: Path) -> None:
-    """Rename a folder, whose files are synced, to `path` in the same parent, and remove the folder there before.
-
-    If the file system cannot exchange two names, a kill between two renames leaves the old folder as `.NAME.old`;
-    `recover_folder` restores it.
-    """
-    old = _old(path)
-    recover_folder(path)
-    remove(old)
-    sync(fresh)
-    if path.exists() and _exchanged(fresh, path):
-        sync(path.parent)
-        fresh.rename(old)
-    else:
-        if path.exists():
-            path.rename(old)
-        fresh.rename(path)
-    sync(path.parent)
-    remove(old)
-
-
-def recover_folder(path: Path) -> None:
-    """Restore the folder that `replace_folder` had moved away when it was killed."""
-    if not path.exists() and _old(path).exists():
-        _old(path).rename(path)
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
-
-
-def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange two names atomically, as Linux can on most file systems; returns whether it succeeded."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    paths = _CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second)
-    return rename is not None and rename(*paths, _EXCHANGE) == 0
-
-
-def remove(path: Path) -> None:
-    """Remove a folder or a file, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def put_weights(fresh: Path, folder: Path) -> None:

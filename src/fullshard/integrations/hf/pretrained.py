@@ -96,24 +96,20 @@ def from_pretrained(
     rename = match_names(base, path, strict)
     model = base if prepare is None else _prepared(base, prepare)
     initial = _take_initial_values(model)
-    precision = "no" if "mp_policy" in sharding else mixed_precision
     if quantise is not None:
-        read_by_units(model, path, rename, initial, quantise, {"mixed_precision": precision, **sharding})
+        plan = plan_sharding(model, sharding.pop("units", None), mixed_precision, sharding)
+        _read_by_units(model, path, rename, initial, quantise, *plan)
     else:
         if dist.is_initialized():
-            shard(model, mixed_precision=precision, **sharding)
+            shard(model, mixed_precision=mixed_precision, **sharding)
         _allocate(model)
-        _read(model, path, rename, initial)
+        if initial:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
+            set_model_state_dict(model, initial, options=options)
+        # Files come second: PEFT copied modules (modules_to_save) before they had values.
+        load_safetensors(model, path, strict=False, base=has_adapter(model), rename=rename)
     finish(model, mixed_precision)
     return model.eval()
-
-
-def _read(model: nn.Module, folder: Path, rename: Callable[[str], str], initial: dict[str, torch.Tensor]) -> None:
-    if initial:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
-        set_model_state_dict(model, initial, options=options)
-    # Files come second: PEFT copied modules (modules_to_save) before they had values.
-    load_safetensors(model, folder, strict=False, base=has_adapter(model), rename=rename)
 
 
 def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module:
@@ -246,36 +242,20 @@ def match_names(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
     missing = _without([names[0] for names in absent], getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), _RECOMPUTED)
     unexpected = _without(sorted(in_files - set(tensors)), ignored)
-    outside = [name for name in unexpected if is_base and not name.startswith(prefix)]
-    if outside and strict and not missing and outside == unexpected:
-        warnings.warn(
-            message(
-                "The files hold more than the base model, which was loaded; other tensors were ignored.",
-                parameter=outside[0],
-                expected=f"names that begin with {prefix}",
-                got=_some(outside),
-            ),
-            stacklevel=3,
-        )
-    elif missing or unexpected:
+    is_rest = is_base and not missing and not any(name.startswith(prefix) for name in unexpected)
+    if missing or unexpected:
         difference: dict[str, Any] = {
             "parameter": (missing or unexpected)[0],
             "expected": f"{_some(missing)}, which the files lack" if missing else "only the model's names",
             "got": f"{_some(unexpected)}, which the model lacks" if unexpected else "no other names",
         }
-        if in_files.isdisjoint(tensors):
-            raise CheckpointError(
-                "The safetensors files hold no parameter of the model; nothing was loaded.",
-                **difference,
-                remedy="pass the class that wrote them (architectures in the folder's config.json)",
-            )
-        if strict:
+        if in_files.isdisjoint(tensors) or (strict and not is_rest):
             raise CheckpointError(
                 "The safetensors files and the model have different names; nothing was loaded.",
                 **difference,
-                remedy="pass strict=False to initialise parameters that the files lack. If Transformers converts names "
-                "while loading (of experts, for example), load the model once in one process, and write it with "
-                "fullshard.save_safetensors",
+                remedy="pass the class that wrote them (architectures in the folder's config.json), or strict=False to "
+                "initialise parameters that the files lack. If Transformers converts names while loading (of experts, "
+                "for example), load the model once in one process, and write it with fullshard.save_safetensors",
                 topic="checkpoint-does-not-fit",
             )
         warnings.warn(
@@ -334,13 +314,14 @@ def _initialise(model: Any, missing: Iterable[str]) -> None:
             )
 
 
-def read_by_units(
+def _read_by_units(
     model: nn.Module,
     folder: Path,
     rename: Callable[[str], str],
     initial: dict[str, torch.Tensor],
     quantise: Callable[[Any], object],
-    sharding: dict[str, Any],
+    policy: Any,
+    settings: dict[str, Any],
 ) -> None:
     """Read, quantise and shard one block after the other, then the rest of the model. Collective.
 
@@ -350,22 +331,19 @@ def read_by_units(
         rename: from a tensor's name in the files to its name in the model.
         initial: values of parameters that are not in the files, by name; all ranks use rank 0's.
         quantise: called with each block, its weights on the CPU; replaces weights in it.
-        sharding: arguments of `shard`.
+        policy, settings: arguments of `fully_shard`.
 
     Raises:
         ConfigError: `quantise` left weights that cannot be split; see `by_rows`.
         CheckpointError: a shape differs from the files, or a parameter has no value.
     """
-    policy, settings = plan_sharding(model, sharding)
-    blocks = [block for _, block, _ in plan_wrapping(model, policy)]
-    if dist.is_initialized():
-        initial = Ranks(None).share(initial)
+    initial = Ranks(None).share(initial)
     base_name: Callable[..., str | None] = adapted(model).base_name if has_adapter(model) else lambda name, unused: name
     names = _names_by_id(model.named_parameters(remove_duplicate=False))
     source = SafetensorsSource(folder)
     source.rename(rename)
     with source:
-        for unit in [*blocks, model]:
+        for unit in [*(block for _, block, _ in plan_wrapping(model, policy)), model]:
             unread = [p for p in unit.parameters() if p.is_meta]
             replace_parameters(model, {p: _read_value(p, names[id(p)], source, base_name, initial) for p in unread})
             if unit is not model:
