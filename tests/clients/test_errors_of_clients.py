@@ -163,7 +163,7 @@ def test_two_ranks(run_clients, tmp_path, words):
     assert_raised(words, run_clients(outcome, PROGRAMS[words], tmp_path, timeout=SECONDS))
 
 
-@PROGRAMS.raise_("ConfigError: ShardedTrainerMixin shards the model")
+@PROGRAMS.raise_("ConfigError: ShardedTrainerMixin shard in place of DDP ... got:       fsdp, distributed type")
 def a_trainer_that_is_told_to_shard_twice(rank: int, folder: Path) -> None:
     sharded_trainer(str(folder), fsdp=True, fsdp_config={"version": 2})
 
@@ -194,7 +194,9 @@ def pickled_weights(rank: int, folder: Path) -> None:
     accelerator.save_model(accelerator.prepare(two_layers()), folder, safe_serialization=False)
 
 
-@PROGRAMS.raise_("ConfigError: FullshardAccelerator takes the place of DDP")
+@PROGRAMS.raise_(
+    "ConfigError: FullshardAccelerator and ShardedTrainerMixin shard in place of DDP ... got:       fsdp_plugin"
+)
 def another_plugin(rank: int, folder: Path) -> None:
     from accelerate import FullyShardedDataParallelPlugin
 

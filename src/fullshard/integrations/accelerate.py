@@ -90,12 +90,13 @@ class FullshardAccelerator(Accelerator):
         data_parallel = kind == "NO" or kind.startswith("MULTI_")
         if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
             raise ConfigError(
-                "FullshardAccelerator takes the place of DDP; the settings let something else distribute the model.",
-                expected="no FSDP, DeepSpeed or Megatron plugin and no parallelism_config, also in the configuration "
-                "of accelerate launch",
+                "FullshardAccelerator and ShardedTrainerMixin shard in place of DDP; the settings let something else "
+                "distribute the model.",
+                expected="no FSDP, DeepSpeed or Megatron plugin and no parallelism_config, also in training arguments "
+                "and in the configuration of accelerate launch",
                 got=", ".join([*plugins, f"distributed type {kind}"]),
-                remedy="omit it; or keep the FSDP plugin with a plain Accelerator, and start the program with "
-                "python -m fullshard adopt",
+                remedy="omit it; or keep the FSDP plugin with a plain Accelerator or Trainer, and start the program "
+                "with python -m fullshard adopt",
             )
         self._sharding = check_sharding(sharding)
         if getattr(self, "scaler", None) is not None:
@@ -133,10 +134,9 @@ class FullshardAccelerator(Accelerator):
         """
         if not dist.is_initialized() or is_sharded(model):
             return
-        old_names = {parameter: name for name, parameter in model.named_parameters()}
         precision = "no" if "mp_policy" in self._sharding else self.mixed_precision
         shard(model, **{"mixed_precision": precision, **self._sharding})
-        repoint_optimizers(optimizers, old_names, model)
+        repoint_optimizers(optimizers)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -275,12 +275,15 @@ def _check_count(folder: Path, models: int) -> None:
             )
 
 
-def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = None) -> FullshardAccelerator:
+def take_over(
+    accelerator: Accelerator, sharding: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()
+) -> FullshardAccelerator:
     """Turn an `Accelerator` that a library has built into a `FullshardAccelerator`, in place.
 
     Args:
         accelerator: with nothing prepared yet.
         sharding: see `FullshardAccelerator`.
+        plugins: the library's settings that let something else distribute the model; refused.
 
     Returns:
         `accelerator` itself.
@@ -297,5 +300,5 @@ def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = Non
             remedy="call it before prepare; derive subclasses from FullshardAccelerator",
         )
     accelerator.__class__ = FullshardAccelerator
-    accelerator._start_sharding(sharding)
+    accelerator._start_sharding(sharding, plugins)
     return accelerator

@@ -53,57 +53,28 @@ PUBLIC = (
 """Modules that programs import PyTorch's names from."""
 
 OURS: Mapping[str, Any] = {
+    **{
+        name: value
+        for module in (functions, policies, settings)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    },
+    "_or_policy": policies.or_policy,
     "CPUOffloadPolicy": CPUOffloadPolicy,
-    "CustomPolicy": policies.CustomPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
     "FlatParameter": FlatParameter,
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "GradientReductionHandle": GradientReductionHandle,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "ModuleWrapPolicy": policies.ModuleWrapPolicy,
     "OffloadPolicy": OffloadPolicy,
     "ShardedGradScaler": ShardedGradScaler,
     "UnshardHandle": UnshardHandle,
-    "always_wrap_policy": policies.always_wrap_policy,
-    "enable_wrap": policies.enable_wrap,
     "fully_shard": fully_shard,
-    "get_model_state_dict": functions.get_model_state_dict,
-    "get_optimizer_state_dict": functions.get_optimizer_state_dict,
-    "get_state_dict": functions.get_state_dict,
-    "lambda_auto_wrap_policy": policies.lambda_auto_wrap_policy,
-    "_or_policy": policies.or_policy,
     "register_fsdp_forward_method": register_fsdp_forward_method,
-    "set_model_state_dict": functions.set_model_state_dict,
-    "set_optimizer_state_dict": functions.set_optimizer_state_dict,
-    "set_state_dict": functions.set_state_dict,
     "share_comm_ctx": share_comm_ctx,
-    "size_based_auto_wrap_policy": policies.size_based_auto_wrap_policy,
-    "transformer_auto_wrap_policy": policies.transformer_auto_wrap_policy,
-    "wrap": policies.wrap,
-    **{
-        name: getattr(settings, name)
-        for name in (
-            "BackwardPrefetch",
-            "CPUOffload",
-            "FullOptimStateDictConfig",
-            "FullStateDictConfig",
-            "LocalOptimStateDictConfig",
-            "LocalStateDictConfig",
-            "MixedPrecision",
-            "OptimStateDictConfig",
-            "OptimStateKeyType",
-            "ShardedOptimStateDictConfig",
-            "ShardedStateDictConfig",
-            "ShardingStrategy",
-            "StateDictConfig",
-            "StateDictSettings",
-            "StateDictType",
-            "TrainingState",
-        )
-    },
 }
-"""Fullshard's objects by PyTorch's names for them."""
+"""Fullshard's objects by PyTorch's names for them; these three modules define them under the same names."""
 
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {

@@ -90,11 +90,11 @@ def two_precisions(precision: str, policy: object) -> ConfigError:
     )
 
 
-def stepped_before(optimizer: object, name: str) -> ConfigError:
-    """The error for an optimizer that has state for a parameter, which has been sharded since."""
+def stepped_before(optimizer: object, parameter: object) -> ConfigError:
+    """The error for an optimizer that has state for a parameter from before it was sharded."""
     return ConfigError(
         "An optimizer stepped before the model was sharded.",
-        parameter=name,
+        parameter=getattr(parameter, NAME_KEY, None),
         got=f"{type(optimizer).__name__} with state",
         remedy="prepare model and optimizer together, before the first step; load the optimizer's state afterwards",
         topic="optimizer-built-early",

@@ -20,6 +20,7 @@ from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
 from ..checkpoint import values
 from ..errors import PhaseError
+from ..forms import successor_of
 from ..policies import MixedPrecisionPolicy
 from ..runtime import runners_in
 from ..shard import Unit
@@ -178,26 +179,18 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def repoint_optimizers(
-    optimizers: Iterable[torch.optim.Optimizer], old_names: Mapping[nn.Parameter, str], model: nn.Module
-) -> None:
-    """Replace a model's old parameters in optimizers by its shards.
-
-    Args:
-        optimizers: of any models.
-        old_names: the model's parameters before it was sharded, and their names.
-        model: sharded since.
+def repoint_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Replace parameters that have been sharded since by their shards.
 
     Raises:
-        ConfigError: an optimizer has state for an old parameter, whose shape has changed.
+        ConfigError: an optimizer has state for such a parameter, whose shape has changed.
     """
-    shards = dict(model.named_parameters())
     for optimizer in map(unwrapped, optimizers):
         for group in optimizer.param_groups:
-            stepped = [old_names[p] for p in group["params"] if p in old_names and optimizer.state.get(p)]
-            if stepped:
-                raise messages.stepped_before(optimizer, stepped[0])
-            group["params"] = [shards[old_names[p]] if p in old_names else p for p in group["params"]]
+            for parameter in group["params"]:
+                if successor_of(parameter) is not parameter and optimizer.state.get(parameter):
+                    raise messages.stepped_before(optimizer, successor_of(parameter))
+            group["params"] = [successor_of(parameter) for parameter in group["params"]]
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

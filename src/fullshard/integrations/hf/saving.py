@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
 from torch import nn
 
 from ...api.whole import gathered
@@ -18,8 +18,6 @@ from ...store.hugging_face import save_safetensors
 from ...store.in_place import put_weights
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def save_pretrained(
@@ -115,9 +113,11 @@ def bytes_of(size: int | str) -> int:
     Raises:
         ConfigError: an invalid size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", str(size).upper())
-    value = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if value <= 0 or isinstance(size, bool):
+    try:
+        value: int = convert_file_size_to_int(size)
+    except (ValueError, AttributeError):
+        value = 0
+    if value <= 0:
         raise ConfigError(
             "max_shard_size must be a number of bytes, or a string.", expected="5GB, 200MB, 1GiB", got=repr(size)
         )

@@ -75,14 +75,9 @@ class ShardedTrainerMixin:
         """As `Trainer.create_accelerator_and_postprocess`, with an accelerator that shards."""
         from ..accelerate import take_over
 
-        if self.args.fsdp or self.args.deepspeed:
-            raise ConfigError(
-                "ShardedTrainerMixin shards the model, but the training arguments let something else shard it too.",
-                got="fsdp" if self.args.fsdp else "deepspeed",
-                remedy="omit it; or keep it with a plain Trainer, and start the program with python -m fullshard adopt",
-            )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        take_over(self.accelerator, self._sharding)
+        plugins = [name for name in ("fsdp", "deepspeed") if getattr(self.args, name)]
+        take_over(self.accelerator, self._sharding, plugins)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not dist.is_initialized():  # otherwise sharding moves each rank's part
@@ -116,12 +111,13 @@ class ShardedTrainerMixin:
         with Ranks().step("save_model", files=True):  # no rank returns before all files are written
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-                if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-                    tokenizer.save_pretrained(str(folder))
+                parts: list[Any] = [self.processing_class or getattr(self.data_collator, "tokenizer", None)]
+                if not weights and not has_adapter(self.model):
+                    parts.append(getattr(self.model, "config", None))
+                for part in parts:
+                    if hasattr(part, "save_pretrained"):
+                        part.save_pretrained(str(folder))
                 torch.save(self.args, folder / ARGUMENTS)
-                if not weights and not has_adapter(self.model) and hasattr(self.model, "config"):
-                    self.model.config.save_pretrained(str(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
@@ -139,18 +135,20 @@ class ShardedTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if (Path(resume_from_checkpoint) / FOLDER).is_dir():
             return  # `_load_optimizer_and_scheduler` loads weights too, once the model is sharded
-        if not is_sharded(self.model):
+        if is_sharded(self.model):
+            load_safetensors(self.model, resume_from_checkpoint, adapter=has_adapter(self.model))
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-            return
-        load_safetensors(self.model, resume_from_checkpoint, adapter=has_adapter(self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint)
-        if folder is None or not (is_sharded(self.model) or (folder / FOLDER).is_dir()):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
             return
+        folder = Path(checkpoint)
         if (folder / FOLDER).is_dir():
             load(folder / FOLDER, self.model, unwrapped(self.optimizer), rng=False)
+        elif not is_sharded(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
         elif (folder / "optimizer.pt").exists():
             raise CheckpointError(
                 "A checkpoint of an unsharded Trainer stores optimizer state by parameter number, not by name.",
@@ -165,7 +163,7 @@ class ShardedTrainerMixin:
         if (folder / FOLDER).is_dir():
             load(folder / FOLDER, self.model, rng=False)
         elif is_sharded(self.model):
-            load_safetensors(self.model, folder, adapter=has_adapter(self.model))
+            self._load_from_checkpoint(str(folder))
         else:
             super()._load_best_model()  # type: ignore[misc]
 
@@ -180,28 +178,20 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
     Args:
         folder: a Trainer's `output_dir`.
     """
-    checkpoints = {
-        int(match[1]): path
-        for path in Path(folder).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    }
-    for _, checkpoint in sorted(checkpoints.items(), reverse=True):
-        if _is_complete(checkpoint):
+    names = [path.name for path in Path(folder).glob("checkpoint-*")]
+    for step in sorted([int(match[1]) for name in names if (match := re.fullmatch(r"checkpoint-(\d+)", name))])[::-1]:
+        checkpoint = Path(folder) / f"checkpoint-{step}"
+        try:
+            json.loads((checkpoint / STATE).read_text())
             return str(checkpoint)
-        warnings.warn(
-            message(
-                "Skipping an incomplete checkpoint: the run was interrupted while writing it.",
-                expected=f"{STATE}, which is written last",
-                got=str(checkpoint),
-                remedy="remove it",
-            ),
-            stacklevel=3,
-        )
+        except (OSError, ValueError):
+            warnings.warn(
+                message(
+                    "Skipping an incomplete checkpoint: the run was interrupted while writing it.",
+                    expected=f"{STATE}, which is written last",
+                    got=str(checkpoint),
+                    remedy="remove it",
+                ),
+                stacklevel=3,
+            )
     return None
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        return isinstance(json.loads((checkpoint / STATE).read_text()), dict)
-    except (OSError, ValueError):
-        return False
