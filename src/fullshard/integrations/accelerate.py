@@ -184,19 +184,11 @@ class FullshardAccelerator(Accelerator):
     ) -> None:
         """Write a sharded model's weights as safetensors, tensor by tensor: no rank holds the full model. Collective.
 
-        Raises:
-            ConfigError: `safe_serialization=False`, which pickles.
+        With `safe_serialization=False` rank 0 gathers the full model, and pickles it.
         """
-        if not is_sharded(model):
+        if not safe_serialization or not is_sharded(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
-        if not safe_serialization:
-            raise ConfigError(
-                "A sharded model can only be written as safetensors.",
-                got="safe_serialization=False",
-                remedy="call accelerator.get_state_dict(model) on every rank, and torch.save the result on the main "
-                "process",
-            )
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:

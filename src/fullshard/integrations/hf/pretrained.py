@@ -2,7 +2,7 @@
 
 The model is built with parameters on meta and real buffers (`build_on_meta`). Its names are compared with those in the
 files, and parameters missing from the files are initialised (`match_names`). Then the model is sharded and each rank
-reads its part; or, to quantise weights on the way, units are read, quantised and sharded one by one (`read_by_units`).
+reads its part; or, to quantise weights on the way, units are read, quantised and sharded one by one (`_read_by_units`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import plan_wrapping
+from ...checkpoint.fit import check_shape
 from ...checkpoint.functions import set_model_state_dict
 from ...errors import CheckpointError, ConfigError, message
 from ...runtime import runners_in
@@ -361,14 +362,7 @@ def _read_value(
         file_name = base_name(name, unused=True)
         if file_name is not None and MODEL + file_name in source.entries:
             value = source.read(MODEL + file_name)
-            if value.shape != parameter.shape:
-                raise CheckpointError(
-                    "A tensor in the safetensors files has a different shape than in the model.",
-                    parameter=name,
-                    expected=tuple(parameter.shape),
-                    got=tuple(value.shape),
-                    topic="checkpoint-does-not-fit",
-                )
+            check_shape(name, parameter.shape, value.shape)
             return value.to(parameter.dtype, copy=True)
     for name in names:
         if name in initial:
