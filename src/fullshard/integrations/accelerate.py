@@ -11,7 +11,7 @@ Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`. T
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .sharding import (
     check_sharding,
     explain_step_errors,
     is_sharded,
-    repoint_optimizers,
+    repoint,
     shard,
     steps,
     unwrapped,
@@ -112,31 +112,21 @@ class FullshardAccelerator(Accelerator):
                 of the models in `args` or prepared before.
         """
         models = [arg for arg in args if isinstance(arg, nn.Module)]
-        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         if dist.is_initialized() and (all_models := [*models, *self._models]):
-            for optimizer in map(unwrapped, optimizers):
+            for optimizer in [unwrapped(arg) for arg in args if isinstance(arg, torch.optim.Optimizer)]:
                 if any(group["params"] for group in optimizer.param_groups) and not any(
                     steps(optimizer, model) for model in all_models
                 ):
                     raise messages.unrelated_optimizer(optimizer)
         for model in models:
-            self.shard_model(model, optimizers)
+            self.shard_model(model)
         return super().prepare(*args, device_placement=device_placement)
 
-    def shard_model(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """Shard a model in place, unless it is sharded already or there is no process group.
-
-        Args:
-            optimizers: built before; parameters of the model in them are replaced by its shards.
-
-        Raises:
-            ConfigError: an optimizer already has state for the model.
-        """
-        if not dist.is_initialized() or is_sharded(model):
-            return
-        precision = "no" if "mp_policy" in self._sharding else self.mixed_precision
-        shard(model, **{"mixed_precision": precision, **self._sharding})
-        repoint_optimizers(optimizers)
+    def shard_model(self, model: nn.Module) -> None:
+        """Shard a model in place, unless it is sharded already or there is no process group."""
+        if dist.is_initialized() and not is_sharded(model):
+            precision = "no" if "mp_policy" in self._sharding else self.mixed_precision
+            shard(model, **{"mixed_precision": precision, **self._sharding})
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -148,7 +138,8 @@ class FullshardAccelerator(Accelerator):
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As `Accelerator.prepare_optimizer`; the first step reports an optimizer that cannot step shards."""
+        """As `Accelerator.prepare_optimizer`, pointed at shards; the first step reports that it cannot step these."""
+        repoint(unwrapped(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = _Optimizer

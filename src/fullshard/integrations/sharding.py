@@ -1,7 +1,7 @@
 """What all integrations share: sharding a client library's model block by block, and keeping its optimizers in step.
 
 units, precision      shard, unit_classes
-optimizers            unwrapped, repoint_optimizers, steps, explain_step_errors
+optimizers            unwrapped, repoint, steps, explain_step_errors
 gradients             without_sync
 """
 
@@ -179,25 +179,24 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def repoint_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Replace parameters that have been sharded since by their shards.
+def repoint(optimizer: torch.optim.Optimizer) -> None:
+    """Replace an optimizer's parameters that have been sharded since it was built by their shards.
 
     Raises:
-        ConfigError: an optimizer has state for such a parameter, whose shape has changed.
+        ConfigError: it has state for such a parameter, whose shape has changed.
     """
-    for optimizer in map(unwrapped, optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if successor_of(parameter) is not parameter and optimizer.state.get(parameter):
-                    raise messages.stepped_before(optimizer, successor_of(parameter))
-            group["params"] = [successor_of(parameter) for parameter in group["params"]]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if successor_of(parameter) is not parameter and optimizer.state.get(parameter):
+                raise messages.stepped_before(optimizer, successor_of(parameter))
+        group["params"] = [successor_of(parameter) for parameter in group["params"]]
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer steps a model: has parameters of it, or views of them (`optimizer_view`)."""
+    """Whether an optimizer has parameters of a model, from before or after sharding, or views of them."""
     views = [tensor for runner in runners_in(model) for tensor, *_ in values.views_of(runner.unit)]
     steppable = {id(tensor) for tensor in (*model.parameters(), *views)}
-    return any(id(parameter) in steppable for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(successor_of(p)) in steppable for group in optimizer.param_groups for p in group["params"])
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class ShardedTrainerMixin:
 
     def create_optimizer(self, *args: Any, **settings: Any) -> torch.optim.Optimizer:
         """As `Trainer.create_optimizer`, after sharding the model."""
-        self.accelerator.shard_model(self.model, [] if self.optimizer is None else [self.optimizer])
+        self.accelerator.shard_model(self.model)
         return super().create_optimizer(*args, **settings)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
