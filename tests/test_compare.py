@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -128,6 +129,11 @@ REFUSED = [
         [],
         "failed on Fullshard: rank 0, exit code 1",
     ),
+    (
+        f"{FUNCTIONAL}if dist.get_rank() == 1: raise RuntimeError('its own error')\n{TRAIN}",
+        [],
+        "rank 1, exit code 1",  # rank 0 fails in a collective, because rank 1 has gone
+    ),
     ("import os; os._exit(0)", [], "failed on PyTorch's FSDP: rank 0, exit code 0"),
 ]
 
@@ -138,7 +144,17 @@ def test_what_cannot_be_compared(capfd, tmp_path, text, options, words):
     said = capfd.readouterr()
     assert words in said.err and not said.out
     assert "failed" in words or said.err.count("\n") == 1
+    assert "rank 1" not in words or "RuntimeError: its own error" in said.err
     assert "failed on Fullshard" not in words or "AssertionError: no" in said.err
+
+
+def test_a_program_that_hangs_is_told_of(capfd, monkeypatch, tmp_path):
+    """And not ended: its first step may take as long."""
+    hangs = "import time\nif dist.get_rank() == 1: time.sleep(6)\n"
+    monkeypatch.setattr(importlib.import_module("fullshard.cli.compare"), "PATIENCE", 1.5)
+    assert main(["compare", program(tmp_path, FUNCTIONAL, hangs, TRAIN), "--steps", "2", "--", "2"]) == 0
+    said = capfd.readouterr().err
+    assert "no rank has ended a step for" in said and "PyTorch's FSDP: rank 0 after 0, rank 1 after 0" in said
 
 
 def test_a_script_that_is_missing_and_ranks_that_torchrun_started(capfd, tmp_path, monkeypatch):

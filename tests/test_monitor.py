@@ -374,6 +374,27 @@ def test_invalid_arguments(settings, words):
     assert f"Monitor: {words}" in str(raised.value)
 
 
+STEPS = [
+    ({"tokens": -1}, "tokens must be an int of at least 0, got -1"),
+    ({"loss": "low"}, "loss must be a number, or a tensor of one element"),
+    ({"loss": torch.ones(2)}, "loss must be a number, or a tensor of one element"),
+    ({"grad_norm": "low"}, "grad_norm must be a number, or a tensor of one element"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), STEPS, ids=[words.partition(",")[0] for _, words in STEPS])
+def test_invalid_numbers_of_a_step(given, words):
+    with fullshard.Monitor(nn.Linear(2, 2), every=1, line=False) as monitor, pytest.raises(ConfigError) as raised:
+        monitor.step(**given)
+    assert f"Monitor: {words}" in str(raised.value)
+
+
+def test_a_loss_of_a_graph_is_read_without_a_warning(recwarn):
+    with fullshard.Monitor(nn.Linear(2, 2), every=1, line=False) as monitor:
+        report = monitor.step(loss=torch.ones((), requires_grad=True) * 2)
+    assert report.loss == 2.0 and not recwarn.list
+
+
 def test_a_step_after_close_is_refused():
     monitor = fullshard.Monitor(nn.Linear(2, 2), line=False)
     monitor.close()

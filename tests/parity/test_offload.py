@@ -21,6 +21,7 @@ import fullshard
 from fullshard import Blocks
 from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
+from fullshard.torch_private.local_tensor import plain_tensors
 from models import EXAMPLES
 from simulated import by_nccl, simulated
 from test_step_in_backward import CLIPS_SOME, differences
@@ -69,10 +70,11 @@ class LateHome(Home):
         assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
         return copied
 
-    def fetch_ahead(self, plain: torch.Tensor) -> torch.Tensor:
+    def fetch_ahead(self, tensor: torch.Tensor) -> torch.Tensor:
         here.crossings["to_device"] += 1
-        copied = super().fetch_ahead(plain)
-        assert copied.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr()
+        copied = super().fetch_ahead(tensor)
+        for one, other in zip(plain_tensors(copied), plain_tensors(tensor), strict=True):
+            assert not one.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
         return copied
 
     def bring(self, target, reduced, turns, then=None) -> None:

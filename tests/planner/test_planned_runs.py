@@ -110,7 +110,7 @@ def test_a_search_ranks_what_fits_by_time():
     least = min(p.reserved for p in plans.ranked)
     tight = plan(gpt, **HOW, device="cpu", device_memory=least)
     assert tight.fits and tight.best.reserved <= least
-    none = plan(gpt, **HOW, device="cpu", device_memory=1000)
+    none = plan(gpt, **HOW, device_memory=1000)
     assert not none.fits and any(p.strategy.offload for p in none.ranked)
     peaks = [p.peak for p in none.ranked]
     assert peaks == sorted(peaks)
@@ -299,6 +299,20 @@ def test_a_large_world_takes_seconds():
     assert time.process_time() - begin < 5
 
 
+def test_a_cpu_has_nothing_to_offload_to():
+    """`CPUOffloadPolicy` does nothing there, so a plan says so, and a search does not try it."""
+    how = {**HOW, "device": "cpu"}
+    without, with_offload = (plan(gpt, **how, strategy=Strategy(micro_batch=4, offload=o)).best for o in (False, True))
+    assert without.memory == with_offload.memory and not with_offload.strategy.offload
+    none = plan(gpt, **how, device_memory=1000)
+    assert not none.fits and not any(p.strategy.offload for p in none.ranked)
+
+
+def test_a_wrap_policy_may_be_a_set_of_classes():
+    one, other = (plan(gpt, **HOW, strategy=Strategy(micro_batch=4, units=u)).best for u in ("auto", {models.Block}))
+    assert one.memory == other.memory
+
+
 def placed(module: nn.Module) -> bool | dict[str, object]:
     return {"shard_placement_fn": lambda p: None} if isinstance(module, models.Block) else False
 
@@ -318,7 +332,16 @@ BAD = {
     "step": ({"step": lambda *_: 1 / 0}, "could not run one step"),
     "value of a fake": ({"step": lambda m, b, s: tokens(m, b, s) * tokens(m, b, s).item()}, "could not run one step"),
     "meshes": ({"meshes": {"*": 3}}, "meshes\\['\\*'\\] must say"),
+    "a mesh that does not divide": ({"meshes": {"*": (3, 1)}}, "product divides 8"),
+    "a mesh of nothing": ({"meshes": {"*.experts.*": (2, 4)}}, "no parameter's name matches"),
     "layout": ({"strategy": Strategy(layout="diagonal")}, "layout"),
+    "a word as a bool": ({"strategy": Strategy(checkpointing="no")}, "checkpointing is invalid"),
+    "a word as a strategy": ({"strategy": "rows"}, "strategy is invalid"),
+    "no strategies": ({"strategy": []}, "strategy is invalid"),
+    "a word as a policy": ({"mp_policy": "bf16"}, "mp_policy is invalid"),
+    "no policies": ({"mp_policy": []}, "mp_policy is invalid"),
+    "no memory": ({"device_memory": 0}, "device_memory must be a positive integer"),
+    "a word as memory": ({"device_memory": "80GB"}, "device_memory must be a positive integer"),
     "slices": ({"strategy": Strategy(micro_batch=4, reshard_after_forward=3)}, "reshard_after_forward"),
     "accumulate": ({"strategy": Strategy(accumulate="never")}, "unknown accumulate"),
     "many steps": ({"strategy": Strategy(micro_batch=2, step_in_backward=True)}, "steps in every backward"),
@@ -365,7 +388,7 @@ def test_fixed_fields_are_not_searched():
     assert "whole" in {strategy.accumulate for strategy in chosen}
     stepped = [p.strategy for p in plan(gpt, fixed={"step_in_backward": True}, **how).ranked]
     assert {strategy.micro_batch for strategy in stepped} == {HOW["batch"]}
-    offloaded = plan(gpt, **HOW, device="cpu", device_memory=1000, fixed={"offload": False})
+    offloaded = plan(gpt, **HOW, device_memory=1000, fixed={"offload": False})
     assert not any(p.strategy.offload for p in offloaded.ranked)
     for fixed, strategy, words in (
         ({"colour": 1}, None, "no field 'colour'"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ..insight.compare import Comparison
 
 SIDES = {"torch": "PyTorch's FSDP", "fullshard": "Fullshard"}
+PATIENCE = 60.0  # seconds without a step, after which one is told; then after twice as long, and so on
 STYLES = {"(?m)^.*DIFFERENT.*$": "bold red", "(?m)^.*the same in every bit$": "green"}
 
 
@@ -105,7 +108,7 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
         if not failed:
             return []
         cancelled.set()
-        first = min(failed, key=lambda rank: rank not in codes)  # ranks that were killed only waited for it
+        first = next((rank for rank in codes if rank in failed), failed[0])  # the others failed because it had
         log = (place / f"rank-{first}.log").read_text(errors="replace").rstrip()
         end = f"exit code {codes[first]}" if first in codes else "killed because other ranks had failed"
         headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}"
@@ -113,12 +116,40 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
 
     with ThreadPoolExecutor(len(SIDES)) as threads:
         try:
-            problems = list(threads.map(run, SIDES, zip(*pairs, strict=True)))
+            runs = [
+                threads.submit(run, side, sockets)
+                for side, sockets in zip(SIDES, zip(*pairs, strict=True), strict=True)
+            ]
+            patience = PATIENCE
+            while wait(runs, timeout=1.0).not_done:
+                if (waited := _seconds_since_a_step(folder)) < PATIENCE:
+                    patience = PATIENCE
+                elif waited > patience:
+                    patience *= 2
+                    print(printable(_no_step(folder, options.ranks, waited)), file=sys.stderr, flush=True)
+            problems = [each.result() for each in runs]
         except BaseException:  # an interrupt
             cancelled.set()
             raise
     for problem in filter(None, problems):
         raise ConfigError("\n".join(problem))
+
+
+def _seconds_since_a_step(folder: Path) -> float:
+    """Seconds since a rank of either side ended a step, or the sides began."""
+    times = [path.stat().st_mtime for path in (folder, *folder.glob("*/*.steps"))]
+    return time.time() - max(times)
+
+
+def _no_step(folder: Path, ranks: int, seconds: float) -> str:
+    """That no rank has ended a step for so long, and how far each has come."""
+    sides = []
+    for side, name in SIDES.items():
+        taken = [folder / side / f"rank-{rank}.steps" for rank in range(ranks)]
+        steps = [path.read_text() or "0" if path.exists() else "0" for path in taken]
+        sides.append(f"{name}: {', '.join(f'rank {rank} after {step}' for rank, step in enumerate(steps))}")
+    text = f"fullshard: no rank has ended a step for {seconds:.0f} s. {'; '.join(sides)} steps."
+    return f"{text} Ctrl-C ends both sides; the program may hang on one of them."
 
 
 def show(comparison: Comparison, title: str) -> None:

@@ -40,7 +40,7 @@ def run_ranks(
         cancelled: if it is set, all are killed.
 
     Returns:
-        Rank -> exit code, without the ranks that were killed.
+        Rank -> exit code, in the order in which they ended, without the ranks that were killed.
     """
     cancelled = cancelled or threading.Event()
     with socket.socket() as free:
@@ -49,6 +49,7 @@ def run_ranks(
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     processes: list[subprocess.Popen[bytes]] = []
+    codes: dict[int, int] = {}
     deadline = math.inf
     try:
         for rank in range(ranks):
@@ -65,13 +66,14 @@ def run_ranks(
                 output.close()
             if sockets is not None:
                 sockets[rank].close()  # so that the rank's end closes the connection
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if cancelled.is_set():
-                break
-            if any(process.poll() for process in processes):
+        while len(codes) < ranks and time.monotonic() < deadline and not cancelled.is_set():
+            for rank, process in enumerate(processes):
+                if rank not in codes and (code := process.poll()) is not None:
+                    codes[rank] = code
+            if any(codes.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
-            time.sleep(0.05)
-        return {rank: code for rank, process in enumerate(processes) if (code := process.poll()) is not None}
+            time.sleep(0.01)
+        return codes
     finally:
         for process in processes:
             if process.poll() is None:

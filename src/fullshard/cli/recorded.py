@@ -146,6 +146,7 @@ class Recorder:
             self._forget_peak()
         self._pending, self._trained, self._within = [], False, None
         self._spent = dict.fromkeys(self.phases, 0.0)
+        (self.folder / f"rank-{os.environ['RANK']}.steps").write_text(str(step))
         self.turns.take()
         self._mark = self._begun = time.perf_counter()
 

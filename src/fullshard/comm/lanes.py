@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from ..mesh import Axis
+from ..torch_private.local_tensor import plain_tensors
 from .protocol import Gathers, Pending
 
 MOST_LEAVING = 2
@@ -233,18 +234,19 @@ class Lanes:
             self._read = self.inward.record_event()
             return cast(copied)
 
-    def fetch(self, plain: torch.Tensor) -> torch.Tensor:
-        """Copy `plain`, which is page-locked, to the device, for use on the current stream, which waits for the copy.
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a page-locked tensor of any class to the device, for use on the current stream, which waits for that.
 
-        The copy is allocated under the lane, which needs not wait for the compute stream: the memory returns to the
-        lane only when both streams are done with it.
+        The copy is allocated under the lane, which need not wait for the compute stream: its memory returns to the lane
+        only when both streams are done with it.
         """
         now = current_stream(self.device)
         with self.inward:
-            copied = plain.to(self.device, non_blocking=True, copy=True)
+            copied = tensor.to(self.device, non_blocking=True, copy=True)
             self._read = self.inward.record_event()
         now.wait_event(self._read)
-        copied.record_stream(now)
+        for plain in plain_tensors(copied):
+            plain.record_stream(now)
         return copied
 
     def gathering(self, comm: Gathers) -> Gathers:

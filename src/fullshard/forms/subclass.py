@@ -29,7 +29,7 @@ from ..comm import Gathers, Pending
 from ..layout import ALIGN_BYTES, Layout, Slot
 from ..mesh import Axis, MeshAxes
 from ..torch_private.foreach import columns_out, copy_all
-from ..torch_private.local_tensor import local_of, set_local
+from ..torch_private.local_tensor import local_of, plain_tensors, set_local
 from ..torch_private.versions import Versions
 from .changes import owner_of
 from .flat_shard import FlatShard
@@ -90,23 +90,17 @@ class Chunks:
         return Chunks([*self._by_slot], [*tensors])
 
     def fetched_by(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
-        """`Chunks` of the same tensors, from which gathers copy each plain tensor to the device by `fetch`."""
+        """`Chunks` of the same tensors, which gathers copy to the device by `fetch`."""
         chunks = self.replaced(self.tensors)
         chunks._fetch = fetch
         return chunks
 
     def on_device(self) -> tuple[list[torch.Tensor], int]:
         """The tensors on the compute device, and the bytes that were copied there."""
-        fetch, copied = self._fetch, []
-        if fetch is None:
+        if self._fetch is None:
             return self.tensors, 0
-
-        def copy(plain: torch.Tensor) -> torch.Tensor:
-            copied.append(fetch(plain))
-            return copied[-1]
-
-        tensors = [with_parts(tensor, copy) for tensor in self.tensors]
-        return tensors, sum([plain.nbytes for plain in copied])
+        tensors = [*map(self._fetch, self.tensors)]
+        return tensors, sum([plain.nbytes for tensor in tensors for plain in plain_tensors(tensor)])
 
     def clone(self) -> Chunks:
         """A copy in separate memory."""
@@ -178,7 +172,7 @@ def chunk_of(
         original: the whole parameter.
         slot: of the parameter.
         axes: the mesh.
-        keep: copies a plain tensor to where shards are, if that is not the mesh's device.
+        keep: copies a tensor to where shards are, if that is not the mesh's device.
 
     Raises:
         ConfigError: no rows, or a class that does not support cutting, copying or moving.
@@ -189,7 +183,7 @@ def chunk_of(
         with torch.no_grad():
             chunk = rows_on_rank(original.detach(), axes.shard)
             if keep is not None and not chunk.is_meta:
-                return with_parts(chunk, keep)
+                return keep(chunk)
             chunk = chunk.clone()
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:

@@ -66,7 +66,11 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     Args:
         model: a model with or without units.
         optimizer: the optimizer to count; None: none.
+
+    Raises:
+        ConfigError: `model` is no module, or `optimizer` no optimizer.
     """
+    _check_arguments("memory_use", model, optimizer)
     units = units_of(model)
     plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_bytes = sum(_nbytes(p) for p in plain)
@@ -116,8 +120,9 @@ def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         The paragraph.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: the model has no units, or an argument is of a different class.
     """
+    _check_arguments("explain_memory", model, optimizer)
     runners = runners_in(model)
     if not runners:
         raise ConfigError(
@@ -128,6 +133,15 @@ def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         )
     use = memory_use(model, optimizer)
     return explain(runners, use.optimizer if optimizer is not None else None)
+
+
+def _check_arguments(function: str, model: object, optimizer: object) -> None:
+    for name, value, expected, kind in (
+        ("model", model, "a module", nn.Module),
+        ("optimizer", optimizer, "an optimizer or None", torch.optim.Optimizer | None),
+    ):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{function}({name}=) is invalid.", expected=expected, got=type(value).__name__)
 
 
 def _host_bytes(units: list[Unit], plain: list[nn.Parameter], state_tensors: list[torch.Tensor]) -> int:

@@ -12,7 +12,6 @@ The form decides how a sharded parameter shows (`forms/`). Gradients have their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from ..forms import (
     attributes_of,
     hooks_onto,
     take_grad_dtype,
-    with_parts,
 )
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
@@ -413,7 +411,7 @@ class Bucket:
         if isinstance(shard, Chunks):
             if all([home.holds(plain) for tensor in shard.tensors for plain in plain_tensors(tensor)]):
                 return shard
-            return shard.replaced([with_parts(tensor, home.keep) for tensor in shard.tensors])
+            return shard.replaced(map(home.keep, shard.tensors))
         return shard if home.holds(shard) else home.keep(shard)
 
     @torch.no_grad()
@@ -429,7 +427,7 @@ class Bucket:
         """Return a copy of the shard, in memory of the same kind."""
         if self.home is None or self.shard.is_meta:
             return self.shard.clone()
-        return self.shard_after(partial(with_parts, make=self.home.keep))
+        return self.shard_after(self.home.keep)
 
     def without(self, leaving: Member) -> Bucket | None:
         """Return a bucket of all members but `leaving`; None if that is all. Collective, only for ties across units."""

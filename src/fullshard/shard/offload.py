@@ -14,6 +14,7 @@ import torch
 
 from ..comm import Gathers, Lanes, OneStream, Turns, lanes_of
 from ..policies import CPUOffloadPolicy, OffloadPolicy
+from ..torch_private.local_tensor import plain_tensors
 
 
 class Home:
@@ -46,12 +47,13 @@ class Home:
         """Whether `tensor` is memory of this kind."""
         return tensor.device == self.device and (not self.pinned or tensor.is_pinned())
 
-    def keep(self, plain: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor in memory of this kind, in the same memory order."""
-        if type(plain) is not torch.Tensor:  # a class without inner tensors is copied as its own `to` does
-            return plain.to(self.device, copy=True)
-        stride = torch.empty_like(plain, device="meta").stride()  # of the same order, without gaps
-        return self.empty(plain.numel(), plain.dtype).as_strided(plain.shape, stride).copy_(plain)
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of this kind of a tensor of any class, as its own `to` makes it."""
+        kept = tensor.to(self.device, copy=True)
+        for plain in plain_tensors(kept) if self.pinned else ():
+            stride = torch.empty_like(plain, device="meta").stride()  # of the same order, without gaps
+            plain.data = self.empty(plain.numel(), plain.dtype).as_strided(plain.shape, stride).copy_(plain)
+        return kept
 
     def begin(self, unit: str) -> None:
         """Called before a gather of this unit; may refuse it."""
@@ -70,11 +72,11 @@ class Home:
         """Return a copy of `shard` on the compute device, made on the compute stream; the host waits for it."""
         return shard.to(self.compute, copy=True)
 
-    def fetch_ahead(self, plain: torch.Tensor) -> torch.Tensor:
-        """As `fetch`, for a gather; the host waits for nothing, and may write to the shard after `settle`."""
+    def fetch_ahead(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `fetch`, of any class, for a gather; the host waits for nothing, and may write to it after `settle`."""
         if (lanes := self._lanes) is not None:
-            return lanes.fetch(plain)
-        return self.fetch(plain)
+            return lanes.fetch(tensor)
+        return self.fetch(tensor)
 
     def bring(
         self,

@@ -6,17 +6,25 @@ where programs that name a device fail. Test: tests/planner/test_profile.py.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """A context in which every new tensor is fake."""
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """A context in which every new tensor is fake. What an operation raises is not also logged, with a traceback."""
+    was_disabled, _LOG.disabled = _LOG.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        _LOG.disabled = was_disabled
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -147,11 +147,13 @@ class Monitor:
             The report, on every rank, in a step that has one; else None.
 
         Raises:
+            ConfigError: an argument is invalid.
             DivergenceError: ranks called it a different number of times.
             PhaseError: the monitor is closed.
         """
         if self._closed:
             raise messages.closed()
+        _check("tokens", tokens, "an int of at least 0", tokens is None or _is_int(tokens, 0))
         self._step += 1
         self._tokens += self._tokens_per_step if tokens is None else tokens
         if self._step == self._next_report:
@@ -168,8 +170,8 @@ class Monitor:
             self._waits.begin()
 
     def _report(self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None) -> Report:
-        norm = None if grad_norm is None else _as_float(grad_norm)
-        has_loss, loss_value = (False, 0.0) if loss is None else (True, _as_float(loss))
+        norm = None if grad_norm is None else _as_float("grad_norm", grad_norm)
+        has_loss, loss_value = (False, 0.0) if loss is None else (True, _as_float("loss", loss))
         waits = self._waits.end()
         steps, seconds = self._step - self._reported_step, now() - self._start_time
         row = Row(self._step, steps, seconds, self._tokens, has_loss, loss_value, *waits)
@@ -280,8 +282,13 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _as_float(value: torch.Tensor | float) -> float:
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+def _as_float(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+    _check(name, value, "a number, or a tensor of one element", is_number)
+    return float(value)
 
 
 def estimated_flops_per_token(model: nn.Module) -> float:

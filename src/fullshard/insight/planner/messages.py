@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from ...errors import ConfigError
 
 
-def not_positive(name: str, value: object) -> ConfigError:
-    return ConfigError(f"plan(): {name} must be a positive integer.", expected="1, 2, 3, ...", got=repr(value))
+def not_positive(name: str, value: object, least: int = 1) -> ConfigError:
+    kind = "a positive integer" if least else "an integer of at least 0"
+    expected = f"{least}, {least + 1}, {least + 2}, ..."
+    return ConfigError(f"plan(): {name} must be {kind}.", expected=expected, got=repr(value))
+
+
+def not_of_type(name: str, expected: str, value: object) -> ConfigError:
+    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
 
 
 def not_a_divisor(name: str, value: int, whole: str, total: int) -> ConfigError:
@@ -67,15 +73,17 @@ def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigErro
         got=f"micro_batch={micro_batch}, sequence={sequence}",
         remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model; "
         "by default the model gets token ids [micro_batch, sequence] and returns logits or an object with .logits. "
-        "Values of fake tensors cannot be read: no .item(), no branches on values",
+        "Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels take one dtype only: "
+        "build the model in it (--dtype bfloat16)",
     )
 
 
 def optimizer_failed(error: Exception) -> ConfigError:
     return ConfigError(
         f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
-        remedy="name one of torch.optim, or pass a function of a list of parameters that returns the optimizer, or "
-        "several: optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
+        remedy="name another one of torch.optim: this one reads values, which fake tensors do not have; or pass a "
+        "function of a list of parameters that returns the optimizer, or several: "
+        "optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
     )
 
 
@@ -114,6 +122,22 @@ def not_a_mesh(pattern: str, value: object) -> ConfigError:
         f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",
         expected="a pair (shard, replicate)",
         got=repr(value),
+    )
+
+
+def mesh_does_not_divide(pattern: str, sizes: tuple[int, int], ranks: int) -> ConfigError:
+    return ConfigError(
+        f"plan(): meshes[{pattern!r}] does not fit the ranks.",
+        expected=f"a pair (shard, replicate) whose product divides {ranks}",
+        got=repr(sizes),
+    )
+
+
+def mesh_of_nothing(pattern: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"plan(): no parameter's name matches meshes[{pattern!r}].",
+        expected="a pattern of fnmatch, such as *.experts.*",
+        got=", ".join([*names[:4], "..."]),
     )
 
 

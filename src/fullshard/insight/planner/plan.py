@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optim
 from .profile import Profile, Step, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, run
 from .strategy import REFINEMENTS, Strategy, UnitStrategy, node_size, refines, strategies, with_fields
+
+T = TypeVar("T")
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -247,7 +250,8 @@ def plan(
             logits is the loss. See `Step`.
         strategy: one, or several to compare; None: the search compares layouts, copies, when units are freed,
             checkpointing and micro-batches, and tries on each what may make it faster or smaller: prefetch, how
-            gradients are accumulated, a single unit, steps in the backward; and offloading where nothing fits.
+            gradients are accumulated, a single unit, steps in the backward; and offloading where nothing fits (on a
+            CPU nothing can be offloaded).
         fixed: fields of `Strategy` that the search sets and does not vary: {"layout": "flat", "micro_batch": 4}.
         mp_policy: dtypes, as for `fully_shard`; a search compares several.
         optimizer: a class of `torch.optim` by name, with its defaults; or a function of a list of parameters, or of
@@ -269,7 +273,7 @@ def plan(
         ConfigError: an argument is invalid, or the model or the optimizer cannot run on fake tensors.
         LayoutError: a parameter that the layout cannot hold.
     """
-    policies = [mp_policy] if isinstance(mp_policy, MixedPrecisionPolicy) else list(mp_policy)
+    policies = _list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
     _check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
     node = node_size(ranks_per_node, ranks * tensor_parallel)
     _check_counts(ranks_per_node=node)
@@ -282,13 +286,13 @@ def plan(
     elif fixed:
         raise messages.fixed_without_search(fixed)
     else:
-        chosen = [strategy] if isinstance(strategy, Strategy) else list(strategy)
+        chosen = _list_of(Strategy, "strategy", strategy)
         for choice in chosen:
             choice.check(ranks, batch)
     plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
     if strategy is None:
         plans += planner.refine(plans, ranks, batch, node, fixed)
-        if not any(plan.fits for plan in plans) and "offload" not in fixed:
+        if not any(plan.fits for plan in plans) and "offload" not in fixed and device != "cpu":
             plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
@@ -360,7 +364,7 @@ def solve(
     low, high = 0, 1
     while fits(high) and high < 2**24:
         low, high = high, 2 * high
-    while high - low > max(1, low // 16):
+    while high - low > (1 if what == "micro-batch" else max(1, low // 16)):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low, at(low) if low else None
@@ -387,12 +391,17 @@ class Planner:
     ) -> None:
         if device not in RESERVE:
             raise messages.unknown_device(device)
+        if device_memory is not None:
+            _check_counts(device_memory=device_memory)
         if rates is not None and not isinstance(rates, Rates):
             raise messages.not_rates(rates)
         self.model, own_step = _built(model)
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.sequence, self.policy, self.device, self.device_memory = sequence, mp_policy, device, device_memory
-        self.meshes, self.tensor = _checked_meshes(meshes), tensor[0]
+        self.meshes, self.tensor = (
+            _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()]),
+            tensor[0],
+        )
         self.step = step or own_step or tokens_to_loss
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
@@ -454,7 +463,7 @@ class Planner:
         backend = "nccl" if self.device == "cuda" else "gloo"
         axes = axes_of(shard, replicate, backend, rank)
         separate = {pattern: axes_of(*sizes, backend, rank) for pattern, sizes in self.meshes.items()}
-        with (fakes := fake_tensors()):
+        with fake_tensors() as fakes:
             outline = outline_of(self.model, "cpu")
             built = build_units(outline, dict(units), axes, separate)
         trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
@@ -475,6 +484,11 @@ class Planner:
 
     def plan(self, strategy: Strategy, ranks: int, batch: int, node: int) -> Plan:
         """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
+        for pattern, sizes in self.meshes.items():
+            if ranks % (sizes[0] * sizes[1]):
+                raise messages.mesh_does_not_divide(pattern, sizes, ranks)
+        if self.device == "cpu":
+            strategy = dataclasses.replace(strategy, offload=False)  # as `CPUOffloadPolicy`, which does nothing there
         shard = ranks // strategy.replicate
         axes = Axes(shard, strategy.replicate, self.tensor, node)
         micro_batches = batch // strategy.micro_batch
@@ -645,11 +659,23 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     return partial(kind, **options)
 
 
-def _checked_meshes(meshes: Mapping[str, tuple[int, int]] | None) -> Mapping[str, tuple[int, int]]:
+def _list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
+    """One object of this class, or several."""
+    listed = [value] if isinstance(value, kind) else value
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
+        raise messages.not_of_type(name, f"a {kind.__name__}, or a list of some", value)
+    return list(listed)
+
+
+def _checked_meshes(
+    meshes: Mapping[str, tuple[int, int]] | None, names: Sequence[str]
+) -> Mapping[str, tuple[int, int]]:
     for pattern, sizes in (meshes or {}).items():
         if not isinstance(sizes, tuple) or len(sizes) != 2:
             raise messages.not_a_mesh(pattern, sizes)
         _check_counts(**{f"meshes[{pattern!r}]": min(sizes)})
+        if not fnmatch.filter(names, pattern):
+            raise messages.mesh_of_nothing(pattern, names)
     return meshes or {}
 
 

@@ -68,6 +68,10 @@ class Strategy:
     step_in_backward: bool = False
     mp_policy: MixedPrecisionPolicy | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.units, set):  # of classes, as a wrap policy may be; a strategy is a key
+            object.__setattr__(self, "units", frozenset(self.units))
+
     def check(self, ranks: int, batch: int) -> None:
         """Check against the world size and the sequences of a rank and step.
 
@@ -77,7 +81,12 @@ class Strategy:
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
             raise messages.unknown_layout(self.layout, LAYOUTS)
         if type(self.prefetch) is not int or self.prefetch < 0:
-            raise messages.not_positive("prefetch", self.prefetch)
+            raise messages.not_positive("prefetch", self.prefetch, least=0)
+        for name in ("checkpointing", "offload", "step_in_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise messages.not_of_type(name, "True or False", getattr(self, name))
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
+            raise messages.not_of_type("mp_policy", "a MixedPrecisionPolicy or None", self.mp_policy)
         for name, value, whole, total in (
             ("micro_batch", self.micro_batch, "batch", batch),
             ("replicate", self.replicate, "ranks", ranks),

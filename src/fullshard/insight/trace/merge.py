@@ -99,8 +99,11 @@ def _content(file: Path) -> dict[str, Any]:
         raise not_a_trace(file, "not JSON, or truncated") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise not_a_trace(file, f"its format is not {FORMAT!r}")
-    if not isinstance(content.get("world"), int) or "run" not in content:
+    rank, world = content.get("rank"), content.get("world")
+    if not isinstance(world, int) or not isinstance(rank, int) or "run" not in content:
         raise not_a_trace(file, "it does not name its run")
+    if not 0 <= rank < world:
+        raise not_a_trace(file, f"rank {rank} of {world}")
     if content.get("columns") != list(COLUMNS):
         raise not_a_trace(file, f"columns are {content.get('columns')}")
     return content

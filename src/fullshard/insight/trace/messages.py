@@ -10,6 +10,10 @@ from ...errors import ConfigError
 # record.py
 
 
+def not_a_path(path: object) -> ConfigError:
+    return ConfigError("trace() needs a folder.", expected="a path", got=repr(path))
+
+
 def cannot_write(path: Path, problems: dict[int, str]) -> ConfigError:
     """The error for a folder that a rank cannot write to; `problems`: rank -> reason."""
     rank, problem = next(iter(problems.items()))

@@ -7,6 +7,7 @@ to rank 0's clock. Events are rows of numbers (`COLUMNS`); verbs, units and grou
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ...comm import objects_of_all, timed_event
 from ...events import Event, record_events
 from ...mesh import device_of
 from ...store.in_place import replace_file
-from .messages import cannot_write
+from .messages import cannot_write, not_a_path
 
 FORMAT = "fullshard trace 1"
 COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
@@ -117,9 +118,12 @@ def trace(path: Path | str) -> Iterator[Recording]:
         path: a folder, created if needed. If ranks have separate disks, copy the files into one folder afterwards.
 
     Raises:
-        ConfigError: a rank cannot write to the folder. All ranks raise, before the body of the context runs.
+        ConfigError: `path` is no path; or a rank cannot write to the folder: all ranks raise, before the body of the
+            context runs.
         DivergenceError: other ranks do not enter the context.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise not_a_path(path)
     folder = Path(path)
     rank, world, run, offset, error = _meet(folder)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
