@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import ConfigError, Plan, Strategy, plan
+from fullshard import ConfigError, MixedPrecisionPolicy, Plan, Strategy, comm_hooks, plan
 
 SEQUENCE = 24
 
@@ -183,3 +183,94 @@ def test_a_search_with_owners():
     assert {p.strategy.replicate for p in plans.ranked} == {1, 2}
     assert not any(p.strategy.step_in_backward for p in plans.ranked)
     assert "exchange of new values" in str(next(p for p in plans.ranked if p.strategy.replicate == 2))
+
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "rank 4": {"matrix_approximation_rank": 4},
+    "without memory": {"matrix_approximation_rank": 2, "use_error_feedback": False, "warm_start": False},
+}
+
+
+def power_sgd(name: str, start: int) -> tuple[comm_hooks.PowerSGDState, Callable[..., Any]]:
+    return comm_hooks.PowerSGDState(None, start_powerSGD_iter=start, **HOOKS[name]), comm_hooks.powerSGD_hook
+
+
+def hooked(name: str, layout: str, shape: tuple[int, ...], start: int) -> tuple[nn.Module, fullshard.RecordingComm]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    recorded = fullshard.RecordingComm(fullshard.TorchComm())
+    model = build()
+    for unit in [*model.blocks, model]:
+        fullshard.fully_shard(unit, mesh=mesh, layout=layout, comm=recorded)
+    model.register_comm_hook(*power_sgd(name, start))
+    return model, recorded
+
+
+def planned_with_hook(name: str, layout: str, shape: tuple[int, ...], device: str) -> Plan:
+    how = {"ranks": math.prod(shape), "sequence": SEQUENCE, "step": language, "device": device}
+    strategy = Strategy(layout=layout, replicate=shape[0])
+    return plan(build, **how, strategy=strategy, comm_hook=power_sgd(name, 1000)).best
+
+
+def kept_and_sent(name: str, layout: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Of the third backward, the second that is compressed: bytes of gradients and residuals; sent between replicas."""
+    model, recorded = hooked(name, layout, shape, 1)
+    for _ in range(3):
+        model.zero_grad()
+        recorded.calls.clear()
+        language(model, 1, SEQUENCE).backward()
+    calls = [call for call in recorded.calls if call.verb == "all_reduce" and call.world == shape[0]]
+    calls = [call for call in calls if call.dtype == torch.float32]  # not which parameters were used
+    sent = sum(2 * call.nbytes * (shape[0] - 1) // shape[0] for call in calls)
+    return fullshard.memory_use(model).gradients, sent, len(calls)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.gloo("counts what is sent")
+def test_power_sgd_keeps_and_sends_what_is_planned(run_ranks, name, layout, shape):
+    ranks = run_ranks(kept_and_sent, name, layout, shape, world=math.prod(shape))
+    best = planned_with_hook(name, layout, shape, "cpu")
+    assert (best.most["gradients"], best.sent["all_reduce"], best.collectives["all_reduce"]) == ranks[0]
+    exact = plan(
+        build, ranks=math.prod(shape), sequence=SEQUENCE, step=language, strategy=best.strategy, device="cpu"
+    ).best
+    assert best.sent["all_reduce"] < exact.sent["all_reduce"]
+    others = ("gather", "reduce")
+    assert [best.sent.get(verb) for verb in others] == [exact.sent.get(verb) for verb in others]
+
+
+def peak_with_power_sgd(name: str, layout: str, shape: tuple[int, ...]) -> int:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
+    with watch() as watched:
+        model, _ = hooked(name, layout, shape, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for step in range(4):
+            with mark(str(step)):
+                language(model, 1, SEQUENCE).backward()
+                optimizer.step()
+                model.zero_grad()
+    return watched.windows["3"].peak
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_peak_with_power_sgd_is_what_the_allocator_reports(in_a_process, name, layout):
+    peak = in_a_process(peak_with_power_sgd, name, layout, (2, 2))
+    assert planned_with_hook(name, layout, (2, 2), "cuda").peak == pytest.approx(peak, rel=0.03)
+
+
+def test_refused_hooks():
+    how = {"ranks": 4, "sequence": SEQUENCE, "step": language}
+    with pytest.raises(ConfigError, match="this model has none"):
+        plan(build, **how, strategy=Strategy(), comm_hook=power_sgd("rank 4", 0))
+    with pytest.raises(ConfigError, match="knows the communication hook PowerSGD only"):
+        plan(build, **how, strategy=Strategy(), comm_hook=comm_hooks.bf16_compress_hook)
+    packed = MixedPrecisionPolicy(all_reduce_dtype=torch.int8)
+    with pytest.raises(ConfigError, match="both determine what replicas send"):
+        plan(build, **how, strategy=Strategy(replicate=2), mp_policy=packed, comm_hook=power_sgd("rank 4", 0))
+    plans = plan(build, **how, ranks_per_node=2, comm_hook=power_sgd("rank 4", 0))
+    assert {p.strategy.replicate for p in plans.ranked} == {2}

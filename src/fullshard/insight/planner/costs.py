@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,13 +17,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...comm import DONE, Pending, TorchComm
+from ...comm import DONE, Comm, HookComm, Pending, TorchComm
 from ...forms import with_parts
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
 from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
 from ...torch_private.local_tensor import plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
+from .profile import Tracker
 from .strategy import UnitStrategy
+
+Hook = tuple[object, Callable[..., object]]
+"""The arguments of `register_comm_hook`."""
 
 
 class SilentComm(TorchComm):
@@ -112,6 +117,7 @@ class UnitCosts:
         partial: of gradients that are reduced over the shard axis only, set aside for the next micro-batch.
         residuals: what error feedback keeps, always.
         between: what the all-reduce over the replicate axis allocates.
+        passing: what a hook in its place allocates while it is called.
         replicating: slices that may be reduced over the replicate axis at once; 0: there is none.
         sent: bytes that this rank sends in one reduction and all-reduce, and the number of collectives in each.
     """
@@ -135,6 +141,7 @@ class UnitCosts:
     partial: int
     residuals: int
     between: int
+    passing: int
     replicating: int
     sent: Mapping[str, tuple[int, int]]
 
@@ -164,6 +171,7 @@ def unit_costs(
     units: Mapping[str, UnitStrategy],
     axes: MeshAxes,
     meshes: Mapping[str, MeshAxes] | None = None,
+    hook: Hook | None = None,
 ) -> list[UnitCosts]:
     """The costs of each unit, in the order in which units are made.
 
@@ -172,6 +180,7 @@ def unit_costs(
         units: by path of the modules that are units, how they are run: innermost first, the root ("") last.
         axes: see `axes_of`.
         meshes: by pattern of names (`fnmatch`), the axes of parameters that have their own (experts).
+        hook: reduces gradients between replicas, from the first reduction on.
 
     Raises:
         LayoutError, ConfigError: what `fully_shard` would raise.
@@ -193,7 +202,7 @@ def unit_costs(
             ranks = strategy.kept_ranks
             unit.keep_among(replace(axes.shard, size=ranks, ranks=tuple(range(ranks))) if ranks else None, axes)
             built[id(module)] = unit
-            alike[key] = _costs(unit, comm, strategy)
+            alike[key] = _costs(unit, comm, strategy, hook)
         else:
             taken |= {id(item.parameter) for item in parameters}
         costs.append(replace(alike[key], name=path))
@@ -262,7 +271,7 @@ def outline_of(model: nn.Module, device: str = "meta") -> nn.Module:
     return outline(model)
 
 
-def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
+def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy, hook: Hook | None) -> UnitCosts:
     """Gather and free the unit, then reduce two gradients into it, and read its account of bytes."""
     ledger, buckets = unit.ledger, unit.buckets
     layouts = [bucket.layout for bucket in buckets]
@@ -280,8 +289,9 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
             unit.drop_kept()
         unit.showing.show_unsharded()
     comm.sent = {}
-    first, partial_bytes, (buffer, scratch, received, between) = _reduce(unit, comm)
-    again, _, (_, scratch_again, _, _) = _reduce(unit, comm)
+    hooked = HookComm(comm, *hook) if hook is not None else comm
+    first, partial_bytes, (buffer, scratch, received, between, _) = _reduce(unit, comm, hooked)
+    again, _, (_, scratch_again, _, _, passing) = _reduce(unit, comm, hooked)
     assert first == again, "a unit reduces as much in every backward"
     return UnitCosts(
         name="",
@@ -307,6 +317,7 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy) -> UnitCosts:
         partial=partial_bytes,
         residuals=sum(gradients.residual_bytes for gradients in unit.gradients),
         between=between,
+        passing=passing,
         replicating=min((b.axes.shard.size for b in buckets if any(b.axes.replicate for b in buckets)), default=0),
         sent={verb: (nbytes // 2, count // 2) for verb, (nbytes, count) in comm.sent.items()},
     )
@@ -324,11 +335,14 @@ def _gather(unit: Unit, comm: SilentComm, cast: int) -> GatherCosts:
     return GatherCosts(cast, in_flight, opening, sent, collectives)
 
 
-def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int, int]]:
+def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, tuple[int, int, int, int, int]]:
     """Reduce one gradient of every parameter that trains.
 
+    Args:
+        hooked: `comm`, or a hook around it.
+
     Returns:
-        Bytes of slices; of those over the shard axis only; those of buffers, scratch, received, between.
+        Bytes of slices; of those over the shard axis only; those of buffers, scratch, received, between, passing.
     """
     ledger, before = unit.ledger, unit.ledger.reducing
     trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
@@ -338,22 +352,32 @@ def _reduce(unit: Unit, comm: SilentComm) -> tuple[int, int, tuple[int, int, int
             if parameter is not None and parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         gradients.collect(ledger)
-    buffer, scratch, received, between = ledger.reducing - before, 0, 0, 0
+    buffer, scratch, received, between, passing = ledger.reducing - before, 0, 0, 0, 0
     for gradients in trained:
         assert gradients.state is GradState.PENDING
-        gradients.issue_reduce(comm, ReduceSettings(), None, unit.name)
+        gradients.issue_reduce(hooked, ReduceSettings(), None, unit.name)
         scratch += gradients.running.scratch
         received += gradients.running.received
     for gradients in trained:
         ledger.reducing -= gradients.wait(unit.name)
         if gradients.bucket.axes.replicate is not None:
+            tracker = Tracker([gradients.running.out])
+            for tensor in gradients.residuals.values() if hooked is not comm else ():
+                tracker.count(tensor)
+            kept = tracker.live
             with comm.counting("all_reduce"):  # if packed, it is an exchange and a gather
-                between += gradients.replicate()
+                with tracker if hooked is not comm else nullcontext():
+                    between += gradients.replicate()
                 gradients.wait(unit.name)
+            passing = max(passing, tracker.peak - kept)
         gradients.deliver(False)
     partial_bytes = sum(
         gradients.bucket.layout.shard_numel * gradients.reduce_dtype.itemsize
         for gradients in trained
         if gradients.bucket.axes.replicate is not None
     )
-    return sum(gradients.held_bytes for gradients in trained), partial_bytes, (buffer, scratch, received, between)
+    return (
+        sum(gradients.held_bytes for gradients in trained),
+        partial_bytes,
+        (buffer, scratch, received, between, passing),
+    )

@@ -117,6 +117,14 @@ def not_a_rate(name: str, value: object) -> ConfigError:
     )
 
 
+def not_a_hook(hook: object) -> ConfigError:
+    return ConfigError(
+        "plan() knows the communication hook PowerSGD only.",
+        expected="comm_hook=(fullshard.comm_hooks.PowerSGDState(None, rank), fullshard.comm_hooks.powerSGD_hook)",
+        got=repr(hook),
+    )
+
+
 def not_a_mesh(pattern: str, value: object) -> ConfigError:
     return ConfigError(
         f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",

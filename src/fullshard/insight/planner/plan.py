@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.arguments import blocks_of
+from ...api.messages import hook_beside_all_reduce_dtype, no_replicas_to_hook
+from ...comm import PowerSGDState
 from ...errors import ConfigError, FullshardError
 from ...forms import owner_of
 from ...names import size
@@ -21,7 +24,7 @@ from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
-from .costs import UnitCosts, axes_of, build_units, outline_of, unit_costs
+from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
 from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
 from .profile import Profile, Step, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, run
@@ -228,6 +231,7 @@ def plan(
     tensor_parallel: int = 1,
     parallelize: Parallelize | None = None,
     rates: Rates | None = None,
+    comm_hook: Hook | None = None,
 ) -> Plans:
     """Compute memory, traffic and time of a training step before it runs, for one strategy or for the best ones.
 
@@ -265,6 +269,8 @@ def plan(
         parallelize: called as `parallelize(model, mesh)` with the model that was built and a 1-D mesh of these ranks,
             which has no process group; it calls `parallelize_module`.
         rates: of computation and communication; None: estimates for an H100, or for one core and gloo.
+        comm_hook: a `PowerSGDState` and its hook, as for `register_comm_hook`; planned are the steps that compress
+            (from `start_powerSGD_iter` on). Strategies without replicas are left out of a search.
 
     Returns:
         The plans, best first. Bytes are exact but for temporary memory inside kernels; times are an estimate.
@@ -278,7 +284,8 @@ def plan(
     node = node_size(ranks_per_node, ranks * tensor_parallel)
     _check_counts(ranks_per_node=node)
     tensor = tensor_parallel, parallelize
-    planner = Planner(model, sequence, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates)
+    hook = _checked_hook(comm_hook)
+    planner = Planner(model, sequence, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
     fixed = fixed or {}
     if strategy is None:
         searched = strategies(ranks, ranks_per_node, batch, policies, tensor_parallel)
@@ -289,6 +296,8 @@ def plan(
         chosen = _list_of(Strategy, "strategy", strategy)
         for choice in chosen:
             choice.check(ranks, batch)
+    if strategy is None and hook is not None:
+        chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
     plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
     if strategy is None:
         plans += planner.refine(plans, ranks, batch, node, fixed)
@@ -316,6 +325,7 @@ def solve(
     tensor_parallel: int = 1,
     parallelize: Parallelize | None = None,
     rates: Rates | None = None,
+    comm_hook: Hook | None = None,
 ) -> tuple[int, Plan | None]:
     """Find the largest micro-batch or sequence that fits into a device, or the fewest ranks on which it fits.
 
@@ -334,14 +344,14 @@ def solve(
         raise messages.nothing_to_fit()
     node = 1 if ranks_per_node is None else ranks_per_node
     _check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
-    base = strategy or Strategy()
+    base, hook = strategy or Strategy(), _checked_hook(comm_hook)
 
     @cache
     def at(value: int) -> Plan:
         length = value if what == "sequence" else sequence
         micro_batch = value if what == "micro-batch" else batch
         tensor = tensor_parallel, parallelize
-        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates)
+        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates, hook)
         chosen = dataclasses.replace(base, micro_batch=micro_batch)
         world = value if what == "world" else ranks
         return planner.plan(chosen, world, micro_batch, node_size(ranks_per_node, world * tensor_parallel))
@@ -388,6 +398,7 @@ class Planner:
         meshes: Mapping[str, tuple[int, int]] | None,
         tensor: tuple[int, Parallelize | None],
         rates: Rates | None,
+        hook: Hook | None = None,
     ) -> None:
         if device not in RESERVE:
             raise messages.unknown_device(device)
@@ -402,7 +413,7 @@ class Planner:
             _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()]),
             tensor[0],
         )
-        self.step = step or own_step or tokens_to_loss
+        self.step, self.hook = step or own_step or tokens_to_loss, hook
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
         self.blocks = cache(self._blocks)
@@ -443,7 +454,7 @@ class Planner:
         backend = "nccl" if self.device == "cuda" else "gloo"
         axes = axes_of(shard, replicate, backend)
         separate = {pattern: axes_of(*sizes, backend) for pattern, sizes in self.meshes.items()}
-        return tuple(unit_costs(self.model, dict(units), axes, separate))
+        return tuple(unit_costs(self.model, dict(units), axes, separate, self.hook))
 
     def _has_owners(self) -> bool:
         """Whether the optimizers have owners, or are made from named parameters: they run on sharded parameters."""
@@ -493,6 +504,10 @@ class Planner:
         axes = Axes(shard, strategy.replicate, self.tensor, node)
         micro_batches = batch // strategy.micro_batch
         how = strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
+        if self.hook is not None and strategy.replicate == 1:
+            raise no_replicas_to_hook()
+        if self.hook is not None and (packed := [name for name, u in how.items() if u.policy.all_reduce_dtype]):
+            raise hook_beside_all_reduce_dtype(packed[0] or "the root")
         policies = tuple((name, unit.policy) for name, unit in how.items())
         step = self.profile(policies, strategy.micro_batch, strategy.checkpointing)
         # Whether units are prefetched, freed or offloaded changes nothing in what they cost.
@@ -665,6 +680,17 @@ def _list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
         raise messages.not_of_type(name, f"a {kind.__name__}, or a list of some", value)
     return list(listed)
+
+
+def _checked_hook(hook: Any) -> Hook | None:
+    """The hook with a copy of its state that compresses from the first reduction on."""
+    if hook is None:
+        return None
+    if not isinstance(hook, tuple) or len(hook) != 2 or not isinstance(hook[0], PowerSGDState) or not callable(hook[1]):
+        raise messages.not_a_hook(hook)
+    state = copy.copy(hook[0])
+    state.start_powerSGD_iter = 0
+    return state, hook[1]
 
 
 def _checked_meshes(

@@ -275,6 +275,10 @@ class Tracker(TorchDispatchMode):
         if self.live > self.peak:
             self.peak, self.peak_logits = self.live, self.logits
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that exists already, until it is freed."""
+        self._add(tensor.untyped_storage())
+
     def _remove(self, key: int, nbytes: int, reference: object) -> None:
         del self._storages[key]
         self.live -= nbytes

@@ -318,9 +318,12 @@ class _Step:
             if costs.name in self.partial:
                 self.now["reducing"] -= self.partial.pop(costs.name)
                 self.copied.add(costs.name)
-            self.now["reducing"] += costs.between
+            self.now["reducing"] += costs.between + costs.passing
             self.note(f"gradients of {costs.name or 'the root'} are reduced between replicas", self.live)
+            self.now["reducing"] -= costs.passing
             self.replicating.append((costs, scratch + costs.between, self.send(costs, "all_reduce")))
+            if costs.passing:  # a hook waits for its collectives
+                self.wait(self.free_at, costs.name)
         while len(self.replicating) > costs.replicating:
             self.deliver(*self.replicating.pop(0))
 
