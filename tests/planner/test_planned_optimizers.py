@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import ConfigError, MixedPrecisionPolicy, Plan, Strategy, comm_hooks, plan
+from fullshard.cli.main import main
 
 SEQUENCE = 24
 
@@ -195,13 +199,16 @@ def power_sgd(name: str, start: int) -> tuple[comm_hooks.PowerSGDState, Callable
     return comm_hooks.PowerSGDState(None, start_powerSGD_iter=start, **HOOKS[name]), comm_hooks.powerSGD_hook
 
 
-def hooked(name: str, layout: str, shape: tuple[int, ...], start: int) -> tuple[nn.Module, fullshard.RecordingComm]:
+def hooked(
+    name: str, layout: str, shape: tuple[int, ...], start: int, around: Callable[[Any], Any] = lambda hook: hook
+) -> tuple[nn.Module, fullshard.RecordingComm]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     recorded = fullshard.RecordingComm(fullshard.TorchComm())
     model = build()
     for unit in [*model.blocks, model]:
         fullshard.fully_shard(unit, mesh=mesh, layout=layout, comm=recorded)
-    model.register_comm_hook(*power_sgd(name, start))
+    state, hook = power_sgd(name, start)
+    model.register_comm_hook(state, around(hook))
     return model, recorded
 
 
@@ -240,27 +247,41 @@ def test_power_sgd_keeps_and_sends_what_is_planned(run_ranks, name, layout, shap
     assert [best.sent.get(verb) for verb in others] == [exact.sent.get(verb) for verb in others]
 
 
-def peak_with_power_sgd(name: str, layout: str, shape: tuple[int, ...]) -> int:
+def peak_with_power_sgd(name: str, layout: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
+    """The most bytes in the fourth step, and what each call of the hook allocates in it, in order."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
+    calls = itertools.count()
+
+    def marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(state: Any, gradient: Any) -> None:
+            with mark(f"hook {next(calls)}"):
+                hook(state, gradient)
+
+        return call
+
     with watch() as watched:
-        model, _ = hooked(name, layout, shape, 1)
+        model, _ = hooked(name, layout, shape, 1, marked)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for step in range(4):
             with mark(str(step)):
                 language(model, 1, SEQUENCE).backward()
                 optimizer.step()
                 model.zero_grad()
-    return watched.windows["3"].peak
+    of_hooks = [watched.windows[f"hook {call}"] for call in range(12, 16)]
+    return watched.windows["3"].peak, [window.peak - window.start for window in of_hooks]
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_the_peak_with_power_sgd_is_what_the_allocator_reports(in_a_process, name, layout):
-    peak = in_a_process(peak_with_power_sgd, name, layout, (2, 2))
-    assert planned_with_hook(name, layout, (2, 2), "cuda").peak == pytest.approx(peak, rel=0.03)
+    peak, of_hooks = in_a_process(peak_with_power_sgd, name, layout, (2, 2))
+    best = planned_with_hook(name, layout, (2, 2), "cuda")
+    assert best.peak == pytest.approx(peak, rel=0.03)
+    *blocks, root = [unit.passing for unit in best.units]
+    assert [*reversed(blocks), root] == pytest.approx(of_hooks, rel=0.03)
 
 
 def test_refused_hooks():
@@ -274,3 +295,28 @@ def test_refused_hooks():
         plan(build, **how, strategy=Strategy(replicate=2), mp_policy=packed, comm_hook=power_sgd("rank 4", 0))
     plans = plan(build, **how, ranks_per_node=2, comm_hook=power_sgd("rank 4", 0))
     assert {p.strategy.replicate for p in plans.ranked} == {2}
+
+
+OPTIMIZERS = """
+import torch
+
+import fullshard
+
+
+def owners(parameters):
+    return fullshard.OwnerOptimizer(parameters, torch.optim.AdamW)
+"""
+
+
+def test_the_command(tmp_path, capsys):
+    example, path = str(Path(__file__).parents[2] / "examples" / "model.py"), tmp_path / "optimizers.py"
+    path.write_text(OPTIMIZERS)
+    words = ["plan", f"{example}:demo_model", "--ranks", "4", "--sequence", "64", "--fix", "replicate=2", "layout=rows"]
+    assert main([*words, "--optimizer", f"{path}:owners", "--power-sgd", "2", "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["plans"][0]
+    assert main([*words, "--json"]) == 0
+    neither = json.loads(capsys.readouterr().out)["plans"][0]
+    assert both["sent"]["owners"] > 0 and both["owner_imbalance"] >= 1 and "owners" not in neither["sent"]
+    assert both["sent"]["all_reduce"] < neither["sent"]["all_reduce"]
+    assert main([*words, "--optimizer", f"{path}:nothing"]) == 2
+    assert main([*words, "--power-sgd", "0"]) == 2

@@ -62,7 +62,10 @@ class Arguments:
     device: Literal["cuda", "cpu"] = "cuda"
     """determines layouts, assumed rates, and allocator overhead"""
     optimizer: str = "AdamW"
-    """a class of torch.optim"""
+    """a class of torch.optim, or FILE.py:FUNCTION of a list of parameters, or of named_parameters, which returns an
+    optimizer or several: fullshard.Muon and OwnerOptimizer, for example"""
+    power_sgd: int | None = None
+    """rank of PowerSGD, by which replicas reduce gradients; with its other defaults"""
     dtype: str = ""
     """dtype in which parameters are stored; by default the model's own"""
     mixed: tuple[str, ...] = ("",)
@@ -83,6 +86,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _plan(options: Arguments) -> int:
+    from ..comm import PowerSGDState, powerSGD_hook
     from ..insight.planner import Strategy, assumed_rates, plan, solve
     from ..policies import MixedPrecisionPolicy
 
@@ -94,7 +98,8 @@ def _plan(options: Arguments) -> int:
         "batch": options.batch,
         "sequence": options.sequence,
         "mp_policy": policies[0] if options.solve else policies,
-        "optimizer": options.optimizer,
+        "optimizer": function_at(options.optimizer) if ":" in options.optimizer else options.optimizer,
+        "comm_hook": None if options.power_sgd is None else (PowerSGDState(None, options.power_sgd), powerSGD_hook),
         "device": options.device,
         "device_memory": bytes_of(options.memory),
         "tensor_parallel": options.tensor_parallel,

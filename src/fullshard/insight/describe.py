@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from ..forms import owner_of
 from ..names import clean_name, clean_path, size
+from ..optim import Muon, OwnerOptimizer
+from ..optim.owners import Ownership, name_of
 from ..runtime import left_alone, runner_of, runners_in
 from .facts import BucketFacts, bucket_facts, plan_in_words
 
 
-def describe(model: nn.Module, plans: bool = False) -> str:
+def describe(
+    model: nn.Module,
+    plans: bool = False,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+) -> str:
     """How the mesh is used, how gradients are reduced, and a table of the units of `model`.
 
     The first lines give the number of ranks, over how many the elements are split, how many replicas there are, and how
@@ -28,10 +37,13 @@ def describe(model: nn.Module, plans: bool = False) -> str:
         plans: also describe each unit's plan, which exists after the first gather: the bytes that it gathers and the
             number of collectives, the bytes copied out of them, the bytes alive until the unit is freed, the bytes that
             it reduces, and those that error feedback keeps from the first reduction on.
+        optimizer: `Muon`, `OwnerOptimizer`, or a list: also describe which rank owns what, and how owners are balanced.
+            Ordinary optimizers step each rank's shards, which the table shows.
 
     Returns:
         Lines about meshes, a header, one line per bucket, totals, and one line for each kind of parameters in no unit;
-        with `plans`, one line for all units with equal plans. One sentence if the model has no units.
+        with `plans`, one line for all units with equal plans; with `optimizer`, lines on owners. One sentence if the
+        model has no units.
     """
     buckets: list[tuple[str, BucketFacts]] = []
     meshes: dict[str, list[str]] = {}  # how the mesh is used -> names of units
@@ -63,7 +75,53 @@ def describe(model: nn.Module, plans: bool = False) -> str:
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
     plan_lines = [f"{_some(names)}: {plan}" for plan, names in plan_units.items()]
-    return "\n".join([*lines, *table, *_outside(model), *plan_lines])
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return "\n".join([*lines, *table, *_outside(model), *plan_lines, *map(_owners, optimizers)])
+
+
+MOST_OWNERS = 8
+"""Of more owners the most and the least loaded are shown."""
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> str:
+    """Who owns what an optimizer steps, in lines."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, OwnerOptimizer):
+        name = f"{name} ({optimizer.optimizer_class.__name__})"
+    if not isinstance(optimizer, (Muon, OwnerOptimizer)):
+        return f"{name}: each rank steps its shards"
+    ownerships = optimizer.ownerships()
+    if not ownerships:
+        return f"{name}: no owners, each rank steps its shards"
+    if not ownerships[0].owners:
+        steps = [sum(shared.loads[replica][0] for shared in ownerships) for replica in range(len(ownerships[0].ranks))]
+        total = sum(steps)
+        largest = f"the largest load is {max(steps) * len(steps) / max(total, 1):.2f} times the mean"
+        shares = ", ".join(f"{elements:,}" for elements in steps)
+        return f"{name}: of {total:,} elements on this rank, the replicas step {shares}; {largest}"
+    lines = []
+    for shared in ownerships:
+        copies, shards = len(shared.ranks), len(shared.ranks[0])
+        ranks = f"{copies * shards} ranks" + (f" ({copies} replicas x {shards})" if copies > 1 else "")
+        largest = f"the largest load is {shared.imbalance:.2f} times the mean"
+        count = f"{len(shared.parameters)} whole parameters on owners among {ranks}, exchanged without padding"
+        lines.append(f"{name}: {count}; {shared.balanced} are balanced, {largest}")
+        places = [(replica, rank) for replica in range(copies) for rank in range(shards)]
+        places.sort(key=lambda place: -shared.loads[place[0]][place[1]])
+        shown = places if len(places) <= MOST_OWNERS else [*places[: MOST_OWNERS - 1], places[-1]]
+        lines += [_owner(shared, *place) for place in shown]
+        lines += [f"  and {len(places) - len(shown)} ranks between these"] if len(shown) < len(places) else []
+    return "\n".join(lines)
+
+
+def _owner(shared: Ownership, replica: int, rank: int) -> str:
+    """One owner, in a line."""
+    parameters = shared.owned_by(replica, rank)
+    what = f"{sum(parameter.numel() for parameter in parameters):,} elements"
+    if shared.balanced != "elements":
+        what += f", {shared.loads[replica][rank]:,} {shared.balanced}"
+    names = _some([name_of(parameter) for parameter in parameters], "more") or "nothing"
+    return f"  rank {shared.ranks[replica][rank]}: {what}: {names}"
 
 
 def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:

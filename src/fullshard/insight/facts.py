@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm import Comm
+from ..comm import Comm, HookComm
 from ..mesh import MeshAxes
 from ..names import size
 from ..runtime import Runner
@@ -82,6 +82,12 @@ def _ranks(axes: MeshAxes) -> str:
 
 def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxes) -> str:
     """How the ranks' gradients are reduced; `root` is the mesh over which tokens are counted."""
+    if isinstance(comm, HookComm) and comm.between:
+        settings = comm.state
+        kept = " with error feedback" if settings.use_error_feedback else ""
+        return (
+            f"mean over {axes.world}, between replicas by PowerSGD of rank {settings.matrix_approximation_rank}{kept}"
+        )
     if getattr(comm, "scales_itself", False):
         return f"by a communication hook, over {axes.world}"
     if reduce.reduction == "tokens":

@@ -144,7 +144,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if shape != expected:
         raise ConfigError(
             "The gradient of a sharded parameter is not split like the parameter.",
-            parameter=_name(parameter),
+            parameter=name_of(parameter),
             expected=f"{type(parameter).__name__}, local shape {tuple(expected)}",
             got=f"{type(gradient).__name__}, local shape {tuple(shape)}",
             remedy="start from torch.zeros_like(parameter) and copy this rank's part into it",
@@ -211,7 +211,7 @@ def check_alike(
     Raises:
         DivergenceError: they differ. Every rank of both axes names the first difference.
     """
-    names = [f"{_name(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
+    names = [f"{name_of(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
     rank = dist.get_rank() if dist.is_initialized() else 0  # a planned step has no ranks
     lines: list[tuple[int, list[str]]] = [(rank, names)]
     for axis in (replicas, group):
@@ -234,7 +234,7 @@ def check_alike(
             )
 
 
-def _name(parameter: torch.Tensor) -> str:
+def name_of(parameter: torch.Tensor) -> str:
     """A parameter's name, qualified with the name of its unit if it has one."""
     unit, name = owner_of(parameter), parameter.__dict__.get(NAME_KEY, "?")
     is_relative = unit is not None and unit.name not in ("", "?") and not name.startswith(unit.name)
