@@ -17,5 +17,5 @@ def in_a_process() -> Iterator[Callable[..., Any]]:
     """`in_a_process(function, *arguments)`: what it returns, from a new process: the profiler sees all its memory."""
     from multiprocessing import get_context
 
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,13 @@ from ..containers import leaves_in
 from ..errors import ConfigError
 from ..forms import Member, owner_of
 from ..names import size
+from ..optim import OwnerOptimizer
 from ..runtime import explain, runners_in
 from ..shard import Bucket, Unit, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
+from .planner.live import plan_changes
+from .planner.optimizer import as_list
+from .planner.profile import Step
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     Raises:
         ConfigError: `model` is no module, or `optimizer` no optimizer.
     """
-    _check_arguments("memory_use", model, optimizer)
+    _check_arguments("memory_use", model, [] if optimizer is None else [optimizer])
     units = units_of(model)
     plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_bytes = sum(_nbytes(p) for p in plain)
@@ -100,7 +105,16 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     )
 
 
-def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+def explain_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    build: nn.Module | Callable[[], nn.Module] | None = None,
+    step: Step | None = None,
+    batch: int = 1,
+    micro_batch: int | None = None,
+    sequence: int = 1,
+) -> str:
     """Describe in one paragraph what uses this rank's memory now, and how much each possible change would free.
 
     If an allocation fails in a forward or a backward, its error has this paragraph as a note. If one fails in the
@@ -112,17 +126,27 @@ def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
     Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
+    What changes would free is computed from what is held now: gathered units by the engine's account, more ranks by the
+    layouts of so many ranks; of activations, whose shapes are not known, half of them. With `build` and `step`, as for
+    `fullshard.plan`, each change is planned, and the figures are those of the peak of a step:
+
+        print(fullshard.explain_memory(model, optimizer, build=build, step=step, batch=8, sequence=2048))
+
     Args:
-        model: a sharded model, or a part of one, of which only that part is counted.
-        optimizer: the model's optimizer, whose state is counted; None: not counted.
+        model: a sharded model, or a part of one, of which only that part is counted. With `build`, the root.
+        optimizer: the model's optimizer, or several, whose state is counted; None: not counted.
+        build: the function that built the model, or such a model, not sharded; None: changes are not planned.
+        step, batch, sequence: see `fullshard.plan`.
+        micro_batch: sequences of a forward; None: `batch`.
 
     Returns:
         The paragraph.
 
     Raises:
-        ConfigError: the model has no units, or an argument is of a different class.
+        ConfigError: the model has no units, or an argument is of a different class; or see `fullshard.plan`.
     """
-    _check_arguments("explain_memory", model, optimizer)
+    optimizers = [] if optimizer is None else as_list(optimizer)
+    _check_arguments("explain_memory", model, optimizers)
     runners = runners_in(model)
     if not runners:
         raise ConfigError(
@@ -131,17 +155,33 @@ def explain_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
             got=type(model).__name__,
             remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
         )
-    use = memory_use(model, optimizer)
-    return explain(runners, use.optimizer if optimizer is not None else None)
+    uses = [memory_use(model, each).optimizer for each in optimizers]
+    planned = None
+    if build is not None:
+        _, changes = plan_changes(
+            model,
+            optimizer,
+            build,
+            batch=batch,
+            micro_batch=batch if micro_batch is None else micro_batch,
+            sequence=sequence,
+            step=step,
+        )
+        planned = [(change.saved, change.words) for change in changes if change.saved > 0]
+    return explain(
+        runners,
+        sum(uses) if optimizers else None,
+        optimizer_is_sharded=not any(isinstance(each, OwnerOptimizer) for each in optimizers),
+        planned=planned,
+    )
 
 
-def _check_arguments(function: str, model: object, optimizer: object) -> None:
-    for name, value, expected, kind in (
-        ("model", model, "a module", nn.Module),
-        ("optimizer", optimizer, "an optimizer or None", torch.optim.Optimizer | None),
-    ):
-        if not isinstance(value, kind):
-            raise ConfigError(f"{function}({name}=) is invalid.", expected=expected, got=type(value).__name__)
+def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{function}() needs a module.", got=type(model).__name__)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{function}(optimizer=) is not an optimizer.", got=type(optimizer).__name__)
 
 
 def _host_bytes(units: list[Unit], plain: list[nn.Parameter], state_tensors: list[torch.Tensor]) -> int:

@@ -359,6 +359,8 @@ def memory_in_words(
     unused: int | None,
     asked: int | None,
     ranks: int,
+    saved: int,
+    planned: Sequence[tuple[int, str]] | None,
 ) -> str:
     """One paragraph on what holds memory, and a line for each change that frees some.
 
@@ -370,6 +372,8 @@ def memory_in_words(
         unused: reserved by the allocator and not allocated; None: as above.
         asked: bytes that an allocation asked for in vain; None: none failed.
         ranks: over which parameters are split.
+        saved: bytes that twice as many would free here.
+        planned: bytes and words of each change, of which all that follow here are estimates; None: not planned.
     """
     why = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
     words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
@@ -399,15 +403,20 @@ def memory_in_words(
             (rest or 0) // 2,
             "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more",
         ),
-        (state // 2, f"{2 * ranks} ranks in place of {ranks}"),
+        (saved, f"{2 * ranks} ranks in place of {ranks}"),
         (state, "CPUOffloadPolicy()"),
     ]
+    title = "What changes would free, the smallest change first:"
+    if planned is not None:
+        changes, title = list(planned), "What changes would free at the peak of a step (fullshard.plan):"
+    elif rest:
+        title = "What changes would free now, the smallest change first (of activations an estimate: half of the rest):"
     lines = [
         f"  {size(nbytes):>10}  {change}{'' if asked is None else '  (enough)' if nbytes >= asked else ''}"
         for nbytes, change in changes
         if nbytes
     ]
-    return "\n".join([" ".join(words), "What changes would free, the smallest change first:", *lines])
+    return "\n".join([" ".join(words), title, *lines])
 
 
 def some(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm import has_streams
-from ..shard import State
+from ..shard import Gradients, State, share_over
 from ..torch_private.local_tensor import plain_tensors
 from .messages import memory_in_words
 from .phases import Phase
@@ -32,13 +32,23 @@ def bytes_asked(text: str) -> int | None:
     return round(float(asked[1]) * _UNITS[asked[2]]) if asked and asked[2] in _UNITS else None
 
 
-def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: int | None = None) -> str:
+def explain(
+    runners: Sequence[Runnable],
+    optimizer: int | None = None,
+    asked: int | None = None,
+    *,
+    optimizer_is_sharded: bool = True,
+    planned: Sequence[tuple[int, str]] | None = None,
+) -> str:
     """Say what holds memory, and which changes free how much, the smallest change first.
 
     Args:
         runners: of all units of a model.
         optimizer: bytes of optimizer state; None: not known.
         asked: bytes that an allocation asked for in vain.
+        optimizer_is_sharded: whether the state is split like the parameters, not whole on owners.
+        planned: changes, and what each frees at the peak of a step, if they were planned; None: they are computed from
+            what is held now.
     """
     kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
     for runner in runners:
@@ -55,6 +65,7 @@ def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: in
     every = [gradients for runner in runners for gradients in runner.unit.gradients]
     gradients = sum(g.residual_bytes + (g.held_bytes if g.bucket.home is None else 0) for g in every)
     device = next((bucket.axes.device for r in runners for bucket in r.unit.buckets), torch.device("cpu"))
+    ranks = max((bucket.axes.shard.size for r in runners for bucket in r.unit.buckets), default=1)
     allocated, reserved = _allocator(device)
     known = shards + gradients + ledger.live + (optimizer or 0)
     return memory_in_words(
@@ -66,8 +77,30 @@ def explain(runners: Sequence[Runnable], optimizer: int | None = None, asked: in
         rest=None if allocated is None else max(allocated - known, 0),
         unused=None if allocated is None or reserved is None else reserved - allocated,
         asked=asked,
-        ranks=max((bucket.axes.shard.size for r in runners for bucket in r.unit.buckets), default=1),
+        ranks=ranks,
+        saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
+        planned=planned,
     )
+
+
+def _saved_by_more_ranks(every: Sequence[Gradients], optimizer: int | None) -> int:
+    """Bytes of shards, reduced gradients and sharded optimizer state that twice as many ranks would free on this one.
+
+    By the layouts of twice as many ranks, padding included. What error feedback keeps stays.
+    """
+    before = after = trained = trained_after = 0.0
+    for gradients in every:
+        bucket = gradients.bucket
+        shards = [plain for shard in bucket.shard_tensors for plain in plain_tensors(shard)]
+        share = share_over(bucket, 2 * bucket.axes.shard.size)
+        nbytes = sum(tensor.nbytes for tensor in _on_device(shards)) if bucket.home is None else 0
+        nbytes += gradients.held_bytes if bucket.home is None else 0
+        before, after = before + nbytes, after + nbytes * share
+        if bucket.trains:
+            numel = bucket.layout.shard_numel
+            trained, trained_after = trained + numel, trained_after + numel * share
+    state = (optimizer or 0) * (1 - trained_after / max(trained, 1))
+    return round(before - after + state)
 
 
 def _on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from .asked import CHECKS, When, ask
 from .bucket import Bucket
-from .build import BuildSettings, build_unit, plan_unit, policy_of
+from .build import BuildSettings, build_unit, plan_unit, policy_of, settings_of, share_over
 from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
@@ -71,7 +71,9 @@ __all__ = [
     "resume_unit",
     "run_of",
     "sees_gradients",
+    "settings_of",
     "settle",
+    "share_over",
     "show_shared",
     "shown_empty",
     "tokens_not_counted",

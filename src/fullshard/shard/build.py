@@ -254,6 +254,23 @@ def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: Build
     return layout, form(layout, settings.axes, apart)
 
 
+def settings_of(bucket: Bucket) -> BuildSettings:
+    """The settings from which a bucket was built."""
+    replan: Any = bucket.replan
+    settings: BuildSettings = replan.keywords["settings"]
+    return settings
+
+
+def share_over(bucket: Bucket, ranks: int) -> float:
+    """A rank's elements if the bucket were split over so many ranks, padding included, over those that it has."""
+    settings = settings_of(bucket)
+    shard = replace(settings.axes.shard, size=ranks, ranks=tuple(range(ranks)))
+    other = replace(settings, axes=replace(settings.axes, shard=shard))
+    replan: Any = bucket.replan
+    layout, _ = replan([member.slot.spec for member in bucket.members], settings=other)
+    return float(layout.shard_numel / max(bucket.layout.shard_numel, 1))
+
+
 def _plan_extensions(
     specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings, policy: MixedPrecisionPolicy
 ) -> tuple[Layout, Form]:

@@ -87,6 +87,14 @@ def optimizer_failed(error: Exception) -> ConfigError:
     )
 
 
+def another_model(names: list[str]) -> ConfigError:
+    return ConfigError(
+        "explain_memory(): build makes a model with other parameters than the sharded one.",
+        parameter=", ".join(names[:3]),
+        expected="the function that built the model, before it was sharded",
+    )
+
+
 def owners_beside(what: str) -> ConfigError:
     return ConfigError(
         f"plan(): {what} does not go with an optimizer that has owners, or takes named parameters.",

@@ -46,6 +46,7 @@ class OptimizerCosts:
             exchanges.
         state_on_device: of the state, what lies on the device if parameters are in host memory: that of whole
             parameters, which owners assemble on the device.
+        owns: whether any of the optimizers has owners.
         rank: that rank; 0 if all need the same.
         imbalance: the largest load of an owner over the mean; 1 without owners.
     """
@@ -54,6 +55,7 @@ class OptimizerCosts:
     temporary: int
     sent: Mapping[str, tuple[int, int]]
     state_on_device: int
+    owns: bool
     rank: int
     imbalance: float
 
@@ -152,20 +154,28 @@ def owner_costs(
     Raises:
         Exception: whatever an optimizer raises.
     """
-    runs = [(rank, *_run_as(parameters_of(rank), make, foreach)) for rank in _busiest(parameters_of, make, ranks)]
+    chosen, owns = _busiest(parameters_of, make, ranks)
+    runs = [(rank, *_run_as(parameters_of(rank), make, foreach)) for rank in chosen]
     most = max(state for _, state, *_ in runs)
     on_device = max(state for *_, state, _ in runs)
     rank, state, temporary, sent, _, imbalance = max(runs, key=lambda run: (run[1] + run[2], -run[0]))
-    return OptimizerCosts(most, state + temporary - most, sent, on_device, rank, imbalance)
+    return OptimizerCosts(most, state + temporary - most, sent, on_device, owns, rank, imbalance)
 
 
-def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> list[int]:
-    """The ranks to run: all; of many those whose owned elements, and largest parameter, are the most and differ."""
-    if ranks <= MOST_RANKS:
-        return list(range(ranks))
+def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> tuple[list[int], bool]:
+    """The ranks to run, and whether there are owners.
+
+    Without owners rank 0, which has the most elements. Else all; of many those whose owned elements, and largest
+    parameter, are the most and differ.
+    """
     sharded = parameters_of(0)
+    optimizers = make(sharded.parameters)
+    if not has_owners(optimizers):
+        return [0], False
+    if ranks <= MOST_RANKS:
+        return list(range(ranks)), True
     owned: dict[int, list[int]] = defaultdict(list)  # by rank, elements of each parameter
-    for shared in _ownerships(make(sharded.parameters)):
+    for shared in _ownerships(optimizers):
         for parameter, (replica, rank) in zip(shared.parameters, shared.owners, strict=False):
             owned[shared.ranks[replica][rank]].append(parameter.numel())
         for of_replica, loads in zip(shared.ranks, shared.loads, strict=True):
@@ -175,7 +185,7 @@ def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks
     for rank in sorted(owned):
         alike.setdefault(tuple(sorted(owned[rank])), rank)
     largest = sorted(alike, key=lambda numels: -sum(numels) - 3 * max(numels))  # Newton-Schulz takes three of its size
-    return sorted({0, *[alike[numels] for numels in largest[:MOST_RANKS]]})
+    return sorted({0, *[alike[numels] for numels in largest[:MOST_RANKS]]}), True
 
 
 def _ownerships(optimizers: Optimizers) -> list[Ownership]:

@@ -523,7 +523,8 @@ class Planner:
             if strategy.step_in_backward or self.tensor > 1:
                 raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
             owners = self.owners(tuple(alike.items()), shard, strategy.replicate)
-            state, temporary = owners.state if on_device else owners.state_on_device, owners.temporary
+            state = owners.state if on_device else owners.state_on_device
+            temporary = owners.temporary if on_device or owners.owns else 0
         else:
             state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}
@@ -540,7 +541,7 @@ class Planner:
             besides=buffers,
             state=state,
             temporary=temporaries,
-            exchanges=owners.sent if owners is not None else {},
+            exchanges=owners.sent if owners is not None and owners.owns else {},
         )
         factor, context = RESERVE[self.device]
         return Plan(
@@ -561,7 +562,7 @@ class Planner:
             tokens=batch * self.sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,
-            owners=owners,
+            owners=owners if owners is not None and owners.owns else None,
             units=units,
         )
 

@@ -1,0 +1,196 @@
+"""Plans changes of a model that is sharded already: its strategy is read from its units, its model is built anew.
+
+A sharded model cannot be profiled itself: its modules gather their units, which fake tensors cannot. So the program
+passes the function that built it, and the `step` that `fullshard.plan` takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api.wrapping import CustomPolicy
+from ...names import clean_name, clean_path
+from ...optim import OwnerOptimizer
+from ...runtime import Runner, runner_of
+from ...shard import settings_of
+from . import messages
+from .optimizer import Optimizers, as_list
+from .plan import Plan, Planner
+from .profile import Step
+from .strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of a training program, and what it frees.
+
+    Attributes:
+        words: what to change.
+        saved: bytes at the peak of a step; negative if it needs more.
+        plan: of a step after the change.
+    """
+
+    words: str
+    saved: int
+    plan: Plan
+
+
+def plan_changes(
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    build: nn.Module | Callable[[], nn.Module],
+    *,
+    batch: int,
+    micro_batch: int,
+    sequence: int,
+    step: Step | None,
+) -> tuple[Plan, list[Change]]:
+    """The plan of a sharded model as it is, and of each change that may make its step smaller.
+
+    Args:
+        model: the root.
+        optimizer: those that step it; None: no state, and no temporary memory.
+        build: see `fullshard.plan`: the same model, not sharded.
+        batch, sequence, step: see `fullshard.plan`.
+        micro_batch: sequences of a forward.
+
+    Raises:
+        ConfigError: see `fullshard.plan`; or `build` makes another model.
+    """
+    units = {clean_path(path): runner for path, runner in _units(model)}
+    root = units.get("")
+    if root is None or not root.unit.buckets:
+        root = next(iter(units.values()))
+    axes = root.settings.axes
+    device = "cpu" if axes.shard.backend == "gloo" else "cuda"
+    make = _maker(model, optimizer)
+    rest: tuple[Any, ...] = (root.settings.policy, make, device, None, None, (1, None), None)
+    planner = Planner(build, sequence, step, *rest)
+    _check_same(model, planner.model)
+    base = _strategy(units, root, planner.model, micro_batch)
+    ranks, node = axes.world, 8
+
+    def planned(strategy: Strategy, world: int = ranks) -> Plan:
+        strategy.check(world, batch)
+        return planner.plan(strategy, world, batch, node)
+
+    now = planned(base)
+    changes = [Change(words, 0, planned(strategy)) for strategy, words in _smaller(base, units, planner.model)]
+    more = f"{2 * axes.shard.size} ranks in place of {axes.shard.size}"
+    changes.append(Change(more, 0, planned(base, 2 * ranks)))
+    changes = [dataclasses.replace(change, saved=now.peak - change.plan.peak) for change in changes]
+    return now, sorted(changes, key=lambda change: change.saved)
+
+
+def _units(model: nn.Module) -> list[tuple[str, Runner]]:
+    """Each unit's runner, with the path of its first module."""
+    found: dict[int, tuple[str, Runner]] = {}
+    for path, module in model.named_modules():
+        runner = runner_of(module)
+        if runner is not None:
+            found.setdefault(id(runner), (path, runner))
+    return list(found.values())
+
+
+def _strategy(units: Mapping[str, Runner], root: Runner, built: nn.Module, micro_batch: int) -> Strategy:
+    """The strategy of live units."""
+    settings = root.settings
+    kept = next((runner.unit.kept_axis.size for runner in units.values() if runner.unit.kept_axis is not None), None)
+    first = next(bucket for runner in units.values() for bucket in runner.unit.buckets)
+    return Strategy(
+        replicate=settings.axes.copies,
+        layout=settings_of(first).layout,
+        reshard_after_forward=True if kept is None else kept,
+        prefetch=_prefetch(root),
+        micro_batch=micro_batch,
+        offload=first.home is not None,
+        units=_policy(units, built, {}),
+        mp_policy=settings.policy,
+    )
+
+
+def _policy(units: Mapping[str, Runner], built: nn.Module, changes: Mapping[str, Any]) -> CustomPolicy:
+    """A policy that makes the same modules of `built` units, with these arguments changed."""
+    chosen: dict[int, dict[str, Any]] = {}
+    for path, runner in units.items():
+        if path and runner.unit.buckets:
+            own: dict[str, Any] = {
+                "mp_policy": runner.settings.policy,
+                "layout": settings_of(runner.unit.buckets[0]).layout,
+            }
+            own |= {"prefetch": _prefetch(runner)}
+            if runner.settings.reshard_after_forward is False:
+                own["reshard_after_forward"] = False
+            chosen[id(built.get_submodule(path))] = {**own, **changes}
+    return CustomPolicy(lambda module: chosen.get(id(module), False))
+
+
+def _prefetch(runner: Runner) -> int:
+    return max(runner.settings.prefetch.forward, runner.settings.prefetch.backward)
+
+
+def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> list[tuple[Strategy, str]]:
+    """Strategies that may need less memory, with what has to change in the program."""
+    changes = []
+    blocks = [runner for path, runner in units.items() if path and runner.unit.buckets]
+    if any(map(_prefetch, blocks)) or base.prefetch:
+        without = dataclasses.replace(base, prefetch=0, units=_policy(units, built, {"prefetch": 0}))
+        changes.append((without, "prefetch=0"))
+    if (
+        any(runner.settings.reshard_after_forward is False for runner in blocks)
+        or base.reshard_after_forward is not True
+    ):
+        policy = _policy(units, built, {"reshard_after_forward": True})
+        freed = dataclasses.replace(base, reshard_after_forward=True, units=policy)
+        changes.append((freed, "reshard_after_forward=True"))
+    if base.micro_batch % 2 == 0:
+        halved = dataclasses.replace(base, micro_batch=base.micro_batch // 2)
+        changes.append((halved, "half the micro-batch, and twice as many of them"))
+    if blocks:
+        changes.append((dataclasses.replace(base, checkpointing=True), "activation checkpointing of the units"))
+    if not base.offload:
+        changes.append((dataclasses.replace(base, offload=True), "CPUOffloadPolicy()"))
+    return changes
+
+
+def _check_same(model: nn.Module, built: nn.Module) -> None:
+    ours, theirs = ({clean_name(name) for name, _ in each.named_parameters()} for each in (model, built))
+    if ours != theirs and not any(name.endswith("_flat_param") for name in ours):
+        raise messages.another_model(sorted(ours ^ theirs))
+
+
+def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any]:
+    """A function that makes optimizers with the settings of these for the named parameters of a model."""
+    live = [] if optimizers is None else as_list(optimizers)
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+
+    def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        by_name = dict(named_parameters)
+        made = []
+        for optimizer in live:
+            groups: list[dict[str, Any]] = []
+            for group in optimizer.param_groups:
+                inside = [names.get(id(parameter), "") for parameter in group["params"]]
+                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                groups.append({**settings, "params": [by_name[name] for name in inside if name in by_name]})
+            made.append(_like(optimizer, [group for group in groups if group["params"]]))
+        return made
+
+    return make
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A new optimizer of the same kind, for these groups."""
+    kind: Any = optimizer.optimizer_class if isinstance(optimizer, OwnerOptimizer) else type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    if isinstance(optimizer, OwnerOptimizer):
+        return OwnerOptimizer(groups, kind, elementwise=optimizer.elementwise, **arguments)
+    made: torch.optim.Optimizer = kind(groups, **arguments)
+    return made
