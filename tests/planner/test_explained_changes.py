@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import explain_memory, fully_shard
+import fullshard
+from fullshard import ConfigError, explain_memory, fully_shard, memory_use
 from fullshard.insight.planner.live import plan_changes
 
 BATCH, LENGTH, WIDTH = 4, 32, 96
@@ -118,7 +120,7 @@ def promised(way: Way) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.parametrize("name", BASES)
 def test_a_planned_change_frees_what_is_promised(in_a_process, name):
-    """Within 3%, measured by the allocator before and after each change; to 1% of the peak where little is freed."""
+    """Within 3%, measured by the allocator before and after each change."""
     way = BASES[name]
     planned, changes = in_a_process(promised, way)
     before = in_a_process(peak, way)
@@ -128,4 +130,94 @@ def test_a_planned_change_frees_what_is_promised(in_a_process, name):
     }
     assert len(measured) >= 4
     for words, saved in measured.items():
-        assert changes[words] == pytest.approx(saved, rel=0.03, abs=0.01 * before), (words, changes, measured)
+        assert changes[words] == pytest.approx(saved, rel=0.03), (words, changes, measured)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_what_is_held_now_is_what_a_change_frees(in_a_process, layout, prefetch):
+    """In the middle of a forward: units that are gathered ahead, and those kept for the backward; to the byte."""
+    before, note = in_a_process(held, layout, prefetch, False)
+    promised = {words: freed for words, freed in lines_of(note).items() if "ranks" not in words}
+    for words, change in (("prefetch=0", (layout, 0, False)), ("reshard_after_forward=True", (layout, prefetch, True))):
+        now, _ = in_a_process(held, *change)
+        freed = next(freed for line, freed in promised.items() if line.startswith(words))
+        assert freed == pytest.approx(before - now, rel=0.03), (words, promised, before, now)
+
+
+def held(layout: str, prefetch: int, reshard: bool) -> tuple[int, str]:
+    """Bytes of gathered units in the forward of the third block, and the note of an allocation that fails there."""
+    begin(8)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, layout=layout, prefetch=prefetch, reshard_after_forward=reshard)
+    fully_shard(model, layout=layout, prefetch=prefetch)
+    for _ in range(2):
+        step(model, BATCH, LENGTH).backward()
+        model.zero_grad()
+    gathered: list[int] = []
+
+    def fail(*_: object) -> None:
+        gathered.append(memory_use(model).gathered)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has ...")
+
+    model.blocks[2].up.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(model, BATCH, LENGTH)
+    (note,) = caught.value.__notes__
+    return gathered[0], note
+
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+
+
+def lines_of(text: str) -> dict[str, float]:
+    """The changes and what they free, as a paragraph shows them."""
+    found = re.findall(r"^ +([\d.]+) (B|KiB|MiB)  (.*)$", text, re.MULTILINE)
+    return {words: float(number) * UNITS[unit] for number, unit, words in found}
+
+
+def held_between_steps(world: int, layout: str) -> tuple[int, str]:
+    """Bytes of shards, gradients and state after a step, and the paragraph."""
+    begin(world)
+    model, optimizer = sharded(Way(how=(("layout", layout),)))
+    step(model, BATCH, LENGTH).backward()
+    optimizer.step()
+    use = memory_use(model, optimizer)
+    return use.parameters + use.gradients + use.optimizer, explain_memory(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_more_ranks_free_what_their_layouts_say(in_a_process, layout):
+    """Not half: a vector of five elements takes one on each of the first five ranks, padded, however many there are."""
+    before, said = in_a_process(held_between_steps, 8, layout)
+    now, _ = in_a_process(held_between_steps, 16, layout)
+    assert lines_of(said)["16 ranks in place of 8"] == pytest.approx(before - now, rel=0.03)
+
+
+def test_another_model_is_refused(fake_world):
+    fake_world(2)
+    model = fully_shard(Model())
+    with pytest.raises(ConfigError, match="other parameters than the sharded one"):
+        explain_memory(model, build=lambda: nn.Linear(2, 2), step=step)
+
+
+def owned() -> tuple[int, int, int]:
+    """The peak of a step with owners as planned from the live model, as planned before, and what 16 ranks free."""
+    begin(8)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    make = partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.Adafactor)
+    optimizer = make(model.parameters())
+    how: dict[str, Any] = {"batch": BATCH, "sequence": LENGTH, "step": step}
+    now, changes = plan_changes(model, optimizer, Model, micro_batch=BATCH, **how)
+    strategy = fullshard.Strategy(micro_batch=BATCH)
+    before = fullshard.plan(Model, ranks=8, strategy=strategy, optimizer=make, **how).best
+    return now.peak, before.peak, next(change.saved for change in changes if "16 ranks" in change.words)
+
+
+def test_owners_of_a_live_model_are_planned(in_a_process):
+    now, before, saved = in_a_process(owned)
+    assert now == before and saved > 0

@@ -423,6 +423,11 @@ class Planner:
         self.owners, self.has_owners = cache(self._owners), cache(self._has_owners)
         self.is_custom, self.named = callable(optimizer), callable(optimizer) and takes_names(optimizer)
 
+    @property
+    def backend(self) -> str:
+        """The backend whose costs decide on layouts."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
     def _blocks(self, units: Any) -> list[tuple[str, dict[str, Any]]]:
         if units == "model":
             return []
@@ -451,9 +456,8 @@ class Planner:
             raise messages.step_failed(error, micro_batch, self.sequence) from error
 
     def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        axes = axes_of(shard, replicate, backend)
-        separate = {pattern: axes_of(*sizes, backend) for pattern, sizes in self.meshes.items()}
+        axes = axes_of(shard, replicate, self.backend)
+        separate = {pattern: axes_of(*sizes, self.backend) for pattern, sizes in self.meshes.items()}
         return tuple(unit_costs(self.model, dict(units), axes, separate, self.hook))
 
     def _has_owners(self) -> bool:
@@ -471,9 +475,8 @@ class Planner:
 
     def _sharded(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, rank: int) -> Sharded:
         """The parameters that train, as they are on a rank."""
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        axes = axes_of(shard, replicate, backend, rank)
-        separate = {pattern: axes_of(*sizes, backend, rank) for pattern, sizes in self.meshes.items()}
+        axes = axes_of(shard, replicate, self.backend, rank)
+        separate = {pattern: axes_of(*sizes, self.backend, rank) for pattern, sizes in self.meshes.items()}
         with fake_tensors() as fakes:
             outline = outline_of(self.model, "cpu")
             built = build_units(outline, dict(units), axes, separate)
@@ -483,7 +486,7 @@ class Planner:
     def _owners(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> OptimizerCosts:
         try:
             sharded = partial(self._sharded, units, shard, replicate)
-            return owner_costs(sharded, self.make, shard * replicate, self.device == "cuda")
+            return owner_costs(sharded, self.make, shard * replicate, self.backend == "nccl")
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
