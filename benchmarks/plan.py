@@ -207,6 +207,9 @@ WAYS = {
     "8 bits": Way(BASE, MixedPrecisionPolicy(gather_dtype=torch.int8, scatter_dtype=torch.int8)),
     "error feedback": Way(BASE, MixedPrecisionPolicy(scatter_dtype=torch.int8, error_feedback=True)),
     "2 replicas, 8 bits": Way(replace(BASE, replicate=2), MixedPrecisionPolicy(all_reduce_dtype=torch.int8)),
+    "2 replicas, 8 bits, error feedback": Way(
+        replace(BASE, replicate=2), MixedPrecisionPolicy(all_reduce_dtype=torch.int8, error_feedback=True)
+    ),
 }
 ON_A_GPU = {"offload": Way(replace(BASE, offload=True))}  # a CPU has no memory beside its own
 WORLDS = (8, 64)
