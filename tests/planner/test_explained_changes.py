@@ -222,3 +222,18 @@ def owned() -> tuple[int, int, int]:
 def test_owners_of_a_live_model_are_planned(in_a_process):
     now, before, saved = in_a_process(owned)
     assert now == before and saved > 0
+
+
+def changes_of_the_wrapper(use_orig_params: bool) -> dict[str, int]:
+    begin(8)
+    policy = fullshard.wrap.ModuleWrapPolicy({Block})
+    model = fullshard.FullyShardedDataParallel(Model(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    train(model, optimizer)
+    _, changes = plan_changes(model, optimizer, Model, batch=BATCH, micro_batch=BATCH, sequence=LENGTH, step=step)
+    return {change.words: change.saved for change in changes}
+
+
+def test_flat_parameters_of_the_wrapper_are_planned_as_what_is_inside(in_a_process):
+    flat, whole = (in_a_process(changes_of_the_wrapper, use_orig_params) for use_orig_params in (False, True))
+    assert flat == whole and whole["16 ranks in place of 8"] > 0

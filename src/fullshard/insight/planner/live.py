@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ...api.wrapping import CustomPolicy
+from ...forms import owner_of as unit_of
 from ...names import clean_name, clean_path
 from ...optim import OwnerOptimizer
+from ...optim.owners import views_of
 from ...runtime import Runner, runner_of
 from ...shard import settings_of
 from . import messages
@@ -176,13 +178,22 @@ def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any
         for optimizer in live:
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
-                inside = [names.get(id(parameter), "") for parameter in group["params"]]
+                inside = [name for parameter in group["params"] for name in _names_in(parameter, names)]
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 groups.append({**settings, "params": [by_name[name] for name in inside if name in by_name]})
             made.append(_like(optimizer, [group for group in groups if group["params"]]))
         return made
 
     return make
+
+
+def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
+    """The name of a parameter; of a `FlatParameter` or a view those of the parameters inside."""
+    if (unit := unit_of(parameter)) is not None:
+        for tensor, bucket, members in views_of(unit):
+            if tensor is parameter:
+                return [bucket.members[index].name for index in members]
+    return [names[id(parameter)]] if id(parameter) in names else []
 
 
 def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
