@@ -88,8 +88,13 @@ def trainer_of(folder: str, steps: int = STEPS, strategy: Any = None, **more: An
 @on_ranks(by="run_clients")
 def test_trains_accumulates_and_clips_as_one_process(tmp_path, by_hand):
     """The reductions are counted: one of each unit a step, none for micro-batches but the last."""
+    from small import Block
+
+    from fullshard.integrations.lightning import FullshardStrategy
+
     losses, plain = reference()
-    trainer, model = trainer_of(tmp_path), task(by_hand)
+    # Units are ignored where the module has sharded its blocks itself.
+    trainer, model = trainer_of(tmp_path, strategy=FullshardStrategy([Block]) if by_hand else None), task(by_hand)
     with fullshard.record_events() as events:
         trainer.fit(model, loader())
     assert isinstance(model, fullshard.FSDPModule) and isinstance(model.net.blocks[0], fullshard.FSDPModule)
@@ -179,9 +184,16 @@ def test_validates_tests_predicts_and_keeps_the_best(tmp_path):
 
 @on_ranks(by="run_clients")
 def test_a_model_on_meta_gets_values_that_differ_between_ranks(tmp_path):
-    model = task(meta=True)
+    model, initial = task(meta=True), list[torch.Tensor]()
+    configure = model.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        initial.append(model.net.blocks[0].up.weight.full_tensor())
+        return configure()
+
+    model.configure_optimizers = configure_optimizers
     trainer_of(tmp_path).fit(model, loader())
-    up = model.net.blocks[0].up.weight.full_tensor()
+    (up,) = initial
     assert not any(p.is_meta for p in model.parameters()) and not torch.equal(up[: len(up) // 2], up[len(up) // 2 :])
     assert all(torch.isfinite(torch.tensor(model.losses)))
 
