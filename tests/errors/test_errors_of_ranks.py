@@ -27,7 +27,10 @@ CALLS = [  # by each rank, with its number and a folder that both see
         lambda rank, folder: verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1])),
         "ConfigError: data_mesh does not number the ranks",
     ),
-    (lambda rank, folder: verified(DeviceMesh("cpu", [0])), "ConfigError: A rank is not part of the data_mesh"),
+    (
+        lambda rank, folder: verified(DeviceMesh("cpu", [0])),
+        "ConfigError: data_mesh does not number the ranks ... None: not in",
+    ),
     (
         lambda rank, folder: fullshard.save(folder, sharded(), step=100 + rank),
         "DivergenceError: Ranks save different things: the step differs; nothing was written",

@@ -177,17 +177,12 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
     try:
         data_rank = dist.get_rank() if data_mesh is None else _data_rank_in(data_mesh)
         data_ranks = objects_of_all(data_rank, None, "verification")
-        if None in data_ranks:  # raised on every rank: otherwise the others would wait for this one
-            raise ConfigError(
-                "A rank is not part of the data_mesh passed to verify.",
-                rank=data_ranks.index(None),
-                expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
-            )
-        if set(data_ranks) != set(range(len(set(data_ranks)))):
+        if set(data_ranks) != set(range(len(set(data_ranks)))):  # on every rank: otherwise the others would wait
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
-                expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
-                got=f"places {data_ranks} by rank",
+                rank=data_ranks.index(None) if None in data_ranks else None,
+                expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
+                got=f"places {data_ranks} by rank (None: not in the mesh)",
             )
         group = dist.group.WORLD
         assert group is not None

@@ -53,11 +53,10 @@ class Plan:
     tolerance: float | None
 
     def __post_init__(self) -> None:
-        for name in ("model_fn", "batch_fn", "loss_fn", "shard_fn", "optimizer_fn"):
-            if not callable(getattr(self, name)):
-                raise ConfigError(f"verify: {name} must be callable, got {getattr(self, name)!r}")
-        if self.train_step_fn is not None and not callable(self.train_step_fn):
-            raise ConfigError(f"verify: train_step_fn must be callable, got {self.train_step_fn!r}")
+        for name in ("model_fn", "batch_fn", "loss_fn", "shard_fn", "optimizer_fn", "train_step_fn"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name != "train_step_fn"):
+                raise ConfigError(f"verify: {name} must be callable, got {value!r}")
         for name in ("steps", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

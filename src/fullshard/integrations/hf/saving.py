@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 from torch import nn
 
@@ -26,7 +25,6 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a sharded model so that plain `from_pretrained(folder)` loads it. Collective: every rank calls it.
 
@@ -50,11 +48,11 @@ def save_pretrained(
         transformers_model: Any = model
         if dtype is not None:
             weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-        with Ranks(process_group).step("save_pretrained", files=True):
+        with Ranks().step("save_pretrained", files=True):
             if weights:
                 transformers_model.save_pretrained(str(folder), state_dict=weights, max_shard_size=max_shard_size)
         return
-    write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size, process_group=process_group)
+    write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def converted(model: nn.Module) -> bool:
@@ -80,7 +78,6 @@ def write_weights(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write weights and configuration of a model, or of its adapter, into a folder that may be in use. Collective.
 
@@ -94,14 +91,12 @@ def write_weights(
     """
     size, path = bytes_of(max_shard_size), Path(folder)
     fresh = path / ".fullshard-writing"
-    ranks = Ranks(process_group)
+    ranks = Ranks()
     with ranks.step("creating a folder for weights", files=True):
         if ranks.is_first:
             shutil.rmtree(fresh, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
-    save_safetensors(
-        model, fresh, dtype=dtype, max_file_bytes=size, adapter=has_adapter(model), process_group=process_group
-    )
+    save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=has_adapter(model))
     with ranks.step("moving weights into place", files=True):  # no rank returns earlier
         if ranks.is_first:
             put_weights(fresh, path)
