@@ -57,7 +57,8 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             topic="weights-on-meta",
         )
     for path, part in module.named_modules():
-        if (part._parameters or part._buffers) and not hasattr(part, "reset_parameters"):
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if tensors and not hasattr(part, "reset_parameters"):
             raise ConfigError(
                 f"{type(part).__name__} was built on meta and has no reset_parameters() to initialise it.",
                 parameter=path or "(root)",
