@@ -199,6 +199,25 @@ def test_a_model_on_meta_gets_values_that_differ_between_ranks(tmp_path):
 
 
 @on_ranks(by="run_clients")
+def test_a_folder_that_fullshard_saved(tmp_path):
+    """Fabric reads its model; a Trainer, which needs state of its own, names what is missing."""
+    from lightning.fabric import Fabric
+
+    from fullshard.integrations.lightning import NAME
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=NAME)
+    fabric.launch()
+    saved, loaded = (fabric.setup_module(net()) for _ in range(2))
+    fullshard.save(tmp_path, saved.module)
+    with torch.no_grad():
+        loaded.module.head.weight.zero_()
+    assert fabric.load(tmp_path, {"model": loaded}) == {}
+    torch.testing.assert_close(loaded.module.head.weight.full_tensor(), saved.module.head.weight.full_tensor())
+    with pytest.raises(fullshard.CheckpointError, match=r"no 'global_step'; nothing was loaded(.|\n)*fullshard.load"):
+        trainer_of(tmp_path).fit(task(), loader(), ckpt_path=str(tmp_path))
+
+
+@on_ranks(by="run_clients")
 def test_fabric_by_name(tmp_path):
     from lightning.fabric import Fabric
 

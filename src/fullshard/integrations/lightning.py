@@ -100,17 +100,20 @@ def _load(
     Raises:
         CheckpointError: optimizer state would have to come from a file; or a required name is missing.
     """
-    is_file = path.is_file()
     source: Any = path
-    if not is_file:
-        source = io.BytesIO(load(path, nn.Module(), strict=False, rng=False).state[STATE])
-    state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    if not path.is_file():
+        data = load(path, nn.Module(), strict=False, rng=False).state.get(STATE)
+        source = None if data is None else io.BytesIO(data)
+    state: dict[str, Any] = {}
+    if source is not None:
+        state = torch.load(source, map_location="cpu", weights_only=True)
     if lacking := sorted(set(required) - state.keys()):
         raise CheckpointError(
             f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
-            remedy="remove it from the state to load, or load with strict=False",
+            remedy="in Fabric, remove it from the state to load, or load with strict=False; load a folder that "
+            "fullshard.save wrote with fullshard.load",
         )
-    if not is_file:
+    if source is not path:
         load(path, model, optimizers, strict=strict, rng=False)
         return state
     if optimizers and state.get("optimizer_states"):
@@ -231,7 +234,7 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load the model and its optimizers, on any number of ranks; `weights_only` is ignored, and always True."""
         path = Path(self.broadcast(checkpoint_path))
-        return _load(path, self.model, list(self.optimizers), self.lightning_module.strict_loading)
+        return _load(path, self.model, list(self.optimizers), self.lightning_module.strict_loading, ["global_step"])
 
 
 class _SyncControl(_BackwardSyncControl):
