@@ -287,6 +287,8 @@ def test_solving_finds_the_largest_that_fits():
     peaks = {n: plan(gpt, **{**how, "ranks": n, "strategy": Strategy(layout="flat")}).best.peak for n in (2, 4)}
     assert peaks[4] < peaks[2]
     assert solve(gpt, "world", **how, device_memory=peaks[4])[0] == 4
+    in_threes = {**how, "strategy": Strategy(replicate=3), "device_memory": 2**40}
+    assert solve(gpt, "world", **in_threes)[0] == 3
     longest, best = solve(gpt, "sequence", **how, device_memory=peaks[4])
     assert 1 <= longest <= 12 and best.fits
 

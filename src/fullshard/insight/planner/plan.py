@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from .schedule import KINDS, WHOLE, Axes, Rates, run
 from .strategy import REFINEMENTS, Strategy, UnitStrategy, node_size, refines, strategies, with_fields
 
 T = TypeVar("T")
+
+MOST_RANKS = 65_536  # that `solve` tries
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -330,7 +333,8 @@ def solve(
     """Find the largest micro-batch or sequence that fits into a device, or the fewest ranks on which it fits.
 
     Args:
-        what: "micro-batch", "sequence" (found to 1 part in 16) or "world" (powers of two up to 65,536).
+        what: "micro-batch", "sequence" (found to 1 part in 16) or "world" (powers of two, times `replicate`, up to
+            65,536).
         strategy: None: the default one.
         others: see `plan`; the one that is solved for is ignored, and `batch` is the micro-batch.
 
@@ -365,10 +369,9 @@ def solve(
             return False  # a length that the model does not take
 
     if what == "world":
-        for power in range(17):
-            if 2**power % base.replicate == 0 and at(2**power).fits:
-                return 2**power, at(2**power)
-        return 0, None
+        worlds = (base.replicate * 2**power for power in range(17))
+        fewest = next((world for world in takewhile(MOST_RANKS.__ge__, worlds) if at(world).fits), 0)
+        return fewest, at(fewest) if fewest else None
     if what not in ("micro-batch", "sequence"):
         raise messages.not_to_solve_for(what)
     low, high = 0, 1
