@@ -100,6 +100,7 @@ def test_accelerates_launcher_and_config_file(tmp_path, version):
     config.write_text(CONFIG.format(version=version, port=29530 + version, reshard=reshard))
     path.write_text(LAUNCHED)
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    here = str(Path(__file__).parent)
-    told = script(*launcher, "-m", "fullshard", "adopt", str(path), str(version), PYTHONPATH=here)
+    # The launcher does not tell ranks of `use_cpu` where it launches FSDP.
+    ranks = {"PYTHONPATH": str(Path(__file__).parent), "ACCELERATE_USE_CPU": "true"}
+    told = script(*launcher, "-m", "fullshard", "adopt", str(path), str(version), **ranks)
     assert told.count("units 4") == 2 and told.count("adopts this program") == 1
