@@ -89,6 +89,14 @@ def state_that_was_not_saved(rank: int, folder: Path) -> None:
     made.load(folder / "half", {"model": model, "epoch": 1})
 
 
+@PROGRAMS.raise_("CheckpointError: is no checkpoint, or damaged")
+def a_damaged_file(rank: int, folder: Path) -> None:
+    made = fabric()
+    model = made.setup_module(two_layers())
+    (folder / f"{rank}.ckpt").write_bytes(b"no checkpoint")
+    made.strategy.load_checkpoint(folder / f"{rank}.ckpt", {"model": model})
+
+
 @PROGRAMS.raise_("CheckpointError: is a single file, which stores optimizer state by parameter number")
 def optimizer_state_of_one_file(rank: int, folder: Path) -> None:
     made = fabric()

@@ -231,7 +231,8 @@ def test_a_policy_that_is_none():
     ids=["auto", "classes", "policy", "function"],
 )  # fmt: skip
 def test_a_policy_that_chooses_nothing(policy):
-    with warns("UserWarning: auto_wrap_policy matched no module"):
+    words = "Units are the repeated blocks" if policy == "auto" else "auto_wrap_policy matched no module"
+    with warns(f"UserWarning: {words}"):
         wrapped(auto_wrap_policy=policy)
 
 

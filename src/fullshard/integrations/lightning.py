@@ -106,7 +106,14 @@ def _load(
         source = None if data is None else io.BytesIO(data)
     state: dict[str, Any] = {}
     if source is not None:
-        state = torch.load(source, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        except Exception as error:  # of any class, where bytes are damaged
+            raise CheckpointError(
+                f"{path} is no checkpoint, or damaged: {type(error).__name__}: {error}",
+                expected="a folder that fullshard.save wrote, or a file of torch.save",
+                remedy="pass another checkpoint; nothing was loaded",
+            ) from error
     if lacking := sorted(set(required) - state.keys()):
         raise CheckpointError(
             f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",

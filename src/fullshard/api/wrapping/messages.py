@@ -28,11 +28,12 @@ def not_a_policy(policy: Any, is_class: bool) -> ArgumentTypeError:
 
 def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
     """The warning for a policy that chose no module; `auto`: the policy is "auto"."""
+    chose = 'Units are the repeated blocks of a model ("auto"), but this one repeats none' if auto else ""
     return message(
-        "auto_wrap_policy matched no module: the model becomes a single unit, gathered whole.",
+        f"{chose or 'auto_wrap_policy matched no module'}: the model becomes a single unit, gathered whole.",
         expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
         got=f"a {kind}, in which the largest classes are: {largest}",
-        remedy="name the class of the model's blocks, {Block}; or omit auto_wrap_policy if a single unit is intended",
+        remedy="name the class of the model's blocks, {Block}; nothing, if a single unit is intended",
     )
 
 
