@@ -127,12 +127,12 @@ REFUSED = [
     (
         f"{FUNCTIONAL}{ON_FULLSHARD}assert not on_fullshard, 'no'\n{TRAIN}",
         [],
-        "failed on Fullshard: rank 0, exit code 1",
+        "failed on Fullshard: rank",
     ),
     (
         f"{FUNCTIONAL}if dist.get_rank() == 1: raise RuntimeError('its own error')\n{TRAIN}",
         [],
-        "rank 1, exit code 1",  # rank 0 fails in a collective, because rank 1 has gone
+        "failed on PyTorch's FSDP: rank 1, exit code 1",  # rank 0 fails in a collective, because rank 1 has gone
     ),
     ("import os; os._exit(0)", [], "failed on PyTorch's FSDP: rank 0, exit code 0"),
 ]

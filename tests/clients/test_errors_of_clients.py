@@ -228,3 +228,10 @@ def a_tracker_of_private_methods(rank: int, folder: Path) -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     FSDPMemTracker(two_layers())
+
+
+def test_an_accelerator_that_does_not_see_the_other_ranks(monkeypatch):
+    """As on CPU ranks without `cpu=True`: each would get all batches, and only the model would be sharded."""
+    monkeypatch.setattr("fullshard.integrations.accelerate.launched_ranks", lambda: 2)
+    with raises("ConfigError: Accelerate does not see the other ranks"):
+        FullshardAccelerator()

@@ -226,9 +226,9 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
     values: dict[str, Any] = {}
     names = [field.name for field in dataclasses.fields(default) if field.name != "mp_policy"]  # --mixed
     for word in words:
-        name, _, text = word.partition("=")
-        if name not in names:
-            raise ConfigError(f"{option} has no {name!r}", expected="NAME=VALUE with one of " + ", ".join(names))
+        name, equals, text = word.partition("=")
+        if name not in names or not equals:
+            raise ConfigError(f"{option} has no {word!r}", expected="NAME=VALUE with one of " + ", ".join(names))
         kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
             if name == "reshard_after_forward" and text.isdigit():

@@ -126,3 +126,12 @@ def cannot_step_shards(optimizer: object, parameter: Any, error: Exception) -> C
         "by itself from fullshard.optimizer_view(model), which has plain tensors in every layout",
         topic="optimizer-on-shards",
     )
+
+
+def accelerate_is_alone(world: int, processes: int) -> ConfigError:
+    return ConfigError(
+        "Accelerate does not see the other ranks: it would give each the same batches, and average nothing.",
+        expected=f"{world} processes, as were launched",
+        got=f"Accelerator.num_processes is {processes}",
+        remedy="on a CPU pass cpu=True, or set ACCELERATE_USE_CPU=true",
+    )

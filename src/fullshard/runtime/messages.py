@@ -403,7 +403,7 @@ def memory_in_words(
             (rest or 0) // 2,
             "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more",
         ),
-        (saved, f"{2 * ranks} ranks in place of {ranks}"),
+        (saved, f"shards over {2 * ranks} ranks in place of {ranks}"),
         (state, "CPUOffloadPolicy()"),
     ]
     title = "What changes would free, the smallest change first:"

@@ -286,7 +286,7 @@ def _as_float(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
-    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
     _check(name, value, "a number, or a tensor of one element", is_number)
     return float(value)
 

@@ -84,7 +84,7 @@ def plan_changes(
 
     now = planned(base)
     changes = [Change(words, 0, planned(strategy)) for strategy, words in _smaller(base, units, planner.model)]
-    more = f"{2 * axes.shard.size} ranks in place of {axes.shard.size}"
+    more = f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"
     changes.append(Change(more, 0, planned(base, 2 * ranks)))
     changes = [dataclasses.replace(change, saved=now.peak - change.plan.peak) for change in changes]
     return now, sorted(changes, key=lambda change: change.saved)
