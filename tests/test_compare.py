@@ -134,6 +134,11 @@ REFUSED = [
         [],
         "failed on PyTorch's FSDP: rank 1, exit code 1",  # rank 0 fails in a collective, because rank 1 has gone
     ),
+    (
+        f"{FUNCTIONAL}if dist.get_rank() == 1: sys.exit(0)\n{TRAIN}",
+        [],
+        "failed on PyTorch's FSDP: rank 0, exit code 1; rank 1 had ended before",
+    ),
     ("import os; os._exit(0)", [], "failed on PyTorch's FSDP: rank 0, exit code 0"),
 ]
 
@@ -144,7 +149,7 @@ def test_what_cannot_be_compared(capfd, tmp_path, text, options, words):
     said = capfd.readouterr()
     assert words in said.err and not said.out
     assert "failed" in words or said.err.count("\n") == 1
-    assert "rank 1" not in words or "RuntimeError: its own error" in said.err
+    assert "rank 1, exit" not in words or "RuntimeError: its own error" in said.err
     assert "failed on Fullshard" not in words or "AssertionError: no" in said.err
 
 

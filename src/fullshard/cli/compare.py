@@ -111,7 +111,10 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
         first = next((rank for rank in codes if rank in failed), failed[0])  # the others failed because it had
         log = (place / f"rank-{first}.log").read_text(errors="replace").rstrip()
         end = f"exit code {codes[first]}" if first in codes else "killed because other ranks had failed"
-        headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}"
+        order = [*codes]
+        before = order[: order.index(first)] if first in codes else []
+        left = f"; rank {', '.join(map(str, before))} had ended before, with exit code 0" if before else ""
+        headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}{left}"
         return [headline, *log.splitlines()[-20:]]
 
     with ThreadPoolExecutor(len(SIDES)) as threads:
