@@ -232,6 +232,8 @@ def a_tracker_of_private_methods(rank: int, folder: Path) -> None:
 
 def test_an_accelerator_that_does_not_see_the_other_ranks(monkeypatch):
     """As on CPU ranks without `cpu=True`: each would get all batches, and only the model would be sharded."""
-    monkeypatch.setattr("fullshard.integrations.accelerate.launched_ranks", lambda: 2)
+    accelerator = FullshardAccelerator()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with raises("ConfigError: Accelerate does not see the other ranks"):
-        FullshardAccelerator()
+        accelerator.shard_model(nn.Linear(2, 2))

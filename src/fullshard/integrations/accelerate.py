@@ -78,8 +78,7 @@ class FullshardAccelerator(Accelerator):
         **settings: arguments of `Accelerator`.
 
     Raises:
-        ConfigError: settings that shard as well (an FSDP or DeepSpeed plugin, ...), unknown arguments in `sharding`; or
-            Accelerate does not see the other ranks, as on a CPU without `cpu=True`.
+        ConfigError: settings that shard as well (an FSDP or DeepSpeed plugin, ...), or unknown arguments in `sharding`.
     """
 
     def __init__(self, *, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
@@ -99,9 +98,6 @@ class FullshardAccelerator(Accelerator):
                 remedy="omit it; or keep the FSDP plugin with a plain Accelerator or Trainer, and start the program "
                 "with python -m fullshard adopt",
             )
-        world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-        if world not in (self.num_processes, 1):
-            raise messages.accelerate_is_alone(world, self.num_processes)
         self._sharding = check_sharding(sharding)
         if getattr(self, "scaler", None) is not None:
             self.scaler: Any = ShardedGradScaler(self.device.type)
@@ -127,8 +123,14 @@ class FullshardAccelerator(Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def shard_model(self, model: nn.Module) -> None:
-        """Shard a model in place, unless it is sharded already or there is no process group."""
+        """Shard a model in place, unless it is sharded already or there is no process group.
+
+        Raises:
+            ConfigError: Accelerate does not see the other ranks, as on a CPU without `cpu=True`.
+        """
         if dist.is_initialized() and not is_sharded(model):
+            if dist.get_world_size() != self.num_processes:
+                raise messages.accelerate_is_alone(dist.get_world_size(), self.num_processes)
             precision = "no" if "mp_policy" in self._sharding else self.mixed_precision
             shard(model, **{"mixed_precision": precision, **self._sharding})
 
@@ -260,11 +262,6 @@ def _check_count(folder: Path, models: int) -> None:
                 remedy="prepare the same models in the same order before load_state; to load a single model: "
                 f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
             )
-
-
-def launched_ranks() -> int:
-    """The number of processes that a launcher started; 1 without one."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
 
 
 def take_over(
