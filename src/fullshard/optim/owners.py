@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..comm import objects_of_all
@@ -170,29 +169,24 @@ def views_of(unit: Any) -> Iterator[tuple[torch.Tensor, Any, list[int]]]:
                 yield view.tensor, bucket, view.members
 
 
-def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of a parameter's or view's unit; None if it is in no unit."""
-    unit = owner_of(parameter)
-    for bucket in unit.buckets if unit is not None else ():
-        if any(member.sharded is parameter for member in bucket.members):
-            return bucket.axes.mesh
-    return next((b.axes.mesh for view, b, _ in views_of(unit) if view is parameter), None) if unit is not None else None
+def bucket_of(parameter: torch.Tensor) -> Any:
+    """The bucket of a parameter or view; None if it is in no unit."""
+    if (unit := owner_of(parameter)) is None:
+        return None
+    of_members = [(member.sharded, bucket) for bucket in unit.buckets for member in bucket.members]
+    of_views = [(view, bucket) for view, bucket, _ in views_of(unit)]
+    return next((bucket for tensor, bucket in [*of_members, *of_views] if tensor is parameter), None)
 
 
 def axes_of(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
     """The shard axis of a parameter or view, and its replicate axis if that has several ranks; None if in no unit."""
-    axes: tuple[Axis, Axis | None] | None = None
     if isinstance(parameter, FlatShard):
-        axes = parameter._run.axis, parameter._run.replicas
-    elif (unit := owner_of(parameter)) is not None:
-        of_members = [(member.sharded, bucket) for bucket in unit.buckets for member in bucket.members]
-        for tensor, bucket in [*of_members, *[(view, bucket) for view, bucket, _ in views_of(unit)]]:
-            if tensor is parameter:
-                axes = bucket.axes.shard, bucket.axes.replicate
-                break
-    if axes is not None and axes[1] is not None and axes[1].size == 1:
-        axes = axes[0], None
-    return axes
+        shard, replicate = parameter._run.axis, parameter._run.replicas
+    elif (bucket := bucket_of(parameter)) is not None:
+        shard, replicate = bucket.axes.shard, bucket.axes.replicate
+    else:
+        return None
+    return shard, replicate if replicate is not None and replicate.size > 1 else None
 
 
 def check_alike(
@@ -314,7 +308,7 @@ def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[S
     """
     loads = [sum(each[at + 1] - each[at] for each in bounds) for at in range(len(bounds[0]) - 1)]
     costs = [each[-1] for each in bounds]
-    mesh: Any = mesh_of(parameters[0])
+    mesh = bucket_of(parameters[0]).axes.mesh
     ranks = tuple(map(tuple, mesh.mesh.reshape(len(loads), -1).tolist()))
     by_rank = tuple((load,) * len(ranks[0]) for load in loads)
     return Ownership(tuple(parameters), ranks, (), "elements", tuple(costs), by_rank)
@@ -322,8 +316,8 @@ def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[S
 
 def _ranks(parameter: torch.Tensor, cut: Cut | None, copies: int, shards: int) -> tuple[tuple[int, ...], ...]:
     """The global ranks [copies][shards] that share a parameter."""
-    if (mesh := mesh_of(parameter)) is not None and mesh.size() == copies * shards:
-        return tuple(map(tuple, mesh.mesh.reshape(copies, shards).tolist()))
+    if (bucket := bucket_of(parameter)) is not None and bucket.axes.mesh.size() == copies * shards:
+        return tuple(map(tuple, bucket.axes.mesh.mesh.reshape(copies, shards).tolist()))
     return (tuple(dist.get_process_group_ranks(cut.group)) if cut else (dist.get_rank(),),)
 
 

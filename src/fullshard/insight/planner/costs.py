@@ -188,7 +188,7 @@ def unit_costs(
     outline = outline_of(model)
     comm = SilentComm()
     separate = _separate(outline, meshes)
-    placement = (lambda p: separate.get(id(p))) if separate else None
+    settings = _settings(axes, comm, separate)
     built: dict[int, Unit] = {}  # by id of the outline's module
     taken: set[int] = set()
     alike: dict[tuple[object, ...], UnitCosts] = {}
@@ -198,7 +198,7 @@ def unit_costs(
         parameters = find_parameters([module], lambda inner: built.get(id(inner)), taken)
         key = (strategy, *map(partial(_kind, separate), parameters))
         if any(item.owner is not None for item in parameters) or key not in alike:
-            unit = build_unit(parameters, BuildSettings(axes, comm, strategy.policy, strategy.layout, placement))
+            unit = build_unit(parameters, settings(strategy))
             ranks = strategy.kept_ranks
             unit.keep_among(replace(axes.shard, size=ranks, ranks=tuple(range(ranks))) if ranks else None, axes)
             built[id(module)] = unit
@@ -216,17 +216,23 @@ def build_units(
     meshes: Mapping[str, MeshAxes] | None = None,
 ) -> dict[str, Unit]:
     """Shard an outline of a model: all of its units, by path. Arguments and errors: see `unit_costs`."""
-    separate = _separate(outline, meshes)
-    placement = (lambda p: separate.get(id(p))) if separate else None
+    settings = _settings(axes, SilentComm(), _separate(outline, meshes))
     built: dict[str, Unit] = {}
     by_module: dict[int, Unit] = {}
     taken: set[int] = set()
     for path, strategy in units.items():
         module = outline.get_submodule(path)
         parameters = find_parameters([module], lambda inner: by_module.get(id(inner)), taken)
-        settings = BuildSettings(axes, SilentComm(), strategy.policy, strategy.layout, placement)
-        built[path] = by_module[id(module)] = build_unit(parameters, settings)
+        built[path] = by_module[id(module)] = build_unit(parameters, settings(strategy))
     return built
+
+
+def _settings(
+    axes: MeshAxes, comm: Comm, separate: Mapping[int, ShardPlacementResult]
+) -> Callable[[UnitStrategy], BuildSettings]:
+    """How units of a strategy are built; `separate`: see `_separate`."""
+    placement = (lambda p: separate.get(id(p))) if separate else None
+    return lambda strategy: BuildSettings(axes, comm, strategy.policy, strategy.layout, placement)
 
 
 def _separate(outline: nn.Module, meshes: Mapping[str, MeshAxes] | None) -> dict[int, ShardPlacementResult]:

@@ -25,7 +25,7 @@ from . import messages
 from .optimizer import Optimizers, as_list
 from .plan import Plan, Planner
 from .profile import Step
-from .strategy import Strategy
+from .strategy import Strategy, node_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,11 @@ def plan_changes(
     planner = Planner(build, sequence, step, *rest)
     _check_same(model, planner.model)
     base = _strategy(units, root, planner.model, micro_batch)
-    ranks, node = axes.world, 8
+    ranks = axes.world
 
     def planned(strategy: Strategy, world: int = ranks) -> Plan:
         strategy.check(world, batch)
-        return planner.plan(strategy, world, batch, node)
+        return planner.plan(strategy, world, batch, node_size(None, world))
 
     now = planned(base)
     changes = [Change(words, 0, planned(strategy)) for strategy, words in _smaller(base, units, planner.model)]

@@ -423,7 +423,7 @@ class Planner:
         self.profile = cache(self._profile)
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
-        self.owners, self.has_owners = cache(self._owners), cache(self._has_owners)
+        self.owners, self.steps_shards = cache(self._owners), cache(self._steps_shards)
         self.is_custom, self.named = callable(optimizer), callable(optimizer) and takes_names(optimizer)
 
     @property
@@ -463,8 +463,8 @@ class Planner:
         separate = {pattern: axes_of(*sizes, self.backend) for pattern, sizes in self.meshes.items()}
         return tuple(unit_costs(self.model, dict(units), axes, separate, self.hook))
 
-    def _has_owners(self) -> bool:
-        """Whether the optimizers have owners, or are made from named parameters: they run on sharded parameters."""
+    def _steps_shards(self) -> bool:
+        """Whether the optimizers run on sharded parameters: they have owners, or are made from named parameters."""
         if self.named or not self.is_custom:
             return self.named
         units = Strategy(units="model").by_unit([], self.policy, 1)
@@ -525,7 +525,7 @@ class Planner:
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
         on_device = [costs for costs in units if not costs.strategy.offload]
         owners = None
-        if self.has_owners():
+        if self.steps_shards():
             if strategy.step_in_backward or self.tensor > 1:
                 raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
             owners = self.owners(tuple(alike.items()), shard, strategy.replicate)
@@ -594,7 +594,7 @@ class Planner:
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether a refinement is worth a plan: a single unit is gathered whole, and owners step all at once."""
-        if "step_in_backward" in change and self.has_owners():
+        if "step_in_backward" in change and self.steps_shards():
             return False
         whole = sum(costs.gathered for costs in plan.units)
         return "units" not in change or self.device_memory is None or whole < self.device_memory
@@ -707,7 +707,7 @@ def _checked_meshes(
         if not isinstance(sizes, tuple) or len(sizes) != 2:
             raise messages.not_a_mesh(pattern, sizes)
         _check_counts(**{f"meshes[{pattern!r}]": min(sizes)})
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise messages.mesh_of_nothing(pattern, names)
     return meshes or {}
 

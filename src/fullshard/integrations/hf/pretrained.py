@@ -151,9 +151,13 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
 
 def _allocate(model: nn.Module) -> None:
     """Allocate parameters on the mesh's device, and move buffers there with their values."""
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     units = [runner.unit for runner in runners_in(model) if runner.unit.buckets]
     device = units[0].buckets[0].axes.device if units else torch.device("cpu")
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    model.to_empty(device=device)
+    moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers if buffer is not None}
+    for module, name, buffer in buffers:
+        module._buffers[name] = None if buffer is None else moved[id(buffer)]
 
 
 _RECOMPUTED = r"rotary_emb\.inv_freq$"
