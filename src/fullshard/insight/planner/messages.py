@@ -81,7 +81,7 @@ def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigErro
 def optimizer_failed(error: Exception) -> ConfigError:
     return ConfigError(
         f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
-        remedy="name another one of torch.optim, or pass a function of a list of parameters that returns one optimizer, "
+        remedy="name another of torch.optim, or pass a function of a list of parameters that returns one optimizer, "
         "or several: optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
     )
 
