@@ -139,7 +139,11 @@ REFUSED = [
         [],
         "failed on PyTorch's FSDP: rank 0, exit code 1; rank 1 had ended before",
     ),
-    ("import os; os._exit(0)", [], "failed on PyTorch's FSDP: rank 0, exit code 0"),
+    (  # rank 1 ends first
+        "import os, time; time.sleep(1 - int(os.environ['RANK'])); os._exit(0)",
+        [],
+        "failed on PyTorch's FSDP: rank 0, exit code 0\n",
+    ),
 ]
 
 

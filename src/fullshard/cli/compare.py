@@ -108,11 +108,13 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
         if not failed:
             return []
         cancelled.set()
-        first = next((rank for rank in codes if rank in failed), failed[0])  # the others failed because it had
+        first = failed[0]
+        if any(codes.get(rank) != 0 for rank in failed):  # the first that ended; the others failed because it had
+            first = next((rank for rank in codes if rank in failed), first)
         log = (place / f"rank-{first}.log").read_text(errors="replace").rstrip()
         end = f"exit code {codes[first]}" if first in codes else "killed because other ranks had failed"
         order = [*codes]
-        before = order[: order.index(first)] if first in codes else []
+        before = [rank for rank in order[: order.index(first)] if rank not in failed] if first in codes else []
         left = f"; rank {', '.join(map(str, before))} had ended before, with exit code 0" if before else ""
         headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}{left}"
         return [headline, *log.splitlines()[-20:]]
