@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
@@ -130,3 +133,42 @@ def begin_anew() -> str:
         except IndexError:
             model(torch.ones(1, 4))
     return str(caught.value)
+
+
+def on_two_replicas(kind: str) -> list[str]:
+    """Lines of the error that each of 2 x 2 ranks gets, when rank 1 differs and every rank goes on afterwards."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12 if kind == "shape" and rank == 1 else 8), nn.Linear(8, 8))
+    if kind == "weights" and rank == 1:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.monotonic()
+    try:
+        for step in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            if not (kind == "steps" and rank == 1 and step == 1):
+                optimizer.step()
+            optimizer.zero_grad()
+    except fullshard.DivergenceError as error:
+        assert time.monotonic() - began < 5, "found by the watcher"
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", ["ranks disagree on what they train", "rank 1", "0.weight", "(12, 8)"]),
+        ("weights", ["ranks start from different weights", "ranks 0 and 1", "0.weight"]),
+        ("steps", ["optimizers stepped differently", "rank 0: 2 steps", "rank 1: 1 step"]),
+    ],
+)
+def test_a_rank_of_one_replica_differs(run_ranks, kind, words):
+    """The other replica compares equal over the shard axis: it is told over the replicate axis, and does not wait."""
+    for lines in run_ranks(on_two_replicas, kind, world=4):
+        text = "\n".join(lines)
+        assert all(word in text for word in words), text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import or_
@@ -53,14 +54,47 @@ def agree_on(
     Returns:
         The bits set on any rank.
     """
+    row = [axes.global_rank, token, axes.global_rank, token, flags]  # two ranks, with different tokens if any differ
     for axis in axes.all if comm.communicates else ():
-        rows = rows_of_all([(token, flags)], [axis], comm, axes.device)
-        other = next((i for i, (rank_token, _) in enumerate(rows) if rank_token != rows[0][0]), None)
-        if other is not None:
-            ranks = axis.ranks or range(axis.size)
-            raise make_error((ranks[0], ranks[other]), (rows[0][0], rows[other][0]))
-        flags = reduce(or_, [rank_flags for _, rank_flags in rows])
+        rows = rows_of_all([row], [axis], comm, axes.device)
+        pairs = [[*rows[0][:2], *other[:2]] for other in rows]
+        pair = next((pair for pair in [*(row[:4] for row in rows), *pairs] if pair[1] != pair[3]), pairs[0])
+        row = [*pair, reduce(or_, [rank_flags for *_, rank_flags in rows])]
+    first, first_token, other, other_token, flags = row
+    if first_token != other_token:
+        raise make_error((first, other), (first_token, other_token))
     return flags
+
+
+def raise_on_all(error: DivergenceError | None, axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
+    """Raise an error that any rank found, on all ranks. Collective over each axis, in turn.
+
+    A comparison over one axis finds a difference on the ranks of one line only. If these raised alone, ranks that share
+    another axis with them would wait for them.
+
+    Args:
+        error: found by this rank, over any of the axes.
+        axes: all those over which ranks compared.
+        device: of the axes' mesh.
+    """
+    several = [axis for axis in axes if axis.size > 1] if comm.communicates else []
+    for axis in several if len(several) > 1 else ():
+        found = [bool(flag) for (flag,) in rows_of_all([[error is not None]], [axis], comm, device)]
+        if any(found):
+            error = pickle.loads(bytes_from(found.index(True), pickle.dumps(error), axis, comm, device))
+    if error is not None:
+        raise error
+
+
+def bytes_from(source: int, data: bytes, axis: Axis, comm: Comm, device: torch.device) -> bytes:
+    """The data of the axis' rank `source`. Collective over the axis."""
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    comm.broadcast(axis, length, source).wait()
+    received = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if axis.rank == source:
+        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    comm.broadcast(axis, received, source).wait()
+    return bytes(received.tolist())
 
 
 def texts_of_all(text: str, axis: Axis, comm: Comm, device: torch.device, room: int = _TEXT_BYTES) -> list[str]:

@@ -200,18 +200,18 @@ def steps_counted(count: int, by: str) -> str:
     return f"{count} step{'' if count == 1 else 's'}, the last of {by}"
 
 
-def different_steps(ranks: Sequence[int], steps: Sequence[str], differ: bool) -> DivergenceError:
+def different_steps(ranks: tuple[int, int | None], steps: Sequence[str]) -> DivergenceError:
     """The error for optimizers that stepped differently.
 
     Args:
-        ranks: two ranks.
-        steps: of each, by `steps_counted`.
-        differ: whether these texts differ; if not, an earlier step did.
+        ranks: two ranks; the second is None if ranks only stepped at different times, which a device shows late.
+        steps: of each, by `steps_counted`; if these are equal, an earlier step differed.
     """
+    other = f"rank {ranks[1]}: {steps[1] if steps[1] != steps[0] else 'stepped with different settings before'}"
     return DivergenceError(
         "optimizers stepped differently on different ranks: their parameters no longer belong to the same model.\n"
         f"  rank {ranks[0]}: {steps[0]}\n"
-        f"  rank {ranks[1]}: {steps[1] if differ else 'stepped with different settings before'}",
+        f"  {other if ranks[1] is not None else 'the others: the same by now, but not when a backward began'}",
         remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
         "it on every rank or on none",
         topic="ranks-differ",

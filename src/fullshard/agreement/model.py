@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 
 from ..comm import Comm
+from ..errors import DivergenceError
 from ..mesh import Axis
 from ..watcher import RANK
-from .aside import rows_of_all
+from .aside import bytes_from, raise_on_all, rows_of_all
 from .messages import different_models
 
 
@@ -47,9 +48,9 @@ class Line:
 
 
 def check_same_model(
-    lines: Sequence[Line], ignored: Sequence[Line], axes: Iterable[Axis], comm: Comm, device: torch.device
+    lines: Sequence[Line], ignored: Sequence[Line], axes: Collection[Axis], comm: Comm, device: torch.device
 ) -> None:
-    """Raise on every rank if the ranks of any axis do not train the same model. Collective over each axis.
+    """Raise on every rank if the ranks of any axis do not train the same model. Collective over each axis, in turn.
 
     Args:
         lines: this rank's sharded parameters, in order.
@@ -61,6 +62,7 @@ def check_same_model(
     if not comm.communicates:
         return
     digest = struct.unpack("4q", hashlib.sha256("\n".join(map(str, lines)).encode()).digest())
+    error: DivergenceError | None = None
     for axis in axes:
         if axis.size == 1:
             continue
@@ -77,7 +79,8 @@ def check_same_model(
             counts = [sum(line.facts is not None for line in model) for model in both]
             pairs = zip(both, counts, strict=True)
             texts = [str(model[at]) if at < count else "(nothing: no more parameters)" for model, count in pairs]
-            raise different_models((axis.ranks[0], axis.ranks[other]), texts, at, max(counts))
+            error = error or different_models((axis.ranks[0], axis.ranks[other]), texts, at, max(counts))
+    raise_on_all(error, axes, comm, device)
 
 
 def _of_all(numbers: Sequence[int], axis: Axis, comm: Comm, device: torch.device) -> list[list[int]]:
@@ -89,14 +92,8 @@ def _of_all(numbers: Sequence[int], axis: Axis, comm: Comm, device: torch.device
 def _sent(lines: Sequence[Line], source: int, axis: Axis, comm: Comm, device: torch.device) -> list[Line]:
     """Broadcast the lines of the axis' rank `source`."""
     fields = ("\t".join([line.name, line.shape, line.unit, *([line.facts] if line.facts else [])]) for line in lines)
-    payload = bytearray("\n".join(fields).encode())
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    comm.broadcast(axis, length, source).wait()
-    text = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if axis.rank == source:
-        text.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-    comm.broadcast(axis, text, source).wait()
-    parts = [line.split("\t") for line in bytes(text.tolist()).decode().split("\n")]
+    text = bytes_from(source, "\n".join(fields).encode(), axis, comm, device).decode()
+    parts = [line.split("\t") for line in text.split("\n")]
     return [Line(name, shape, rest[0] if rest else None, unit) for name, shape, unit, *rest in parts]
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from ..comm import Comm, captures, has_streams
 from ..containers import drain
+from ..errors import DivergenceError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
-from .aside import texts_of_all
+from .aside import raise_on_all, texts_of_all
 from .late import LateSums, sum_over
 from .messages import (
     changed_before_backward,
@@ -157,13 +158,16 @@ class UseAgreement:
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
         """Raise, with details: ranks' optimizers stepped differently since the model was built. Collective."""
         steps = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
-        local = "; ".join(steps)
+        local = f"{self._steps} {'; '.join(steps)}"  # the last steps' settings may be the same on all ranks
+        error: DivergenceError | None = None
         for axis in axes.all:
             texts = texts_of_all(local, axis, self.comm, axes.device) if axis.size > 1 else [local]
-            other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
-            if other or axis is axes.all[-1]:
-                break
-        raise different_steps((axis.ranks[0], axis.ranks[other]), (texts[0], texts[other]), other > 0)
+            other = next((i for i, text in enumerate(texts) if text != texts[0]), None)
+            if other is not None and error is None:
+                first, second = (texts[i].partition(" ")[2] for i in (0, other))
+                error = different_steps((axis.ranks[0], axis.ranks[other]), (first, second))
+        raise_on_all(error, axes.all, self.comm, axes.device)
+        raise different_steps((axes.global_rank, None), ("; ".join(steps), ""))
 
 
 def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:

@@ -21,10 +21,11 @@ import torch
 
 from ..comm import Comm
 from ..dtypes import fingerprint
+from ..errors import DivergenceError
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Bucket, Unit
-from .aside import rows_of_all
+from .aside import raise_on_all, rows_of_all
 from .messages import drawn_apart, loaded_apart
 
 
@@ -40,8 +41,11 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
             at_home = bucket.home is not None and bucket.home.for_good  # not read from the device
             if bucket.form.plain and not at_home:
                 by_axes.setdefault(bucket.axes, []).extend((bucket, member) for member in bucket.members)
+    errors: list[DivergenceError | None] = [None]
+    compared: dict[int, Axis] = {}
     with torch.no_grad():
         for axes, pairs in by_axes.items():
+            compared |= {id(axis.group): axis for axis in axes.all}
             now = [fingerprint(bucket.part(bucket.shard, member)) for bucket, member in pairs]
             births = [member.birth for _, member in pairs]
             zero = torch.zeros((), dtype=torch.int64, device=axes.device)
@@ -53,8 +57,10 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
             writes = torch.tensor([0 if birth is None else birth[2] for birth in births], device=axes.device)
             members = [member for _, member in pairs]
             if axes.replicate is not None:
-                _compare(axes.replicate, part, torch.ones_like(part), None, members, comm)
-            _compare(axes.shard, whole, as_made, writes, members, comm)
+                errors.append(_compare(axes.replicate, part, torch.ones_like(part), None, members, comm))
+            errors.append(_compare(axes.shard, whole, as_made, writes, members, comm))
+        for axes in [*by_axes][:1]:
+            raise_on_all(next(filter(None, errors), None), compared.values(), comm, axes.device)
     for unit in units:
         for member in unit.members:
             member.birth = None  # compared once
@@ -67,8 +73,8 @@ def _compare(
     writes: torch.Tensor | None,
     members: Sequence[Member],
     comm: Comm,
-) -> None:
-    """Raise or warn if the values of a parameter differ between ranks.
+) -> DivergenceError | None:
+    """Return an error, or warn, if the values of a parameter differ between ranks.
 
     Args:
         values: [members], this rank's fingerprints.
@@ -76,14 +82,14 @@ def _compare(
         writes: [members], how often each was written to; where these are equal, a difference is only a warning.
     """
     if axis.size == 1 or not comm.communicates or axis.backend == "fake":
-        return
+        return None
     local = [values.tolist(), counts.tolist(), [0] * len(members) if writes is None else writes.tolist()]
     rows = rows_of_all(local, [axis], comm, values.device)
     by_member = [zip(*rows[kind::3], strict=True) for kind in range(3)]  # each rank's numbers
     reports = list(zip(*by_member, strict=True))
     wrong = [at for at, (sums, valid, _) in enumerate(reports) if len(set(sums)) > 1 and all(valid)]
     if not wrong:
-        return
+        return None
     loaded = [at for at in wrong if len(set(reports[at][2])) > 1]
     first = (loaded or wrong)[0]
     sums = reports[first][0]
@@ -91,5 +97,5 @@ def _compare(
     name, ranks, more = members[first].name, (axis.ranks[0], axis.ranks[other]), len(wrong) - 1
     if writes is not None and not loaded:
         warnings.warn(drawn_apart(name, ranks, more, len(members)), stacklevel=2)
-        return
-    raise loaded_apart(name, ranks, more, len(members), writes is not None)
+        return None
+    return loaded_apart(name, ranks, more, len(members), writes is not None)

@@ -166,7 +166,7 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
         ignored_lines = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
         for axis in axes.values():
             meet(axis, comm, device)
-            check_same_model(lines, ignored_lines, [axis], comm, device)
+        check_same_model(lines, ignored_lines, axes.values(), comm, device)
         check_same_weights([runner.unit for runner in units], comm)
 
 
