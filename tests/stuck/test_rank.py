@@ -153,7 +153,9 @@ class Never:
 class World:
     """Ranks of one process: each with a thread that does what it is given, and a watcher."""
 
-    def __init__(self, size: int, limit: float, line: Callable[[Store], Store] = Store) -> None:
+    def __init__(
+        self, size: int, limit: float | None, line: Callable[[Store], Store] = Store, timeout: float | None = None
+    ) -> None:
         store = Store()
         self.lines = [line(store) for _ in range(size)]
         self.ranks = [Rank() for _ in range(size)]
@@ -162,7 +164,7 @@ class World:
         for number, rank in enumerate(self.ranks):
             rank.peers = set(range(size))
             rank.settings = WatchSettings(limit=limit, grace=1000.0)
-            rank.timeout = 100 * limit
+            rank.timeout = timeout or 100 * (limit or 1.0)
             rank.steps = 3
             threading.Thread(target=self._serve, args=(number, size), daemon=True).start()
         while not all(rank.watcher for rank in self.ranks):
@@ -257,6 +259,24 @@ def test_one_that_reads_files_is_waited_for(world: Callable[..., World]) -> None
     assert not ranks.raised.get(0), ranks.raised
     over.set()
     assert "rank 1 did not arrive" in ranks.report_of(0)
+
+
+def test_one_that_sleeps_is_told_of_and_reported_only_at_the_end(
+    world: Callable[..., World], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By default, after a third of the group's timeout; whoever sets a limit means it."""
+    ranks = world(2, limit=None, timeout=15.0)
+    began = time.monotonic()
+    ranks.does(0, waits)
+    printed = ""
+    while "neither computes nor moves on" not in printed:
+        assert time.monotonic() - began < WAITED
+        time.sleep(0.1)
+        printed += capfd.readouterr().err
+    assert 0 not in ranks.raised and "rank 1" in printed and "After 12 s they raise an error" in printed
+    assert "rank 1 did not arrive" in ranks.report_of(0)
+    assert time.monotonic() - began > 12.0
+    assert "neither computes" not in capfd.readouterr().err, "it is said once"
 
 
 def test_the_last_word_of_a_rank_is_read_at_once(world: Callable[..., World]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fullshard.watcher import log
-from fullshard.watcher.judge import Status, stuck, sure, unheard, verdict
+from fullshard.watcher.judge import Status, may_sleep, stuck, sure, unheard, verdict
 from fullshard.watcher.messages import report, sentence
 from fullshard.watcher.process import call_of, frames_of, look_at
 from fullshard.watcher.rank import Rank
@@ -108,6 +108,8 @@ def test_a_rank_that_gets_on_is_waited_for(case: str) -> None:
 def test_a_rank_that_does_not_is_reported(case: str) -> None:
     now = judged(waits_longer, STUCK[case])
     assert now and verdict(now).ranks == (1,), now
+    assert may_sleep(now, HARD) is case.startswith(("sleeps", "holds the interpreter"))
+    assert not may_sleep(now, 4 * LIMIT), "the wait is too long in any case"
 
 
 def test_no_answer_is_no_proof() -> None:

@@ -71,6 +71,18 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
     return longest >= (_FIRST * limit if beginning else limit)
 
 
+def may_sleep(now: Sequence[Status], hard: float) -> bool:
+    """Whether ranks found stuck may only wait for one that sleeps in its own code, or waits there for another program.
+
+    Args:
+        now: the ranks' statuses.
+        hard: seconds; a wait that is longer counts as stuck in any case.
+    """
+    waits = [status["waited"] or 0.0 for status in now]
+    asleep = [status for status in now if not _waits(status) and status.get("own") is None]
+    return bool(asleep) and not sure(now) and max(waits) <= hard and not any(s["state"] in UNKNOWN for s in now)
+
+
 def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> bool:
     """Whether no further comparison is needed: a rank is gone, stopped or has raised, or a wait was too long."""
     if longest:

@@ -245,6 +245,16 @@ def reported_earlier(report: str) -> str:
 # roll_call.py
 
 
+def may_sleep(statuses: Sequence[Status], hard: float) -> str:
+    """Printed once in a wait that may be for a rank that sleeps: whatever it waits for may still come."""
+    longest = max(status["waited"] or 0.0 for status in statuses)
+    lines = "".join(f"  {line}\n" for line in lines_of(statuses))
+    return (
+        f"fullshard: ranks have waited for {longest:.0f} s for a rank that neither computes nor moves on:\n{lines}"
+        f"  After {hard:.0f} s they raise an error; fullshard.watch(limit=...) sets a shorter time.\n"
+    )
+
+
 def not_written(folder: object, error: OSError) -> str:
     """Printed if a report cannot be written."""
     return f"fullshard: the report could not be written to {folder}: {error}\n"

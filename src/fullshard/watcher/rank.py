@@ -298,12 +298,14 @@ def watch(
 
     Ranks wait for a slow rank while it makes progress. In its first step that is as long as it computes, reads or
     writes, and at least four times the limit; later, as long as its Python stack changes, it or its children compute,
-    or it sends, receives, reads or writes. On CPUs no wait for a collective of Fullshard's lasts longer than 0.8 of the
-    process group's timeout. A rank that does not answer counts as gone only after the limit, and not while other
-    watchers on its machine see it make progress.
+    or it sends, receives, reads or writes. A rank that does none of this in its own code may sleep, or wait for another
+    program: if no `limit` is set, that is printed after the default limit, and an error after 0.8 of the process
+    group's timeout. On CPUs no wait for a collective of Fullshard's lasts longer. A rank that does not answer counts as
+    gone only after the limit, and not while other watchers on its machine see it make progress.
 
     Args:
-        limit: seconds. None: a third of the process group's timeout, 300 at most.
+        limit: seconds. None: a third of the process group's timeout, 300 at most, and no limit for a rank that sleeps
+            in its own code.
         grace: seconds that a rank has to raise the report. A rank that does not, because it waits in code that is not
             Fullshard's, is terminated (SIGTERM, 5 seconds later SIGKILL) after its watcher wrote the report to stderr.
         folder: the directory in which the watcher that called the roll writes the report, with all statuses, for

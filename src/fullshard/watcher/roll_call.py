@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import messages, process
-from .judge import FORMAT, Status, stuck, sure, unheard
+from .judge import FORMAT, Status, may_sleep, stuck, sure, unheard
 from .log import Record, records_of
 from .process import Call, Frame
 from .rank import SLICE, Rank, Wait, note_at_the_end
@@ -120,6 +120,7 @@ class Watcher:
         self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
         self._roll_at = self._called = self._looked = 0.0  # times: roll seen; roll called here; own stack sampled
         self._since = 0.0  # start of the wait for which this rank called the roll
+        self._warned = 0.0  # time at which a wait was last said to be long
         self._round: Round | None = None
         self._answers: dict[int, Status] = {}  # rank -> its answer to the current round
         self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was first seen
@@ -394,9 +395,15 @@ class Watcher:
 
     def _report_on(self, statuses: list[Status]) -> str:
         """The report, also written to the folder, if this look and the previous ones give a verdict; else empty."""
-        is_stuck = stuck(statuses, self.before, *self.rank.limits())
+        limit, hard = self.rank.limits()
+        is_stuck = stuck(statuses, self.before, limit, hard)
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
         if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
+            return ""
+        if self.rank.settings.limit is None and may_sleep(statuses, hard):
+            if self._warned < self._since:
+                self._warned = time.time()
+                sys.stderr.write(messages.may_sleep(statuses, hard))
             return ""
         report = messages.report(statuses)
         if self.rank.settings.folder is not None:
