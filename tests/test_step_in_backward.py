@@ -549,6 +549,28 @@ def test_what_it_refuses(run_ranks):
         assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]
 
 
+def clipped_differently() -> str:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = fullshard.step_in_backward(optimizer, max_norm=1.0 + dist.get_rank())
+    try:
+        for number in range(3):
+            with steps.measure():
+                loss_of(model, number).backward()
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except fullshard.DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_clip_differently(run_ranks):
+    for error in run_ranks(clipped_differently, world=2):
+        assert "optimizers stepped differently" in error and "max_norm=1.0, clip='two passes'" in error, error
+        assert "max_norm=2.0" in error
+
+
 def test_frozen_parameters_and_groups_that_come_late(fake_world):
     """Frozen ones of the optimizer are left alone; a group that clipping does not know is refused, by name."""
     fake_world(1)

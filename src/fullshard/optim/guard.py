@@ -25,6 +25,7 @@ from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, RowShard, note_change, owner_of, successor_of
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
+from .clip import STEPPED_KEY
 from .owner_optimizer import OwnerOptimizer
 from .probe import COUPLED, names_of, treats_elements
 
@@ -76,7 +77,8 @@ class Checked:
 
     def step(self, optimizer: Optimizer) -> None:
         """Notify the units of a step. Ranks compare their steps at the end of the next backward."""
-        settings = tuple([tuple([v for v in group.values() if type(v) in _PLAIN]) for group in optimizer.param_groups])
+        groups = optimizer.param_groups
+        settings = *[tuple([v for v in group.values() if type(v) in _PLAIN]) for group in groups], _clipping(groups)
         if settings != self.settings or not self.words:
             self.settings, self.words = settings, _described(optimizer)
             self.number = zlib.crc32(self.words.encode())
@@ -93,12 +95,19 @@ class Checked:
 _PLAIN = (int, float, bool, str, tuple, type(None))
 
 
+def _clipping(groups: Sequence[dict[str, Any]]) -> str:
+    """How gradients are clipped if the parameters step in the backward; else empty."""
+    parameter = next((p for group in groups for p in group["params"]), None)
+    steps = getattr(parameter, "__dict__", {}).get(STEPPED_KEY)
+    return "" if steps is None or steps.max_norm is None else f", max_norm={steps.max_norm!r}, clip={steps.clip!r}"
+
+
 def _described(optimizer: Optimizer) -> str:
     groups = []
     for group in optimizer.param_groups:
         settings = [f"{key}={group[key]!r}" for key in sorted(group) if key != "params" and type(group[key]) in _PLAIN]
         groups.append(", ".join(settings))
-    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))}{_clipping(optimizer.param_groups)})"
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
