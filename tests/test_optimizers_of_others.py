@@ -165,3 +165,32 @@ def test_the_table_says_what_happens(run_ranks, name):
 def test_the_table_has_no_other_rows():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     assert len(rows) == len(OPTIMIZERS)
+
+
+DeepSpeedCPUAdam = type("DeepSpeedCPUAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam.cpu_adam"})
+"""In place of DeepSpeed's, whose kernel ends the process where it is given a tensor subclass."""
+
+
+def refusals(way: str) -> list[str]:
+    model = fullshard.fully_shard(build(), layout=way)
+    params = list(model.parameters())
+    optimizer, errors = DeepSpeedCPUAdam(params), []
+    before = [whole(p).detach().clone() for p in params]
+    model(torch.ones(2, 12)).sum().backward()
+    for attempt in (optimizer.step, lambda: fullshard.step_in_backward(optimizer)):
+        try:
+            attempt()
+        except fullshard.ConfigError as error:
+            errors.append(str(error))
+    assert all(torch.equal(whole(p), was) for p, was in zip(params, before, strict=True)), "nothing was stepped"
+    viewed = DeepSpeedCPUAdam(fullshard.optimizer_view(model))
+    model(torch.ones(2, 12)).sum().backward()
+    viewed.step()
+    return errors
+
+
+@pytest.mark.parametrize("way", ["rows", "flat"])
+def test_kernels_that_take_plain_tensors_are_refused(run_ranks, way):
+    for errors in run_ranks(refusals, way, world=2):
+        assert len(errors) == 2, errors
+        assert all("DeepSpeedCPUAdam(optimizer_view(model), ...)" in error for error in errors), errors

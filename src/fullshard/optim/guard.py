@@ -22,7 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, RowShard, note_change, owner_of, successor_of
+from ..forms import (
+    NAME_KEY,
+    PART_KEY,
+    SUCCESSOR_KEY,
+    WHOLE_KEY,
+    FlatShard,
+    RowShard,
+    note_change,
+    owner_of,
+    successor_of,
+)
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
 from .clip import STEPPED_KEY
@@ -34,7 +44,6 @@ FAIL_ON_DTENSORS = {
     "transformers": {"Adafactor"},
     "came_pytorch": {"CAME"},
     "apollo_torch": {"AdamW"},
-    "bitsandbytes": {"Optimizer8bit"},
     "soap": {"SOAP"},
     "pytorch_optimizer": {
         *("A2Grad", "AdaFactor", "Adalite", "AdamP", "AdaNorm", "Alice", "CAME", "EmoFact", "FAdam", "Kron", "Lamb"),
@@ -47,6 +56,13 @@ FAIL_IN_LISTS = {
     "pytorch_optimizer": {"Adan", "ADOPT", "AdaSmooth", "DiffGrad", "FTRL", "LARS", "MADGRAD", "MARS", "SRMM"},
 }
 """By package: classes whose step raises errors of torch on `DTensor`s unless `foreach=False`."""
+
+TAKE_PLAIN_TENSORS = {
+    "bitsandbytes": {"Optimizer8bit"},
+    "deepspeed": {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"},
+}
+"""By package: classes that step by kernels of their own, which read a tensor's memory: DeepSpeed's end the process on
+tensor subclasses, which have none (SIGSEGV, deepspeed 0.19.8)."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, Checked] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
@@ -115,10 +131,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum([len(group["params"]) for group in groups])
     checked = _checked.get(optimizer)
     if checked is None or checked.count != count:
-        for group in groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, torch.Tensor):
-                    _check_parameter(optimizer, group, parameter)
+        check_parameters(optimizer)
         checked = _checked[optimizer] = Checked(count, _stepped_by(groups))
         _warn_of_outside(groups)
     if checked.units:
@@ -188,6 +201,18 @@ def _is_local(parameter: torch.Tensor) -> bool:
     )
 
 
+def check_parameters(optimizer: Optimizer) -> None:
+    """Raise, or warn, if this optimizer must not be given its parameters.
+
+    Raises:
+        ConfigError: the parameters are not those that train, or the optimizer cannot step such parameters.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, torch.Tensor):
+                _check_parameter(optimizer, group, parameter)
+
+
 def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Raise, or warn, if this optimizer must not be given `parameter`."""
     attributes = parameter.__dict__
@@ -211,8 +236,8 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
             remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
             topic="optimizer-built-early",
         )
-    if isinstance(parameter, RowShard):
-        _check_rows(optimizer, group, parameter)
+    if isinstance(parameter, (RowShard, FlatShard)):
+        _check_class(optimizer, group, parameter)
     if (part := attributes.get(PART_KEY)) is None or isinstance(optimizer, OwnerOptimizer):
         return  # OwnerOptimizer has tried its optimizer itself
     name, verdict = type(optimizer).__name__, treats_elements(optimizer)
@@ -247,30 +272,33 @@ def _is_uneven(parameter: Any) -> bool:
     return any(placement.is_shard() and parameter.shape[placement.dim] % size for placement, size in sizes)
 
 
-def _check_rows(optimizer: Optimizer, group: dict[str, Any], parameter: RowShard) -> None:
-    """Refuse optimizers whose step raises errors of torch on `DTensor`s."""
-    name = type(optimizer).__name__
+def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShard | FlatShard) -> None:
+    """Refuse optimizers that cannot step this class of tensors: their step would raise errors of torch, or crash."""
+    name, kind = type(optimizer).__name__, "DTensor" if isinstance(parameter, DTensor) else "FlatShard"
     bases = [(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__]
 
     def is_among(classes: Mapping[str, set[str]]) -> bool:
         return any(base in classes.get(package, ()) for package, base in bases)
 
-    if names_of(type(optimizer)) & COUPLED and parameter.device_mesh.size() > 1:
+    owners = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
+    if is_among(TAKE_PLAIN_TENSORS):
+        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
+    elif isinstance(parameter, FlatShard):
+        return
+    elif names_of(type(optimizer)) & COUPLED and parameter.device_mesh.size() > 1:
         remedy = "take another optimizer: it computes one number from all parameters"
     elif is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
         remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise ones"
     elif is_among(FAIL_ON_DTENSORS):
-        remedy = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
-        if treats_elements(optimizer):
-            remedy = f"{name}(optimizer_view(model), ...)"
+        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif ("torch", "LBFGS") in bases and _is_uneven(parameter):
         remedy = "take a number of ranks that divides all first dims, or an element-wise optimizer"
     else:
         return
     raise ConfigError(
-        f"{name} computes with operations that torch does not have for DTensors, which sharded parameters are here.",
+        f"{name} computes with operations that do not exist for {kind}s, which sharded parameters are here.",
         parameter=parameter.__dict__.get(NAME_KEY, "?"),
-        expected="an optimizer that steps DTensors, plain tensors, or whole ones",
+        expected="an optimizer that steps such tensors; or plain ones, or whole ones",
         got=f"{type(optimizer).__module__}.{name}",
         remedy=remedy,
         topic="optimizer-on-shards",

@@ -19,6 +19,7 @@ from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import needs_closure, step_without_hooks
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
+from .guard import check_parameters
 from .owner_optimizer import OwnerOptimizer
 from .probe import treats_elements, treats_parameters
 from .state_file import AFTER_STEP_KEY
@@ -358,9 +359,10 @@ def step_in_backward(
             others may communicate, which only one thread of a rank may do.
 
     Raises:
-        ConfigError: the optimizer already steps in backward, cannot step parameters one by one, or has flat runs of
-            elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive number; `clip` or
-            `threads` is a different value, or `threads` was passed with an optimizer that is not element-wise.
+        ConfigError: the optimizer already steps in backward, cannot step sharded parameters, or not one by one, or has
+            flat runs of elements (of FullyShardedDataParallel or `optimizer_view`); `max_norm` is not a positive
+            number; `clip` or `threads` is a different value, or `threads` was passed with an optimizer that is not
+            element-wise.
     """
     is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and 0 < max_norm < math.inf):
@@ -386,6 +388,7 @@ def step_in_backward(
             remedy=remedy,
             topic="step-in-backward",
         )
+    check_parameters(optimizer)  # steps in the backward run no hooks
     if threads is not None:
         check_threads(threads)
         if not treats_elements(optimizer):
