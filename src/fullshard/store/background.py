@@ -42,9 +42,9 @@ from ..comm import lanes
 from ..errors import CheckpointError, message
 from ..watcher import RANK
 from .folder import Folder
-from .manifest import Manifest
 from .piece import Piece
 from .ranks import Ranks
+from .write import Order
 
 PAGE = 4096  # bytes: the size of the header, and the alignment of the job and of the tensors' region
 ALIGN = 64  # bytes: the alignment of a tensor in the snapshot
@@ -54,27 +54,6 @@ GIVE_UP = MESSAGE.pack(0, 0)  # see `Writer.give_up`
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fullshard.store.writer_process import main; main()"
 )
-
-
-@dataclass
-class Order:
-    """A job for a writer process.
-
-    Attributes:
-        folder: the folder of checkpoints.
-        name: of the new checkpoint, as `Folder.begin` returned it.
-        rank, world: this rank's number, and the number of ranks that save.
-        manifest: on the rank that publishes; see `plan_save`.
-        keep_last, keep_every: see `Folder.prune`.
-    """
-
-    folder: Folder
-    name: str
-    rank: int
-    world: int
-    manifest: Manifest | None
-    keep_last: int | None
-    keep_every: int | None
 
 
 @dataclass

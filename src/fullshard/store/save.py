@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .background import WRITER, Order, Part, Saving, settle_background
+from .background import WRITER, Part, Saving, settle_background
 from .contents import checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
@@ -20,7 +20,7 @@ from .plan import plan_save
 from .ranks import Ranks
 from .remote import folder_at
 from .source import MODEL
-from .write import Written, publish, write
+from .write import Order, Written, publish, write
 
 
 def save(
@@ -76,10 +76,37 @@ def save(
         ConfigError: an argument is invalid.
     """
     ranks = Ranks(process_group)
-    where, listed, values = ranks.together(
-        "checking the arguments",
-        lambda: _checked(folder, model, optimizers, step, state, rng, keep_last, keep_every, asynchronous, if_saving),
-    )
+
+    def check_arguments() -> tuple[Folder, list[torch.optim.Optimizer], dict[str, Any]]:
+        where = folder_at(folder)
+        for argument, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_count and not (value is None and argument != "step"):
+                raise ConfigError(
+                    f"save({argument}=) has an invalid value.",
+                    expected=f"an int of at least {least}",
+                    got=repr(value),
+                    remedy=f"pass an int, as in {argument}={max(least, 1)}",
+                )
+        if if_saving not in ("wait", "refuse"):
+            raise ConfigError(
+                "save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving)
+            )
+        listed = checked_optimizers("save", model, optimizers, state)
+        values = dict(state or {})
+        for name in values:
+            if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
+                raise ConfigError("save(state=) has an invalid name.", got=repr(name))
+        if asynchronous and not where.on_disk:
+            raise ConfigError(
+                "asynchronous=True requires a local or shared file system, not a remote address.",
+                expected="a path",
+                got=str(where),
+                remedy="save there without asynchronous=True, or save to a disk and copy",
+            )
+        return where, listed, values | ({RNG: Generators()} if rng else {})
+
+    where, listed, values = ranks.together("checking the arguments", check_arguments)
     if if_saving == "refuse" and any(ranks.all(WRITER.part is not None and not WRITER.poll())):
         raise CheckpointError(
             "A background save is still running.",
@@ -89,17 +116,16 @@ def save(
     with ExitStack() as opened:
         lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks), files=True)
         pieces, manifest = plan_save(model, listed, step, values, ranks)
-        name = _begin(where, step, ranks)
+        name = ranks.first("planning the save", lambda: where.begin(step), files=True)
+        order = Order(where, name, ranks.rank, ranks.size, manifest, keep_last, keep_every)
         try:
+            looking = "looking for the folder that rank 0 created"
+            ranks.together(looking, lambda: _check_visible(where, name, ranks.rank), files=True)
             if asynchronous:
-                order = Order(where, name, ranks.rank, ranks.size, manifest, keep_last, keep_every)
                 part = ranks.together("copying to the snapshot", lambda: WRITER.start(order, pieces, lock))
                 return Saving(where, ranks, step, part)
-            written = ranks.together("writing", lambda: write(where, name, ranks.rank, pieces), files=True)
-            of_ranks: list[Written] = ranks.gather(written)
-            final = ranks.first(
-                "publishing", lambda: publish(where, name, manifest, of_ranks, keep_last, keep_every), files=True
-            )
+            of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces), files=True))
+            final = ranks.first("publishing", lambda: publish(order, of_ranks), files=True)
             return Saving(where, ranks, step, Part(publishes=False, over=True, name=final))
         except BaseException:
             if ranks.is_first:
@@ -117,80 +143,17 @@ def _lock(opened: ExitStack, where: Folder, patience: float, ranks: Ranks) -> in
     return lock
 
 
-def _begin(where: Folder, step: int, ranks: Ranks) -> str:
-    """Create a folder to write into, on the first rank; returns its name. Collective.
+def _check_visible(where: Folder, name: str, rank: int) -> None:
+    """Check that this rank sees the folder to write into.
 
     Raises:
-        CheckpointError: a rank cannot see the folder.
+        CheckpointError: it does not.
     """
-    name = ""
-
-    def create() -> str:
-        nonlocal name
-        name = where.begin(step)
-        return name
-
-    def check() -> None:
-        if not where.sees(name):
-            raise CheckpointError(
-                "A rank cannot see the folder that rank 0 created.",
-                rank=ranks.rank,
-                expected=f"{name} in {where}",
-                remedy="save into a folder that all ranks share, under the same path on every machine",
-                topic="folders-differ",
-            )
-
-    try:
-        name = ranks.first("planning the save", create, files=True)
-        ranks.together("looking for the folder that rank 0 created", check, files=True)
-    except BaseException:
-        if ranks.is_first and name:
-            where.discard(name)
-        raise
-    return name
-
-
-def _checked(
-    folder: Any,
-    model: Any,
-    optimizers: Any,
-    step: Any,
-    state: Any,
-    rng: bool,
-    keep_last: Any,
-    keep_every: Any,
-    asynchronous: bool,
-    if_saving: Any,
-) -> tuple[Folder, list[torch.optim.Optimizer], dict[str, Any]]:
-    """Check the arguments of `save`; returns the folder, the optimizers, and the values to save.
-
-    Raises:
-        ConfigError: an argument is invalid.
-    """
-    where = folder_at(folder)
-    for argument, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not is_count and not (value is None and argument != "step"):
-            raise ConfigError(
-                f"save({argument}=) has an invalid value.",
-                expected=f"an int of at least {least}",
-                got=repr(value),
-                remedy=f"pass an int, as in {argument}={max(least, 1)}",
-            )
-    if if_saving not in ("wait", "refuse"):
-        raise ConfigError("save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving))
-    listed = checked_optimizers("save", model, optimizers, state)
-    values = dict(state or {})
-    for name in values:
-        if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
-            raise ConfigError("save(state=) has an invalid name.", got=repr(name))
-    if asynchronous and not where.on_disk:
-        raise ConfigError(
-            "asynchronous=True requires a local or shared file system, not a remote address.",
-            expected="a path",
-            got=str(where),
-            remedy="save there without asynchronous=True, or save to a disk and copy",
+    if not where.sees(name):
+        raise CheckpointError(
+            "A rank cannot see the folder that rank 0 created.",
+            rank=rank,
+            expected=f"{name} in {where}",
+            remedy="save into a folder that all ranks share, under the same path on every machine",
+            topic="folders-differ",
         )
-    if rng:
-        values[RNG] = Generators()
-    return where, listed, values

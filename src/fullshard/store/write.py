@@ -34,6 +34,27 @@ def file_of(rank: int) -> str:
 
 
 @dataclass
+class Order:
+    """One rank's part of a save, to be done at once or by its writer process.
+
+    Attributes:
+        folder: the folder of checkpoints.
+        name: of the new checkpoint, as `Folder.begin` returned it.
+        rank, world: this rank's number, and the number of ranks that save.
+        manifest: on the rank that publishes; see `plan_save`.
+        keep_last, keep_every: see `Folder.prune`.
+    """
+
+    folder: Folder
+    name: str
+    rank: int
+    world: int
+    manifest: Manifest | None
+    keep_last: int | None
+    keep_every: int | None
+
+
+@dataclass
 class Written:
     """The result of one rank's write.
 
@@ -46,14 +67,10 @@ class Written:
     facts: dict[str, FileFacts]
 
 
-def write(
-    folder: Folder, name: str, rank: int, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None
-) -> Written:
+def write(order: Order, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None) -> Written:
     """Write a rank's file, and wait until it is on the disk. No file if there are no pieces.
 
     Args:
-        folder: the folder of checkpoints.
-        name: of the new checkpoint, as `Folder.begin` returned it.
         progress: called with the number of bytes after each write.
     """
     if not pieces:
@@ -63,8 +80,8 @@ def write(
         key_of(piece.name, piece.offsets, piece.sizes): shown(Entry(piece.sizes, piece.dtype)) for piece in ordered
     }
     assert len(entries) == len(ordered), "a rank writes a rectangle twice"
-    file, stored = file_of(rank), []
-    with folder.create(name, file) as below:
+    file, stored = file_of(order.rank), []
+    with order.folder.create(order.name, file) as below:
         stream = Hashed(below, progress)
         stream.write(make_header(entries, {"format": "fullshard"})[0])
         for piece in ordered:
@@ -76,33 +93,23 @@ def write(
 
 
 @without_collection()
-def publish(
-    folder: Folder,
-    name: str,
-    manifest: Manifest | None,
-    written: Sequence[Written],
-    keep_last: int | None,
-    keep_every: int | None,
-) -> str:
+def publish(order: Order, written: Sequence[Written]) -> str:
     """On the first rank: write the manifest, publish the checkpoint, and remove old ones; returns its name.
 
     Args:
-        folder, name: see `write`.
-        manifest: as `plan_save` returned it.
         written: by all ranks.
-        keep_last, keep_every: see `Folder.prune`.
     """
-    assert manifest is not None
+    assert order.manifest is not None
     files: dict[str, FileFacts] = {}
-    stored: dict[str, list[Stored]] = {name: [] for name in manifest.tensors}
+    stored: dict[str, list[Stored]] = {name: [] for name in order.manifest.tensors}
     for of_rank in written:
         files |= of_rank.facts
         for part in of_rank.stored:
             stored[part.name].append(part)
-    time_of_save = folder.time_of_next(manifest.time)
-    manifest = dataclasses.replace(manifest, time=time_of_save, files=files, stored=stored)
-    final = folder.publish(name, {MANIFEST: manifest.text()})
-    folder.prune(keep_last, keep_every)
+    time_of_save = order.folder.time_of_next(order.manifest.time)
+    manifest = dataclasses.replace(order.manifest, time=time_of_save, files=files, stored=stored)
+    final = order.folder.publish(order.name, {MANIFEST: manifest.text()})
+    order.folder.prune(order.keep_last, order.keep_every)
     return final
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .background import GIVE_UP, HEADER, MESSAGE, PAGE, Order, data_begin, note_written
+from .background import GIVE_UP, HEADER, MESSAGE, PAGE, data_begin, note_written
 from .hashed import FileFacts
 from .piece import Piece
 from .storage import Stored
-from .write import Written, file_of, publish, write
+from .write import Order, Written, file_of, publish, write
 
 _POLL = 0.02  # seconds between two checks of the folder
 _PATIENCE = 1800.0  # seconds to wait for another rank's writer
@@ -67,15 +67,14 @@ def _serve(order: Order, layout: list[Any], memory: mmap.mmap, begin: int, chann
         memory[: HEADER.size] = HEADER.pack(done, HEADER.unpack_from(memory)[1])
 
     try:
-        written = write(order.folder, order.name, order.rank, _pieces(layout, memory, begin), progress)
+        written = write(order, _pieces(layout, memory, begin), progress)
         note_written(path, order.rank, _to_text(written))
         if order.manifest is None:
             return {}
         of_ranks = [wait_for(path, rank, channel) for rank in range(order.world)]
         for marker in path.glob("rank-*.written*"):
             marker.unlink()
-        name = publish(order.folder, order.name, order.manifest, of_ranks, order.keep_last, order.keep_every)
-        return {"name": name}
+        return {"name": publish(order, of_ranks)}
     except Exception as error:
         text = f"rank {order.rank}: {type(error).__name__}: {error}"
         if order.manifest is not None:
