@@ -445,7 +445,7 @@ FAULTS = (
     Fault(
         "an optimizer keeps the state of a parameter that had none when it was saved",
         "store/reader.py",
-        "target.optimizer.state.pop(target.held.tensor, None)",
+        "state_of.optimizer.state.pop(state_of.target.tensor, None)",
         "pass",
         test="tests/store/test_save_and_load.py -k made_since",
     ),

@@ -163,14 +163,20 @@ def merged_kinds(
             if rank_structure != everyone[0][0] and rank_error is None:
                 rank_error = _structure_error(axis.ranks[0], everyone[0][0], axis.ranks[rank], rank_structure)
             error = error or rank_error
-            for name, entries in rank_kinds.items():
-                merged = kinds.setdefault(name, {})
-                for key, kind in entries.items():
-                    if key not in merged or (kind.owns and not merged[key].owns):
-                        merged[key] = kind
+            merge_kinds(kinds, rank_kinds)
     if error is not None:
         raise error
     return kinds
+
+
+def merge_kinds(kinds: Kinds, of_rank: Kinds) -> None:
+    """Add the kinds of another rank to `kinds`; a rank that owns elements of a parameter counts before one that does
+    not, whose step count may be old."""
+    for name, entries in of_rank.items():
+        merged = kinds.setdefault(name, {})
+        for key, kind in entries.items():
+            if key not in merged or (kind.owns and not merged[key].owns):
+                merged[key] = kind
 
 
 def _structure_error(first: int, expected: list[list[str]], rank: int, got: list[list[str]]) -> DivergenceError:

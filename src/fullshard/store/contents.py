@@ -19,10 +19,10 @@ from torch import nn
 
 from ..checkpoint.names import Named, Table
 from ..checkpoint.settings import named_groups
-from ..checkpoint.targets import Kind, Target, kinds_of, settle_state, targets_of
+from ..checkpoint.targets import Kind, Kinds, Target, kinds_of, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..names import plain_name
-from .piece import Piece, Scalar, member_pieces, value_pieces
+from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER
 
@@ -61,17 +61,17 @@ class StateOf:
 
     Attributes:
         optimizer: the optimizer.
-        held: the tensor and its parameters.
+        target: the tensor and its parameters.
         state: the optimizer's own dict; for a tensor without state, a new dict to load into.
         pieces: this rank's pieces of the state, by parameter name.
-        scalars: values for a whole parameter, by parameter name and key.
+        scalars: those of its kinds that are one value for a whole parameter, such as a step count.
     """
 
     optimizer: torch.optim.Optimizer
-    held: Target
+    target: Target
     state: dict[str, Any]
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+    scalars: Kinds = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -201,26 +201,26 @@ def _add_optimizer(
     updated_by: dict[str, int],
     first: bool,
 ) -> None:
-    tensors = targets_of(contents.table, optimizer.param_groups)
-    for name in [row.name for held in tensors for row in held.rows]:
+    targets = targets_of(contents.table, optimizer.param_groups)
+    for name in [row.name for target in targets for row in target.rows]:
         if updated_by.setdefault(name, number) != number:
             raise ConfigError(
                 "Two optimizers update one parameter: their states would share one name.",
                 parameter=name,
                 remedy="assign each parameter to one optimizer only",
             )
-    states = [StateOf(optimizer, held, optimizer.state.get(held.tensor) or {}) for held in tensors]
+    states = [StateOf(optimizer, target, optimizer.state.get(target.tensor) or {}) for target in targets]
     contents.states += states
     add_states(contents, states, first)
-    contents.groups += named_groups(tensors, optimizer.param_groups)
+    contents.groups += named_groups(targets, optimizer.param_groups)
 
 
 def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> None:
     """Add this rank's pieces and scalars to the states of optimizer tensors."""
     turns = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
     for state in states:
-        kinds = kinds_of(state.held, state.state) if state.held.rows else {}
-        for row in state.held.rows:
+        kinds = kinds_of(state.target, state.state)
+        for row in state.target.rows:
             _add_state(state, row, kinds[row.name], turns[row.name], first)
 
 
@@ -230,8 +230,8 @@ def _add_state(state: StateOf, row: Named, kinds: Mapping[str, Kind], turn: int,
     for key, kind in kinds.items():
         value, name = state.state[key], f"{OPTIMIZER}{row.name}.{key}"
         if kind.per == "parameter":
-            scalars[key] = Scalar(value, kind.owns)
+            scalars[key] = kind
         elif kind.per == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
-            pieces += member_pieces(name, row.bucket, row.member, state.held.local(row, value), turn)
+            pieces += member_pieces(name, row.bucket, row.member, state.target.local(row, value), turn)
         else:
             pieces += value_pieces(name, value, turn, first)

@@ -57,19 +57,6 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-@dataclass
-class Scalar:
-    """A value for a whole parameter, such as its step count.
-
-    Attributes:
-        value: a 0-d tensor or a Python value.
-        owns: whether this rank has elements of the parameter; only values of such ranks count.
-    """
-
-    value: Any
-    owns: bool
-
-
 Key = tuple[str, tuple[int, ...]]
 """A piece's name and offsets."""
 

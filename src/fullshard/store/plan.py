@@ -25,18 +25,18 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..checkpoint.targets import settle_state
+from ..checkpoint.targets import Kinds, merge_kinds, settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Stateful, Values, common_names, values_of
 from .manifest import Manifest, versions, without_collection
-from .piece import Key, Piece, Scalar, whole_piece
+from .piece import Key, Piece, whole_piece
 from .ranks import Ranks
 from .source import OPTIMIZER, Entry
 from .tree import to_json
@@ -70,7 +70,7 @@ class _Outline:
     contents: Contents
     settings: tuple[int, str]
     entries: dict[str, Entry]
-    scalars: dict[str, dict[str, Scalar]]
+    scalars: Kinds
     values: Values
     digests: _Digests
 
@@ -141,10 +141,10 @@ def _outline(
     values = values_of(getters, first)
     groups = [{**to_json(g, "param_groups", {}), "params": sorted(g["params"])} for g in contents.groups]
     entries = _entries_of((*contents.pieces, *values.sharded))
-    scalars: dict[str, dict[str, Scalar]] = {}
-    for tensor_state in contents.states:
-        for name, of_parameter in tensor_state.scalars.items():
-            packed = {key: Scalar(_packed(scalar.value), scalar.owns) for key, scalar in of_parameter.items()}
+    scalars: Kinds = {}
+    for state_of in contents.states:
+        for name, of_parameter in state_of.scalars.items():
+            packed = {key: replace(scalar, value=_packed(scalar.value)) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
     settings = (step, json.dumps(groups))
     described = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
@@ -172,13 +172,12 @@ class _Number:
     value: Any
     dtype: torch.dtype
 
+    def tensor(self) -> torch.Tensor:
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
+
 
 def _packed(value: Any) -> Any:
     return _Number(value.item(), value.dtype) if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-
-
-def _unpacked(value: Any) -> Any:
-    return torch.tensor(value.value, dtype=value.dtype, device="cpu") if isinstance(value, _Number) else value
 
 
 # Comparing ranks.
@@ -336,27 +335,23 @@ def _compare_values(shared: Mapping[Key, Sequence[int]], hashes: Sequence[Mappin
 
 
 def _optimizer_values(
-    groups: list[dict[str, Any]], scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]]
+    groups: list[dict[str, Any]], scalars_of_ranks: Sequence[Kinds]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings and scalars of the optimizers: as JSON for the manifest, and the tensors among them, by name.
 
     Args:
         scalars_of_ranks: scalars of every rank, or of the first rank if all are the same.
     """
-    chosen: dict[tuple[str, str], Scalar] = {}  # from a rank that has elements of the parameter, if there is any
+    merged: Kinds = {}
     for of_rank in scalars_of_ranks:
-        for parameter, scalars in of_rank.items():
-            for key, scalar in scalars.items():
-                earlier = chosen.get((parameter, key))
-                if earlier is None or (scalar.owns and not earlier.owns):
-                    chosen[parameter, key] = scalar
+        merge_kinds(merged, of_rank)
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for (parameter, key), scalar in chosen.items():
-        value = _unpacked(scalar.value)
-        if isinstance(value, torch.Tensor):
-            tensors[f"{OPTIMIZER}{parameter}.{key}"] = value
-        else:
-            plain.setdefault(parameter, {})[key] = value
+    for parameter, scalars in merged.items():
+        for key, scalar in scalars.items():
+            if isinstance(scalar.value, _Number):
+                tensors[f"{OPTIMIZER}{parameter}.{key}"] = scalar.value.tensor()
+            else:
+                plain.setdefault(parameter, {})[key] = scalar.value
     param_groups = to_json(groups, GROUPS, tensors)
     return {"param_groups": param_groups, "scalars": to_json(plain, SCALARS, tensors)}, tensors

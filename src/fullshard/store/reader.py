@@ -150,18 +150,17 @@ class Reader:
         """
         model_names = {name for row in contents.table.parameters for name in self._all_names(row)}
         for number, optimizer in enumerate(optimizers):
-            new = [s for s in contents.states if s.optimizer is optimizer and (number, s.held.index) in lacking]
-            names = {name for target in new for row in target.held.rows for name in self._all_names(row)}
+            new = [s for s in contents.states if s.optimizer is optimizer and (number, s.target.index) in lacking]
+            names = {name for state_of in new for row in state_of.target.rows for name in self._all_names(row)}
             groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
             states: list[dict[str, Any] | None] = [None] * len(new)
             if self._saved.keys() <= model_names and has_settings_of(optimizer, groups):
-                states = [
-                    described_state(target.held, [self._described(row) for row in target.held.rows]) for target in new
-                ]
+                targets = [state_of.target for state_of in new]
+                states = [described_state(t, [self._described(row) for row in t.rows]) for t in targets]
             if None in states:  # frozen=True: a tensor may have been frozen since the save
-                states = list(blank_states(optimizer, [target.held.tensor for target in new], frozen=True))
-            for target, state in zip(new, states, strict=True):
-                target.state = state or {}
+                states = list(blank_states(optimizer, [state_of.target.tensor for state_of in new], frozen=True))
+            for state_of, state in zip(new, states, strict=True):
+                state_of.state = state or {}
             add_states(contents, new, first)
 
     def _described(self, row: Named) -> dict[str, Any]:
@@ -191,20 +190,20 @@ class Reader:
                 remedy="call load(folder, model), or pass strict=False: the optimizers then start without state",
                 topic="checkpoint-does-not-fit",
             )
-        for target in contents.states:
-            self._state(target)
-        for optimizer in dict.fromkeys(target.optimizer for target in contents.states):
-            tensors = [target.held for target in contents.states if target.optimizer is optimizer]
-            settings = settings_to_load(tensors, optimizer.param_groups, self._groups)
+        for state_of in contents.states:
+            self._state(state_of)
+        for optimizer in dict.fromkeys(state_of.optimizer for state_of in contents.states):
+            targets = [state_of.target for state_of in contents.states if state_of.optimizer is optimizer]
+            settings = settings_to_load(targets, optimizer.param_groups, self._groups)
             self.settings += zip(optimizer.param_groups, settings, strict=True)
 
-    def _state(self, target: StateOf) -> None:
+    def _state(self, state_of: StateOf) -> None:
         """Plan to read the state of one tensor and to assign it to the optimizer."""
-        rows = target.held.rows
+        rows = state_of.target.rows
         names = {row.name: self._all_names(row) for row in rows}
         saved = [(row, next((self._saved[n] for n in names[row.name] if n in self._saved), None)) for row in rows]
         if not any(keys for _, keys in saved):
-            self.states.append((target, None))  # the optimizer had not updated it when the checkpoint was saved
+            self.states.append((state_of, None))  # the optimizer had not updated it when the checkpoint was saved
             return
         check_complete(saved)
         scalars: dict[str, Any] = {}
@@ -212,16 +211,16 @@ class Reader:
             plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}
             if row.shape:  # the state of a 0-d parameter may be one value per element or one for all
                 plain |= {key: None for name in names[row.name] for key in self._single_values(name)}
-            for piece in target.pieces[row.name]:
+            for piece in state_of.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
                 if key not in plain and not self.want(
                     piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]
                 ):
                     self._missing[piece.name] = None
-            for key in {**target.scalars[row.name], **plain}:  # a later step may add keys that the first does not
-                self._scalar(target, row, key, scalars)
-            self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in target.state)
-        self.states.append((target, scalars))
+            for key in {**state_of.scalars[row.name], **plain}:  # a later step may add keys that the first does not
+                self._scalar(state_of, row, key, scalars)
+            self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in state_of.state)
+        self.states.append((state_of, scalars))
 
     def _single_values(self, name: str) -> Iterator[str]:
         """Yield the keys of a parameter's state whose values are 0-d tensors."""
@@ -234,9 +233,9 @@ class Reader:
         """A parameter's names, and the names that were tied to it when the checkpoint was saved."""
         return list(dict.fromkeys(alias for name in row.names for alias in (name, *self._ties.get(name, ()))))
 
-    def _scalar(self, target: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
+    def _scalar(self, state_of: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
         """Read a value for a whole parameter into `scalars`; all parameters of a tensor must have the same."""
-        like = target.state.get(key)
+        like = state_of.state.get(key)
         for name in self._all_names(row):
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
@@ -244,7 +243,7 @@ class Reader:
                 value = self._single_value(f"{OPTIMIZER}{name}.{key}", like)
             else:
                 continue
-            add_scalar(scalars, target.held, row, key, value, like, self._cast)
+            add_scalar(scalars, state_of.target, row, key, value, like, self._cast)
             self.asks(f"{OPTIMIZER}{alias}.{key}" for alias in self._all_names(row))
             return
         if like is not None:
@@ -269,16 +268,17 @@ class Reader:
 
     def take_over(self) -> None:
         """Assign the optimizers their state, whose tensors were read in place, and their settings; fill the objects."""
-        for target, scalars in self.states:
+        for state_of, scalars in self.states:
             if scalars is None:
-                target.optimizer.state.pop(target.held.tensor, None)
+                state_of.optimizer.state.pop(state_of.target.tensor, None)
                 continue
-            put(target.state, scalars)
-            if target.state:
-                target.optimizer.state[target.held.tensor] = target.state
+            put(state_of.state, scalars)
+            if state_of.state:
+                state_of.optimizer.state[state_of.target.tensor] = state_of.state
         for group, settings in self.settings:
             put(group, settings)
-        for optimizer in dict.fromkeys(target.optimizer for target, _ in self.states):  # as `load_state_dict` does last
+        # As `load_state_dict` does last.
+        for optimizer in dict.fromkeys(state_of.optimizer for state_of, _ in self.states):
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
         for take, state in self.objects:
             take(state)
