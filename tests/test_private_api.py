@@ -504,7 +504,7 @@ def wait_twice(waited: Path) -> bool:
 
 
 def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
-    """`.metadata` as this torch writes it, read by an unpickler that knows `NAMED_IN_METADATA` alone."""
+    """`.metadata` as this torch writes it, read by an unpickler that knows the names in `metadata.py` alone."""
     state = {"a": torch.ones(2, dtype=torch.bfloat16), "b": {"c": [1, "x"]}, "d": torch.ones(2, 2).T}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
 from .manifest import inside, without_collection
 from .pickles import read_pickle
 from .source import MOST_NAME, Entry, checked_name, checked_shape
@@ -42,37 +37,53 @@ class Index:
     paths: dict[str, tuple[Any, ...]]
 
 
+class _Record:
+    """An instance of a class that metadata names: the attributes in the pickle, and no code of the class."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Arguments of enums and paths, which are not needed."""
+
+
+class _Properties(_Record):
+    """The properties of a tensor, of which only the dtype is needed."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
+_DCP = "torch.distributed.checkpoint."
+_RECORDS = {
+    *((f"{_DCP}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((f"{_DCP}metadata", f"{name}Metadata") for name in ("TensorStorage", "BytesStorage", "ChunkStorage")),
+    (f"{_DCP}metadata", "TensorProperties"),
+    (f"{_DCP}filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
+}
+"""The classes and functions that metadata may name, by module and name: each becomes a class of `_Record`s."""
+
+
 def _find_class(module: str, name: str) -> Any:
-    """The class or function of this name, if metadata may name it."""
-    if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "Path"):
-        return _path_text
-    try:
-        return NAMED_IN_METADATA[module, name]
-    except KeyError:
-        raise CheckpointError(
-            "A checkpoint's metadata names something that is not metadata; nothing was executed.",
-            expected="the classes of torch.distributed.checkpoint.metadata",
-            got=f"{module}.{name}",
-            remedy="do not load this checkpoint by any means: it was crafted to run code",
-            topic="not-plain-values",
-        ) from None
+    """A new class for a name in `_RECORDS`, so that a pickle that sets its attributes changes nothing else."""
+    if (module, name) in _RECORDS:
+        return type(name, (_Properties if name == "TensorProperties" else _Record,), {})
+    if (module, name) == ("collections", "OrderedDict"):
+        return dict
+    value = getattr(torch, name, None) if module == "torch" else None
+    if value is torch.Size or isinstance(value, torch.dtype):
+        return value
+    raise CheckpointError(
+        "A checkpoint's metadata names something that is not metadata; nothing was executed.",
+        expected="the classes of torch.distributed.checkpoint.metadata",
+        got=f"{module}.{name}",
+        remedy="do not load this checkpoint by any means: it was crafted to run code",
+        topic="not-plain-values",
+    )
 
 
-def _isolated(original: Any) -> Any:
-    """An equivalent class or function with its own attributes, so that a pickle cannot change the original."""
-    if isinstance(original, type) and original.__flags__ & _MUTABLE and not issubclass(original, Enum):
-        return type(original.__name__, (original,), {})
-    if isinstance(original, FunctionType) or (isinstance(original, type) and issubclass(original, Enum)):
-        return partial(original)
-    return original
-
-
-_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes whose attributes can be set
-
-
-def _path_text(*parts: Any) -> str:
-    """Stands in for a path, which says where the checkpoint was written and is not needed."""
-    return "/".join(map(str, parts))
+def _kind(value: Any) -> str:
+    """The name of the class that a `_Record` stands for; that of any other value's class."""
+    return type(value).__name__
 
 
 @without_collection()
@@ -87,10 +98,9 @@ def read_index(data: bytes, sizes: dict[str, int], where: str) -> Index:
         CheckpointError: it is damaged or inconsistent, or names something other than metadata.
     """
     try:
-        find = functools.cache(lambda module, name: _isolated(_find_class(module, name)))  # the same class every time
-        metadata = read_pickle(data, find)
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"a {type(metadata).__name__}")
+        metadata = read_pickle(data, functools.cache(_find_class))  # one class for a name, however often it occurs
+        if _kind(metadata) != "Metadata":
+            raise TypeError(f"a {_kind(metadata)}")
         return _index(metadata, sizes)
     except CheckpointError:
         raise
@@ -101,10 +111,10 @@ def read_index(data: bytes, sizes: dict[str, int], where: str) -> Index:
         ) from error
 
 
-def _index(metadata: Metadata, sizes: dict[str, int]) -> Index:
+def _index(metadata: Any, sizes: dict[str, int]) -> Index:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for key, info in (metadata.storage_data or {}).items():
-        if not isinstance(info, StorageInfo) or getattr(info, "transform_descriptors", None):
+    for key, info in (getattr(metadata, "storage_data", None) or {}).items():
+        if _kind(info) != "_StorageInfo" or getattr(info, "transform_descriptors", None):
             raise ValueError("an unknown kind of storage, such as compressed")
         begin, nbytes = int(info.offset), int(info.length)
         file = inside(info.relative_path)
@@ -119,16 +129,16 @@ def _index(metadata: Metadata, sizes: dict[str, int]) -> Index:
                 expected=f"{file} of at least {begin + nbytes} bytes",
                 got=f"{sizes[file]}",
             )
-        places[checked_name(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
+        places[checked_name(key.fqn), tuple(getattr(key, "offset", None) or ())] = (file, begin, nbytes)
     entries: dict[str, Entry] = {}
     stored: dict[str, list[Stored]] = {}
     values: dict[str, Stored] = {}
     total = sum(sizes.values())
     for name, facts in metadata.state_dict_metadata.items():
-        if isinstance(facts, BytesStorageMetadata):
+        if _kind(facts) == "BytesStorageMetadata":
             if (name, ()) in places:
                 values[name] = Stored(name, (), (), *places[name, ()])
-        elif isinstance(facts, TensorStorageMetadata):
+        elif _kind(facts) == "TensorStorageMetadata":
             dtype = facts.properties.dtype
             if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
                 raise TypeError(f"a tensor {str(name)[:100]!r} of {dtype!r}")
@@ -136,8 +146,8 @@ def _index(metadata: Metadata, sizes: dict[str, int]) -> Index:
             stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
             check_parts(name, entries[name], stored[name], total)
         else:
-            raise TypeError(f"{type(facts).__name__} of {name!r}")
-    paths = {checked_name(name): tuple(path) for name, path in (metadata.planner_data or {}).items()}
+            raise TypeError(f"{_kind(facts)} of {name!r}")
+    paths = {checked_name(name): tuple(path) for name, path in (getattr(metadata, "planner_data", None) or {}).items()}
     if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
         raise TypeError("a path that is not of names and numbers")
     return Index(entries, stored, values, paths)
