@@ -212,6 +212,18 @@ def test_what_ranks_have_of_their_own_comes_back_to_them(run_ranks: Any, tmp_pat
         run_ranks(loaded_state, tmp_path, ["place"], world=3)
 
 
+def saved_calls(folder: Path) -> None:
+    model = Counted()
+    model.calls = dist.get_rank()
+    fullshard.save(folder, fullshard.fully_shard(model))
+
+
+def test_extra_state_that_differed_on_another_number_of_ranks_is_named(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(saved_calls, tmp_path)
+    with pytest.raises(fullshard.CheckpointError, match=r"differed between the ranks[^?]*model\._extra_state"):
+        fullshard.load(tmp_path, Counted(), rng=False)
+
+
 def test_plain_values_come_back_as_they_were() -> None:
     value = {
         "none": None, "numbers": [1, 2.5, math.inf, -math.inf, 2**80, True], "tuple": (1, (2,)),

@@ -178,13 +178,13 @@ class _Values:
                     remedy="name it as in save(state=...), omit it, or pass strict=False",
                     topic="checkpoint-does-not-fit",
                 )
+        if self.request.rng:
+            setters[RNG] = Generators().load_state_dict
         for key in saved:
-            if key == RNG:
-                self._generators()
-            elif key in setters:
+            if key in setters:
                 self._set(key, setters[key])
-            elif key.startswith(MODEL):
-                continue  # extra state of a module that this model does not have
+            elif key == RNG or key.startswith(MODEL):
+                continue  # not asked for; or extra state of a module that this model does not have
             elif key in self.common:
                 self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
             else:
@@ -202,12 +202,24 @@ class _Values:
             present: dict[str, torch.Tensor] = {}  # in the object's state now
             if key in self.request.state:
                 to_json(self.request.state[key].state_dict(), f"{STATE}{key}", present)
-            self.reader.objects.append((setter, from_json(self.common[key], partial(self._tensor, present), key)))
+            state = from_json(self.common[key], partial(self._tensor, present), key)
         elif len(self.ranks_values) == self.ranks.size:
-            self.reader.objects.append((setter, self._of(self.ranks.rank, key)))
+            state = self._of(self.ranks.rank, key)
+        elif key == RNG:
+            if self.ranks.is_first:
+                warnings.warn(
+                    message(
+                        "The random generators were left unchanged: the checkpoint has a state for each saving rank.",
+                        expected=f"{len(self.ranks_values)} ranks",
+                        got=self.ranks.size,
+                        remedy="seed them, or pass rng=False",
+                    ),
+                    stacklevel=9,
+                )
+            return
         else:
-            states = [self._of(rank, key) for rank in range(len(self.ranks_values))]
-            set_all = getattr(self.request.state[key], "load_state_dicts", None)
+            state = [self._of(rank, key) for rank in range(len(self.ranks_values))]
+            set_all = getattr(self.request.state.get(key), "load_state_dicts", None)
             if set_all is None:
                 raise CheckpointError(
                     "A state differed between the ranks that saved it, and the number of ranks has changed; nothing "
@@ -216,9 +228,12 @@ class _Values:
                     expected=f"{len(self.ranks_values)} ranks",
                     got=self.ranks.size,
                     remedy="give the object a method load_state_dicts(states), which takes the states of all ranks; or "
-                    "omit it, and use Loaded.of_ranks",
+                    "omit it, and use Loaded.of_ranks. Extra state of modules must be the same on all ranks",
                 )
-            self.reader.objects.append((set_all, states))
+            setter = set_all
+        if key == RNG:
+            _check_generators(state)
+        self.reader.objects.append((setter, state))
 
     def _tensor(self, present: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """Read a tensor of a value; plan to read it in shards if it is sharded in `present`."""
@@ -232,35 +247,17 @@ class _Values:
         self.reader.asks([name])
         return target
 
-    def _generators(self) -> None:
-        """Plan to restore the random generators."""
-        if not self.request.rng:
-            return
-        if RNG in self.common:
-            state = from_json(self.common[RNG], self.reader.tensor, RNG)
-        elif len(self.ranks_values) == self.ranks.size:
-            state = self._of(self.ranks.rank, RNG)
-        else:
-            if self.ranks.is_first:
-                warnings.warn(
-                    message(
-                        "The random generators were left unchanged: the checkpoint has a state for each saving rank.",
-                        expected=f"{len(self.ranks_values)} ranks",
-                        got=self.ranks.size,
-                        remedy="seed them, or pass rng=False",
-                    ),
-                    stacklevel=9,
-                )
-            return
-        try:
-            Generators().check(state)
-        except Exception as error:  # generators raise anything for an invalid state
-            raise DamagedCheckpointError(
-                "The saved state of the random generators is invalid; nothing was loaded.",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pass rng=False to leave them unchanged",
-            ) from error
-        self.reader.objects.append((Generators().load_state_dict, state))
+
+def _check_generators(state: Any) -> None:
+    """Check that the random generators would take a state."""
+    try:
+        Generators().check(state)
+    except Exception as error:  # generators raise anything for an invalid state
+        raise DamagedCheckpointError(
+            "The saved state of the random generators is invalid; nothing was loaded.",
+            got=f"{type(error).__name__}: {error}",
+            remedy="pass rng=False to leave them unchanged",
+        ) from error
 
 
 def load(
