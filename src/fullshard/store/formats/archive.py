@@ -5,7 +5,8 @@
     name/data/0 ...    elements of storages, not compressed
 
 Every size is checked against the file before memory is allocated for it. Only the requested part of a record is read,
-into new memory. Records are not memory-mapped, so a process uses no more memory than it reads.
+into new memory: tensors of the model and the optimizer are not memory-mapped, so a process uses no more memory than it
+reads. Tensors among other values, which may never be used, are mapped.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ class SafetensorsSource(Source):
         self.values: Mapping[str, Any] = {}
         self.ties: Mapping[str, str] = {}
         self._files: list[_File] = []
-        self._file_by_name: dict[str, _File] = {}  # by a tensor's name in the files
-        self._renamed: dict[str, str] = {}  # entry -> `model.` and its name in the files, if they differ
+        self._places: dict[str, tuple[_File, str]] = {}  # by entry: the file, and the tensor's name in it
         entries: dict[str, Entry] = {}
         try:
             for named_path, real_path, indexed_names in _files_of(Path(path), stem):
@@ -61,10 +60,10 @@ class SafetensorsSource(Source):
                 self._files.append(file)
                 self._check(file, indexed_names)
                 for name, entry in file.header.entries.items():
-                    if name in self._file_by_name:
-                        other = self._file_by_name[name].path.name
+                    if MODEL + name in entries:
+                        other = self._places[MODEL + name][0].path.name
                         raise _index_differs(file.path, name, f"only in {other}", "also in this file")
-                    self._file_by_name[name], entries[MODEL + name] = file, entry
+                    self._places[MODEL + name], entries[MODEL + name] = (file, name), entry
         except BaseException:
             self.close()
             raise
@@ -79,26 +78,23 @@ class SafetensorsSource(Source):
             actual = "in this file" if name in names else "not in this file"
             raise _index_differs(file.path, name, f"{expected}, according to the index", actual)
 
-    def _name_in_files(self, name: str) -> str:
-        return self._renamed.get(name, name).removeprefix(MODEL)
-
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        entry, key = self.entries[name], self._name_in_files(name)
+        entry, (file, key) = self.entries[name], self._places[name]
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
-        return self._file_by_name[key].read(key, entry, offsets, entry.shape if sizes is None else sizes)
+        return file.read(key, entry, offsets, entry.shape if sizes is None else sizes)
 
     def files_of(self, name: str) -> list[str]:
-        return [self._file_by_name[self._name_in_files(name)].path.name]
+        return [self._places[name][0].path.name]
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Rename entries.
 
         Args:
-                new_name: maps the name in the files, without `model.`, to the new name; must be injective.
+            new_name: maps the name in the files, without `model.`, to the new name; must be injective.
         """
         renamed = {MODEL + new_name(name.removeprefix(MODEL)): name for name in self.entries}
         self.entries = {new: self.entries[old] for new, old in renamed.items()}
-        self._renamed = {new: self._renamed.get(old, old) for new, old in renamed.items()}
+        self._places = {new: self._places[old] for new, old in renamed.items()}
 
     def close(self) -> None:
         for file in self._files:
