@@ -30,7 +30,7 @@ from .optimizer import blank_states, cut_states, load_state, named_state, sharde
 from .settings import named_groups, put, settings_to_load
 from .targets import Target, settle_state, targets_of
 from .values import Form
-from .whole import Wanted, wholes
+from .whole import Wanted, saved_values
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -160,11 +160,9 @@ def _in_form(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
     wanted = form.wanted(dist.get_rank())
     result: dict[str, Any] = {}
     rows = [row for row in table.parameters if row.member is not None and form.kind == "whole"]
-    for row, whole in zip(rows, wholes(Wanted(row.name, row) for row in rows), strict=True):
-        assert row.bucket is not None and row.member is not None
-        value = values.saved_form(row.bucket, row.member, whole, form, wanted)
+    saved = saved_values((Wanted(row.name, row) for row in rows), form, wanted)
+    for row, value in zip(rows, saved, strict=True):
         result |= {name: value for name in row.names if name in state}
-        del whole
     for name, value in state.items():
         if name not in result and isinstance(value, torch.Tensor):
             value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value

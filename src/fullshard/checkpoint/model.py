@@ -21,7 +21,7 @@ from . import values
 from .fit import check_shape
 from .names import Named, Table
 from .values import Form
-from .whole import Wanted, wholes
+from .whole import Wanted, saved_values
 
 _forced: ContextVar[Form | None] = ContextVar("fullshard_form", default=None)
 
@@ -84,10 +84,9 @@ def save_instance(
             _fill_slice(bucket, result, keys, _slice_name(prefix, index))
             continue
         rows = (Named(member.sharded, [member.name], bucket, member) for member in bucket.members)
-        for member, whole in zip(bucket.members, wholes(Wanted(row.name, row) for row in rows), strict=True):
-            value = values.saved_form(bucket, member, whole, form, form.wanted(rank))
+        saved = saved_values((Wanted(row.name, row) for row in rows), form, form.wanted(rank))
+        for member, value in zip(bucket.members, saved, strict=True):
             result.update(dict.fromkeys(keys.get(id(member), ()), value))
-            del whole
     for key in [key for key in result if key.startswith(prefix)]:
         if not form.wanted(rank):
             del result[key]
@@ -252,9 +251,9 @@ def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
     for unit, bucket in complete:
         unit.materialize(bucket)
     device = table.axes.device
-    plain = [(row.names, row.parameter) for row in table.parameters if row.member is None]
-    for names, tensor in [*plain, *(([name], buffer) for name, buffer in table.buffers.items())]:
-        if tensor.is_meta and any(name in state for name in names):
+    for row in [*table.parameters, *table.buffer_rows]:
+        tensor = row.parameter
+        if row.member is None and tensor.is_meta and any(name in state for name in row.names):
             memory = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)

@@ -19,7 +19,7 @@ from . import values
 
 @dataclass(eq=False)
 class Named:
-    """One parameter of a model: a row of its table.
+    """One parameter or buffer of a model: a row of its table.
 
     Attributes:
         parameter: as optimizers see it, unless they update a view or a `FlatParameter` over several.
@@ -93,6 +93,11 @@ class Table:
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     self.buffers[clean(prefix + key)] = buffer
         self.parameters = list(self._rows.values())
+
+    @property
+    def buffer_rows(self) -> list[Named]:
+        """The buffers, each as a row of a tensor that is in no unit."""
+        return [Named(buffer, [name]) for name, buffer in self.buffers.items()]
 
     def of(self, member: Member) -> Named | None:
         """The row of a unit's parameter; None if the parameter is not in the model."""

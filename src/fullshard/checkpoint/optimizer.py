@@ -22,7 +22,7 @@ from .names import Named, Table
 from .settings import NOT_SETTINGS, is_compatible, named_groups, settings_to_load
 from .targets import Kinds, Target, kinds_of, merged_kinds, settle_state, targets_of
 from .values import Form
-from .whole import Wanted, wholes
+from .whole import Wanted, saved_values
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
 
@@ -244,11 +244,7 @@ def _collect_key(
         zero = torch.zeros((), dtype=dtype, device=bucket.shard.device)  # where this rank has no state
         parts = [zero if value is None else target.local(row, value) for row, target, value, _ in entries]
         tensors = (Wanted(row.name, row, local=part) for (row, *_), part in zip(entries, parts, strict=True))
-        for (row, *_), whole in zip(entries, wholes(tensors), strict=True):
-            assert row.member is not None
-            saved = values.saved_form(bucket, row.member, whole, form, wanted)
-            del whole
-            yield row, saved
+        yield from zip((row for row, *_ in entries), saved_values(tensors, form, wanted), strict=True)
 
 
 def _as_shown(row: Named, target: Target, value: Any, form: Form, device: torch.device) -> Any:

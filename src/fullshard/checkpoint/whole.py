@@ -30,40 +30,35 @@ class Wanted:
 
     Attributes:
         name: the name of the result.
-        tensor: a parameter's row in the model's table, or a buffer.
+        row: the parameter or buffer.
         dtype: the dtype of the result if it is floating-point; None: its own.
         local: this rank's part of optimizer state of the parameter's shape, or a 0-d value for all of it; None: the
             parameter itself is wanted.
     """
 
     name: str
-    tensor: Named | torch.Tensor
+    row: Named
     dtype: torch.dtype | None = None
     local: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        """The parameter or buffer as the model has it."""
-        return self.tensor if isinstance(self.tensor, torch.Tensor) else self.tensor.parameter
+        return self.row.shape
 
     @property
     def bucket(self) -> Bucket | None:
-        return None if isinstance(self.tensor, torch.Tensor) else self.tensor.bucket
+        return self.row.bucket
 
     @property
     def own_dtype(self) -> torch.dtype:
         """The dtype of its elements in the model."""
         if self.local is not None:
             return self.local.dtype
-        dtype: torch.dtype = self.parameter.dtype if self.bucket is None else self.bucket.storage_dtype
+        dtype: torch.dtype = self.row.parameter.dtype if self.bucket is None else self.bucket.storage_dtype
         return dtype
 
     @property
-    def given_dtype(self) -> torch.dtype:
+    def result_dtype(self) -> torch.dtype:
         """The dtype of the result: floating-point numbers are cast, everything else keeps its dtype."""
         return self.dtype if self.dtype is not None and self.own_dtype.is_floating_point else self.own_dtype
 
@@ -71,33 +66,34 @@ class Wanted:
     def is_odd(self) -> bool:
         """Whether it is of a tensor subclass that no plain tensor can represent."""
         if self.bucket is None:
-            return hasattr(self.parameter, "__tensor_flatten__") and not hasattr(self.parameter, "full_tensor")
+            parameter = self.row.parameter
+            return hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor")
         return not self.bucket.form.plain
 
     @property
     def nbytes(self) -> int:
         """The size of the whole."""
-        return torch.Size(self.shape).numel() * self.given_dtype.itemsize
+        return torch.Size(self.shape).numel() * self.result_dtype.itemsize
 
     @property
     def batch_key(self) -> Any:
         """What all tensors of a batch have in common; None if this one is gathered alone."""
         if self.bucket is None or not self.bucket.form.plain:
             return None
-        return self.bucket.axes.shard.ranks, self.bucket.axes.device, self.given_dtype
+        return self.bucket.axes.shard.ranks, self.bucket.axes.device, self.result_dtype
 
     def alone(self) -> torch.Tensor:
         """The whole of a tensor that does not go through a batch's buffer, in its own memory. Collective if split."""
-        row = self.tensor
-        if isinstance(row, torch.Tensor) or row.bucket is None or row.member is None:
-            whole = values.whole_of(self.parameter, self.parameter.device)
+        row = self.row
+        if row.bucket is None or row.member is None:
+            whole = values.whole_of(row.parameter, row.parameter.device)
         elif row.bucket.shard.is_meta and row.bucket.form.plain:
-            return torch.empty(row.member.slot.shape, dtype=self.given_dtype, device="meta")
+            return torch.empty(row.member.slot.shape, dtype=self.result_dtype, device="meta")
         else:
             whole = row.bucket.whole(row.member)
             if type(whole) is not torch.Tensor:
                 return whole
-        return whole.detach().to(self.given_dtype, copy=True)
+        return whole.detach().to(self.result_dtype, copy=True)
 
 
 @dataclass(eq=False)
@@ -118,10 +114,10 @@ class Batch:
         if first.bucket is None or first.batch_key is None or first.bucket.shard.is_meta:
             return
         axes = first.bucket.axes
-        rows: Any = [wanted.tensor for wanted in self.wanted]
+        rows: Any = [wanted.row for wanted in self.wanted]
         self._window = window_of([(row.bucket.layout, row.member.slot) for row in rows])
         # [window.numel], of which this rank fills [starts[rank], starts[rank] + lengths[rank])
-        self._buffer = torch.empty(self._window.numel, dtype=first.given_dtype, device=axes.device)
+        self._buffer = torch.empty(self._window.numel, dtype=first.result_dtype, device=axes.device)
         for wanted, row, lots in zip(self.wanted, rows, self._window.lots, strict=True):
             local = row.bucket.part(row.bucket.shard, row.member) if wanted.local is None else wanted.local
             for lot in lots:
@@ -142,7 +138,7 @@ class Batch:
     def _from_window(self, buffer: torch.Tensor, joined: bool) -> list[tuple[Wanted, torch.Tensor]]:
         window, self._window, self._buffer = self._window, None, None
         assert window is not None
-        rows: Any = [wanted.tensor for wanted in self.wanted]
+        rows: Any = [wanted.row for wanted in self.wanted]
         comm = TorchComm()
         axis = apart_of(rows[0].bucket.axes.shard, comm)
         if axis.size > 1:
@@ -190,11 +186,16 @@ def batches(wanted: Iterable[Wanted], bucket_bytes: int) -> Iterator[Batch]:
         yield batch
 
 
-def wholes(wanted: Iterable[Wanted]) -> Iterator[torch.Tensor]:
-    """Whole values in order, batch by batch; with tensor parallelism, the whole of this rank's part. Collective.
+def saved_values(wanted: Iterable[Wanted], form: values.Form, keep: bool) -> Iterator[Any]:
+    """Parameters of units, or state of their shape, as `values.saved_form` gives them, in order. Collective.
 
-    Values of a batch share memory: keep copies.
+    One batch at a time is whole.
     """
     for batch in batches(wanted, BATCH_BYTES):
         batch.pack()
-        yield from (whole for _, whole in batch.gather(joined=False))
+        for tensor, whole in batch.gather(joined=False):
+            row = tensor.row
+            assert row.bucket is not None and row.member is not None
+            value = values.saved_form(row.bucket, row.member, whole, form, keep)
+            del whole  # so that the next batch does not find this one in memory
+            yield value

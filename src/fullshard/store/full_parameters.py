@@ -90,10 +90,8 @@ def exports_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool, bu
     table = table_of(model)
     if merge_lora:
         return merged_parameters(model, table, dtype, buffers)
-    exports = [Export(Wanted(row.name, row, dtype)) for row in table.parameters]
-    if buffers:
-        exports += [Export(Wanted(name, buffer, dtype)) for name, buffer in table.buffers.items()]
-    return exports
+    rows = [*table.parameters, *(table.buffer_rows if buffers else ())]
+    return [Export(Wanted(row.name, row, dtype)) for row in rows]
 
 
 def stream(exports: Sequence[Export], bucket_bytes: int, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from .contents import row_pieces, table_of
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import check_dtype, exports_of, stream
 from .lora import Export, adapted, is_peft_model
-from .piece import Piece, value_pieces
+from .piece import Piece
 from .ranks import Ranks
 from .source import MODEL, Entry
 
@@ -115,7 +114,7 @@ def _refuse_subclasses(exports: list[Export]) -> None:
         raise CheckpointError(
             "A parameter is of a tensor subclass, which safetensors files cannot store.",
             parameter=odd.name,
-            got=_class_of(getattr(odd.tensor, "parameter", odd.tensor)),
+            got=_class_of(odd.row.parameter),
             remedy="fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised "
             "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
         )
@@ -209,7 +208,7 @@ def load_safetensors(
     ranks = Ranks(process_group)
     selected = Adapter.of(model, adapter, ranks) if adapter else None
 
-    def compare() -> tuple[_Plan, LoadedNames]:
+    def compare() -> tuple[SafetensorsSource, list[tuple[Piece, str]], LoadedNames]:
         table = table_of(model) if selected is None else selected.table
         for _, runner in table.units:
             if runner is not None:
@@ -220,97 +219,65 @@ def load_safetensors(
         opened.callback(source.close)
         if rename is not None:
             source.rename(rename)
-        plan = _Plan(source, table, ranks.is_first, cast)
+        reads: list[tuple[Piece, str]] = []
+        read_names: set[str] = set()
+        missing: list[str] = []
         for row, file_names in _names_of(model, table, selected, base):
-            plan.add(row, file_names)
-        return plan, plan.close(strict)
+            present = [MODEL + name for name in file_names if MODEL + name in source.entries]
+            read_names.update(present)
+            if present:
+                reads += _reads_of(row, source, present, ranks.is_first, cast)
+            else:
+                missing.append(row.name)
+        unexpected = [name.removeprefix(MODEL) for name in source.entries if name not in read_names]
+        if strict:
+            remedy = "base=True reads a base model's files into an adapted one, adapter=True an adapter's"
+            check_names("Safetensors files do", missing, unexpected, remedy)
+        return source, reads, LoadedNames(missing, unexpected)
 
     with ExitStack() as opened:
-        plan, not_loaded = ranks.together("comparing safetensors files with the model", compare)
-        with torch.no_grad():
-            ranks.together("reading safetensors files (the model may be partially loaded)", plan.fill)
+        source, reads, not_loaded = ranks.together("comparing safetensors files with the model", compare)
+        with torch.no_grad(), ranks.step("reading safetensors files (the model may be partially loaded)"):
+            for piece, name in reads:
+                piece.tensor.copy_(source.read(name, piece.offsets, piece.sizes))
     return not_loaded
 
 
-def _names_of(
-    model: nn.Module, table: Table, selected: Adapter | None, base: bool
-) -> list[tuple[Named | str, list[str]]]:
-    """Parameters and names of buffers, each with its possible names in files."""
+def _names_of(model: nn.Module, table: Table, selected: Adapter | None, base: bool) -> list[tuple[Named, list[str]]]:
+    """Parameters and buffers, each with its possible names in files."""
     if selected is not None:
         return [(row, [name]) for name, row in selected.rows.items()]
-    named: list[tuple[Named | str, list[str]]] = [(row, row.names) for row in table.parameters]
-    named += [(name, [name]) for name in table.buffers]
+    rows = [*table.parameters, *table.buffer_rows]
     if not base:
-        return named
+        return [(row, row.names) for row in rows]
     base_name = partial(adapted(model).base_name, unused=True)
-    of_base = [(row, [name for name in map(base_name, names) if name is not None]) for row, names in named]
+    of_base = [(row, [name for name in map(base_name, row.names) if name is not None]) for row in rows]
     return [(row, names) for row, names in of_base if names]
 
 
-@dataclass
-class _Plan:
-    """The reads of `load_safetensors`, all of them checked.
+def _reads_of(
+    row: Named, source: SafetensorsSource, file_names: list[str], is_first: bool, cast: bool
+) -> list[tuple[Piece, str]]:
+    """This rank's pieces of a parameter or buffer, each with the name to read it from, once all is checked.
 
-    Attributes:
-        reads: pieces of shards and buffers, each with its name in the files.
+    Args:
+        file_names: its names that are in the files, at least one.
     """
-
-    source: SafetensorsSource
-    table: Table
-    is_first: bool
-    cast: bool
-    reads: list[tuple[Piece, str]] = field(default_factory=list)
-    _asked: set[str] = field(default_factory=set)
-    _missing: list[str] = field(default_factory=list)
-
-    def add(self, row: Named | str, file_names: list[str]) -> None:
-        """Plan to read a parameter or buffer, from the first of its names that is in the files."""
-        present = [MODEL + name for name in file_names if MODEL + name in self.source.entries]
-        name = row if isinstance(row, str) else row.name
-        if not present:
-            self._missing.append(name)
-            return
-        self._asked.update(present)
-        if not isinstance(row, str) and Wanted(name, row).is_odd:
-            raise CheckpointError(
-                "A parameter is of a tensor subclass, which safetensors files cannot store; nothing was loaded.",
-                parameter=name,
-                got=f"{_class_of(row.parameter)}, to be read from plain numbers",
-                remedy="load each block, convert its parameters to that class, and only then shard it "
-                "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
-            )
-        for piece in self._pieces(row):
-            for file_name in present:
-                check_shape(name, piece.shape, self.source.entries[file_name].shape)
-                check_cast(name, piece.dtype, self.source.entries[file_name].dtype, self.cast)
-            if piece.tensor.numel():
-                for alias in present[1:]:
-                    self._compare(piece, present[0], alias)
-                self.reads.append((piece, present[0]))
-
-    def _pieces(self, row: Named | str) -> list[Piece]:
-        if isinstance(row, str):
-            return list(value_pieces(row, self.table.buffers[row], 0, self.is_first))
-        return row_pieces(row, row.name, 0, self.is_first)
-
-    def _compare(self, piece: Piece, first: str, alias: str) -> None:
-        """Check that a tied parameter has the same values under two of its names."""
-        values = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
-        check_tied(piece.name, (first.removeprefix(MODEL), values[0]), (alias.removeprefix(MODEL), values[1]))
-
-    def close(self, strict: bool) -> LoadedNames:
-        """The names that are only in the model or only in the files.
-
-        Raises:
-            CheckpointError: `strict`, and there are any.
-        """
-        unexpected = [name.removeprefix(MODEL) for name in self.source.entries if name not in self._asked]
-        if strict:
-            remedy = "base=True reads a base model's files into an adapted one, adapter=True an adapter's"
-            check_names("Safetensors files do", self._missing, unexpected, remedy)
-        return LoadedNames(self._missing, unexpected)
-
-    def fill(self) -> None:
-        """Read this rank's rectangles into its shards."""
-        for piece, name in self.reads:
-            piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
+    if Wanted(row.name, row).is_odd:
+        raise CheckpointError(
+            "A parameter is of a tensor subclass, which safetensors files cannot store; nothing was loaded.",
+            parameter=row.name,
+            got=f"{_class_of(row.parameter)}, to be read from plain numbers",
+            remedy="load each block, convert its parameters to that class, and only then shard it "
+            "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
+        )
+    first, *aliases = file_names
+    pieces = row_pieces(row, row.name, 0, is_first)
+    for piece in pieces:
+        for name in file_names:
+            check_shape(row.name, piece.shape, source.entries[name].shape)
+            check_cast(row.name, piece.dtype, source.entries[name].dtype, cast)
+        for alias in aliases if piece.tensor.numel() else ():
+            parts = [source.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
+            check_tied(piece.name, (first.removeprefix(MODEL), parts[0]), (alias.removeprefix(MODEL), parts[1]))
+    return [(piece, first) for piece in pieces if piece.tensor.numel()]

@@ -77,7 +77,7 @@ class Export:
     @property
     def final_dtype(self) -> torch.dtype:
         """The dtype of the tensor that `finish` returns."""
-        return self.dtype or self.wanted.given_dtype if self.deltas else self.wanted.given_dtype
+        return self.dtype or self.wanted.result_dtype if self.deltas else self.wanted.result_dtype
 
     @property
     def factors(self) -> Iterator[Wanted]:
@@ -202,10 +202,10 @@ def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None,
         exports.append(Export(Wanted(name, row, None if added else dtype), added, dtype))
     if deltas:
         raise _unmergeable(next(iter(deltas)), "an adapter of a weight that the model does not have")
-    for name, buffer in table.buffers.items() if buffers else ():
-        base = parts.base_name(name)
-        if base is not None:
-            exports.append(Export(Wanted(base, buffer, dtype)))
+    for row in table.buffer_rows if buffers else ():
+        name = parts.base_name(row.name)
+        if name is not None:
+            exports.append(Export(Wanted(name, row, dtype)))
     return exports
 
 
