@@ -403,8 +403,8 @@ FAULTS = (
     Fault(
         "a file's keys do not say where in a tensor a piece lies",
         "store/write.py",
-        "f'{at}:{at + extent}' for at, extent in zip(offsets, sizes, strict=True)",
-        "f'{0 * at}:{extent}' for at, extent in zip(offsets, sizes, strict=True)",
+        'f"{at}:{at + extent}" for at, extent in zip(offsets, entry.shape, strict=True)',
+        'f"{0 * at}:{extent}" for at, extent in zip(offsets, entry.shape, strict=True)',
         test="tests/store/test_save_and_load.py -k without_fullshard",
     ),
     Fault(

@@ -120,7 +120,7 @@ class Writer:
         memory[PAGE : PAGE + len(text)] = text
         self._launch()
         copies = [
-            (_view(memory, begin + offset, piece), piece.tensor)
+            (tensor_in(memory, begin + offset, piece.dtype, piece.sizes), piece.tensor)
             for piece, offset in zip(pieces, offsets, strict=False)
             if piece.nbytes
         ]
@@ -272,10 +272,12 @@ class Writer:
             print(f"fullshard: a background save failed: {self._answer['error']}", file=sys.stderr)
 
 
-def _view(memory: mmap.mmap, offset: int, piece: Piece) -> torch.Tensor:
-    """The piece's tensor in the snapshot."""
-    octets = torch.frombuffer(memory, dtype=torch.uint8, count=piece.nbytes, offset=offset)
-    return octets.view(piece.dtype).view(piece.sizes)
+def tensor_in(memory: mmap.mmap, offset: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The tensor at byte `offset` of a snapshot; a new one if it is empty."""
+    numel = torch.Size(sizes).numel()
+    if not numel:
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(sizes)
 
 
 def _address(memory: mmap.mmap) -> int:

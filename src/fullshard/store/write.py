@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,10 @@ def write(order: Order, pieces: Sequence[Piece], progress: Callable[[int], None]
     if not pieces:
         return Written([], {})
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned to its item size
-    entries = {
-        key_of(piece.name, piece.offsets, piece.sizes): shown(Entry(piece.sizes, piece.dtype)) for piece in ordered
-    }
-    assert len(entries) == len(ordered), "a rank writes a rectangle twice"
     file, stored = file_of(order.rank), []
     with order.folder.create(order.name, file) as below:
         stream = Hashed(below, progress)
-        stream.write(make_header(entries, {"format": "fullshard"})[0])
+        stream.write(header_of((piece.name, piece.offsets, Entry(piece.sizes, piece.dtype)) for piece in ordered))
         for piece in ordered:
             begin = stream.tell()
             stream.write(bytes_of(piece.tensor))
@@ -113,14 +109,20 @@ def publish(order: Order, written: Sequence[Written]) -> str:
     return final
 
 
-def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """The key of a tensor's rectangle in a file."""
-    return f"{name}[{','.join(f'{at}:{at + extent}' for at, extent in zip(offsets, sizes, strict=True))}]"
+def header_of(parts: Iterable[tuple[str, tuple[int, ...], Entry]]) -> bytes:
+    """The header of a rank's file.
 
-
-def shown(entry: Entry) -> Entry:
-    """The entry of a rectangle in a file's header: bytes, if safetensors has no such dtype."""
-    return entry if entry.dtype in NAMES else Entry((entry.nbytes,), torch.uint8)
+    Args:
+        parts: rectangles in the order of the file: the tensor's name, the first index on every dim, and the rectangle's
+            shape and dtype. If safetensors has no such dtype, the header says bytes.
+    """
+    entries: dict[str, Entry] = {}
+    for name, offsets, entry in parts:
+        ranges = ",".join(f"{at}:{at + extent}" for at, extent in zip(offsets, entry.shape, strict=True))
+        key = f"{name}[{ranges}]"
+        assert key not in entries, "a rank writes a rectangle twice"
+        entries[key] = entry if entry.dtype in NAMES else Entry((entry.nbytes,), torch.uint8)
+    return make_header(entries, {"format": "fullshard"})[0]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .background import GIVE_UP, HEADER, MESSAGE, PAGE, data_begin, note_written
+from .background import GIVE_UP, HEADER, MESSAGE, PAGE, data_begin, note_written, tensor_in
 from .hashed import FileFacts
 from .piece import Piece
 from .storage import Stored
@@ -67,7 +67,11 @@ def _serve(order: Order, layout: list[Any], memory: mmap.mmap, begin: int, chann
         memory[: HEADER.size] = HEADER.pack(done, HEADER.unpack_from(memory)[1])
 
     try:
-        written = write(order, _pieces(layout, memory, begin), progress)
+        pieces = [
+            Piece(name, shape, offsets, sizes, tensor_in(memory, begin + at, dtype, sizes))
+            for name, shape, offsets, sizes, dtype, at in layout
+        ]
+        written = write(order, pieces, progress)
         note_written(path, order.rank, _to_text(written))
         if order.manifest is None:
             return {}
@@ -99,18 +103,6 @@ def _note_failure(path: Path, order: Order, text: str) -> str:
         except OSError:  # perhaps the disk itself failed: the rank reports it at its next call
             return f" (and could not report it in the folder: {report_error})"
     return ""
-
-
-def _pieces(layout: list[Any], memory: mmap.mmap, begin: int) -> list[Piece]:
-    pieces = []
-    for name, shape, offsets, sizes, dtype, at in layout:
-        numel = torch.Size(sizes).numel()
-        if numel:
-            tensor = torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + at).view(sizes)
-        else:
-            tensor = torch.empty(sizes, dtype=dtype, device="cpu")
-        pieces.append(Piece(name, shape, offsets, sizes, tensor))
-    return pieces
 
 
 def _to_text(written: Written) -> str:

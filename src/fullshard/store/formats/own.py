@@ -24,8 +24,7 @@ from ..read import Files
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
 from ..storage import MANIFEST, LocalStorage, Stored
 from ..tree import from_json, to_json
-from ..write import bytes_of, file_of, key_of, shown
-from .safetensors_header import make_header
+from ..write import bytes_of, file_of, header_of
 from .state import put_nested
 
 
@@ -213,8 +212,7 @@ class CheckpointSink(OneFileSink):
         )
         self._stream = Hashed(self._file)
         try:
-            described = {key_of(n, (0,) * len(e.shape), e.shape): shown(e) for n, e in entries.items()}
-            self._stream.write(make_header(described, {"format": "fullshard"})[0])
+            self._stream.write(header_of((n, (0,) * len(e.shape), e) for n, e in entries.items()))
         except BaseException:
             self.abort()
             raise
