@@ -237,3 +237,14 @@ def test_state_dicts_of_pinned_shards(way: str) -> None:
                     states.append({name: own["exp_avg"] for name, own in state.items()})
             for each in states:
                 assert each and all(value.metadata().tensor_properties.pin_memory for value in each.values()), kind
+
+
+@pytest.mark.parametrize("argument", ("ignored_states", "ignored_modules"))
+def test_an_iterator_of_what_to_ignore_is_read_once(fake_world, argument: str) -> None:
+    """The instances that a policy makes ignore the same as the root."""
+    fake_world(2)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    ignored = model[0][0]
+    items = ignored.parameters() if argument == "ignored_states" else (module for module in [ignored])
+    FSDP(model, auto_wrap_policy={nn.Sequential}, use_orig_params=True, device_id="cpu", **{argument: items})
+    assert [tuple(parameter.shape) for parameter in ignored.parameters()] == [(4, 4), (4,)]

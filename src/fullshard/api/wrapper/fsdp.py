@@ -115,6 +115,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         reduction: str = "mean",
     ) -> None:
         kind = make_comm(comm)
+        if isinstance(ignored_states, Iterable):
+            ignored_states = list(ignored_states)  # an iterator can be read once, and all instances read it
         arguments = check_arguments(
             module,
             process_group,
@@ -147,7 +149,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 "device_mesh": device_mesh,
                 "comm": kind,
                 "reduction": reduction,
-                "ignored_states": list(ignored_states) if ignored_states is not None else None,
+                "ignored_states": ignored_states,
             }
             blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
         check_plans([*(block for block, _ in blocks), plan])
