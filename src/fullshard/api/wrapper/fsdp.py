@@ -46,6 +46,9 @@ from .setup import check_arguments, materialise, warn_of_host
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 from .training import clip_gradients
 
+_OF_ROOT = ("self", "__class__", "module", "auto_wrap_policy", "full_precision_in_eval", "check", "unused")
+"""Local names of the constructor that are not arguments of the instances that `auto_wrap_policy` makes."""
+
 
 class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
     """A module wrapper that shards its parameters, gradients and optimizer state over ranks.
@@ -114,44 +117,14 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         unused: Unused = "error",
         reduction: str = "mean",
     ) -> None:
-        kind = make_comm(comm)
-        if isinstance(ignored_states, Iterable):
-            ignored_states = list(ignored_states)  # an iterator can be read once, and all instances read it
-        arguments = check_arguments(
-            module,
-            process_group,
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
-            ignored_modules,
-            ignored_states,
-            device_id,
-            device_mesh,
-        )
+        given = {name: value for name, value in locals().items() if name not in _OF_ROOT}
+        given["comm"] = kind = make_comm(comm)
+        for name in ("ignored_modules", "ignored_states"):  # an iterator can be read once, and all instances read it
+            given[name] = list(given[name]) if isinstance(given[name], Iterable) else given[name]
+        arguments = check_arguments(module, given)
         super().__init__()
         plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, reduction, *checked(check, unused))
-        blocks: list[tuple[Plan, dict[str, Any]]] = []
-        if auto_wrap_policy is not None:
-            common: dict[str, Any] = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_modules": list(arguments.ignored_modules) if ignored_modules is not None else None,
-                "device_mesh": device_mesh,
-                "comm": kind,
-                "reduction": reduction,
-                "ignored_states": ignored_states,
-            }
-            blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
+        blocks = [] if auto_wrap_policy is None else plan_blocks(plan, auto_wrap_policy, given, type(self))
         check_plans([*(block for block, _ in blocks), plan])
         for note in arguments.notes:
             warnings.warn(note, stacklevel=2)

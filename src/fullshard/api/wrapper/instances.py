@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ from .settings import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from .setup import Arguments, check_arguments, check_initialisable
 
 FULL_SHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-_CHECKED = tuple(inspect.signature(check_arguments).parameters)[1:]
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,14 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 def plan_blocks(
-    root: Plan, policy: Any, common: dict[str, Any], constructor: Callable[..., Any]
+    root: Plan, policy: Any, given: Mapping[str, Any], constructor: Callable[..., Any]
 ) -> list[tuple[Plan, dict[str, Any]]]:
     """Plan the instances of submodules of the root's module, innermost first, each with its arguments.
 
     Args:
         root: the plan of the whole model's instance.
         policy: `auto_wrap_policy`.
-        common: the root's arguments, which a policy may override for a block.
+        given: the root's arguments by name, which a policy may override for a block.
         constructor: the callable that takes these arguments.
 
     Raises:
@@ -197,8 +196,8 @@ def plan_blocks(
         unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        keywords = {**common, **overrides[id(child)]}
-        arguments = check_arguments(child, **{name: keywords.get(name) for name in _CHECKED})
+        keywords = {**given, **overrides[id(child)]}
+        arguments = check_arguments(child, keywords)
         flat, comm = not keywords["use_orig_params"], make_comm(keywords["comm"])
         blocks.append((Plan(child, arguments, comm, flat, keywords["param_init_fn"], keywords["reduction"]), keywords))
     return blocks

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...forms import successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
@@ -46,19 +45,12 @@ class Arguments:
     notes: tuple[str, ...] = ()
 
 
-def check_arguments(
-    module: Any,
-    process_group: Any,
-    sharding_strategy: Any,
-    cpu_offload: Any,
-    backward_prefetch: Any,
-    mixed_precision: Any,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[Any] | None,
-    device_id: Any,
-    device_mesh: DeviceMesh | None,
-) -> Arguments:
+def check_arguments(module: Any, given: Mapping[str, Any]) -> Arguments:
     """Check the constructor's arguments and fill in defaults. Changes nothing.
+
+    Args:
+        module: the module.
+        given: the other arguments, by name.
 
     Raises:
         ConfigError: invalid or conflicting arguments.
@@ -66,11 +58,12 @@ def check_arguments(
     if not isinstance(module, nn.Module):
         raise messages.not_a_module(type(module).__name__)
     chosen, notes = ShardingStrategy.FULL_SHARD, list[str]()
-    if sharding_strategy is not None:
-        chosen = accept(sharding_strategy, ShardingStrategy, "sharding_strategy")
+    if given["sharding_strategy"] is not None:
+        chosen = accept(given["sharding_strategy"], ShardingStrategy, "sharding_strategy")
+    device_mesh, process_group = given["device_mesh"], given["process_group"]
     if device_mesh is not None and process_group is not None:
         raise messages.group_and_mesh()
-    device = _device(device_id)
+    device = _device(given["device_id"])
     hybrid = chosen in HYBRID
     if device_mesh is not None:
         refuse_misread(device_mesh)
@@ -84,19 +77,19 @@ def check_arguments(
     elif axes.shard.size == 1 and not hybrid:
         notes.append(messages.switches_to_no_shard(chosen))
         chosen, axes = ShardingStrategy.NO_SHARD, unsharded_axes(axes)
-    prefetch = None
-    if backward_prefetch is not None:
-        prefetch = accept(backward_prefetch, BackwardPrefetch, "backward_prefetch")
-    modules, ignored = _ignored(ignored_modules, ignored_states)
+    prefetch, offload, mixed = (given[name] for name in ("backward_prefetch", "cpu_offload", "mixed_precision"))
+    if prefetch is not None:
+        prefetch = accept(prefetch, BackwardPrefetch, "backward_prefetch")
+    modules, ignored = _ignored(given["ignored_modules"], given["ignored_states"])
     if module in modules:
         notes.append(messages.root_is_ignored())
     return Arguments(
         axes,
         chosen,
         device_mesh is not None,
-        CPUOffload() if cpu_offload is None else accept(cpu_offload, CPUOffload, "cpu_offload"),
+        CPUOffload() if offload is None else accept(offload, CPUOffload, "cpu_offload"),
         prefetch,
-        MixedPrecision() if mixed_precision is None else accept(mixed_precision, MixedPrecision, "mixed_precision"),
+        MixedPrecision() if mixed is None else accept(mixed, MixedPrecision, "mixed_precision"),
         ignored,
         modules,
         tuple(notes),
