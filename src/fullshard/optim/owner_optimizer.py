@@ -6,6 +6,8 @@ import ast
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +26,6 @@ from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside
 from ..torch_private.step_hooks import needs_closure
 from .owners import (
-    Cut,
     OtherCut,
     Owners,
     Ownership,
@@ -43,10 +44,176 @@ from .probe import treats_elements, treats_parameters
 from .replicas import element_bounds, is_dense, like_order, run_of, spread
 
 State = dict[str, Any]  # of one parameter, by key
-Entry = tuple[torch.Tensor, str, torch.dtype]
-"""A tensor to exchange: its parameter; "value", "gradient" or a key of the state; its dtype."""
 Classes = dict[str, tuple[Any, ...]]
 """By key, how to rebuild a tensor subclass from its inner tensors: its class, context, size and stride."""
+
+
+@dataclass(eq=False)
+class _Param:
+    """A parameter, and who steps it.
+
+    Attributes:
+        tensor: the parameter.
+        elementwise: whether elements are stepped where they are.
+        whole: the whole parameter, or the run of elements, that the inner optimizer steps. Has values only in steps.
+        owner: the owner's rank on the shard axis; None if the parameter is not split along it.
+        replica: the owner's rank on the replicate axis; None if there is no such axis, or if elementwise.
+        bounds: if elementwise: see `element_bounds`, of this rank's part.
+        classes: of the state, if this rank owns it.
+    """
+
+    tensor: torch.Tensor
+    elementwise: bool
+    whole: nn.Parameter
+    owner: int | None = None
+    replica: int | None = None
+    bounds: Sequence[int] = ()
+    classes: Classes = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> tuple[Axis, Axis | None] | None:
+        """The shard axis, and the replicate axis if that has several ranks; None if the parameter is in no unit."""
+        return axes_of(self.tensor)
+
+    @cached_property
+    def cut(self) -> Any:
+        """How the parameter is assembled. `OtherCut` for one in no unit, whose shard axis is unknown."""
+        if self.elementwise:
+            return None
+        cut = cut_of(self.tensor)
+        return OtherCut() if cut is not None and self.axes is None else cut
+
+    @property
+    def replicas(self) -> Axis | None:
+        """The replicate axis along which the parameter has owners."""
+        return None if self.axes is None or isinstance(self.cut, OtherCut) else self.axes[1]
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, for errors."""
+        return str(self.tensor.__dict__.get(NAME_KEY, "?"))
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the parameter; shares memory."""
+        return inside(self.tensor.detach())
+
+    @property
+    def in_replica(self) -> bool:
+        """Whether a rank of this replica owns the parameter; if elementwise: elements of this rank's part."""
+        axis, bounds = self.replicas, self.bounds
+        if axis is None:
+            return True
+        if not self.elementwise:
+            return self.replica == axis.rank
+        return bounds[axis.rank] < bounds[axis.rank + 1] or (bounds[-1] == 0 and axis.rank == 0)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank steps the parameter; if elementwise: elements of it."""
+        return self.in_replica and (self.owner is None or bool(self.cut.rank == self.owner))
+
+    def run(self, local: torch.Tensor) -> torch.Tensor:
+        """If elementwise: the run that this rank owns in a tensor like `self.local`; shares memory."""
+        if local.dim() == 0:
+            return local
+        replica = self.replicas.rank if self.replicas is not None else 0
+        return run_of(local, self.bounds[replica], self.bounds[replica + 1])
+
+    def runs(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What ranks of each replica own in a tensor like `self.local`: replica, view."""
+        if self.elementwise:
+            bounds = enumerate(pairwise(self.bounds))
+            return [(replica, run_of(local, start, stop)) for replica, (start, stop) in bounds if start < stop]
+        assert self.replica is not None
+        return [(self.replica, local)] if local.numel() else []
+
+    def is_split_like(self, value: Any) -> bool:
+        """Whether a state value is sharded exactly like the parameter, which has an owner."""
+        parameter = self.tensor
+        if self.owner is None or not isinstance(value, (DTensor, FlatShard)):
+            return False
+        same = isinstance(value, FlatShard) and isinstance(parameter, FlatShard) and value._run.same_as(parameter._run)
+        return same or cut_of(value) == self.cut
+
+    def whole_state(self, value: Any) -> Any:
+        """A whole state value; None on other ranks if the owner has it, else gathered on all ranks. Collective."""
+        if not isinstance(value, (DTensor, FlatShard)):
+            return value
+        owner = -1 if self.owner is None else self.owner
+        on_owner = isinstance(value, FlatShard) and _only_rank(value._run) == owner
+        if self.cut is None or on_owner or not value.numel():
+            return inside(value).view(value.shape) if self.is_owned else None
+        return value.full_tensor()
+
+    def run_of_state(self, value: Any) -> Any:
+        """If elementwise: this rank's run of a sharded or whole state value; a copy.
+
+        Raises:
+            CheckpointError: the value has the shape of neither the parameter nor this rank's part.
+        """
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not isinstance(value, FlatShard)):
+            return value
+        parameter, local, part = self.tensor, self.local, inside(value)
+        if part is value and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            part = piece_of(parameter, value)
+        elif part is value and isinstance(parameter, FlatShard) and value.shape == parameter.shape:
+            part = parameter._run.cut(value)
+        if part.numel() != local.numel():
+            raise CheckpointError(
+                "Optimizer state does not have one value per element, so that it cannot be stepped by elements.",
+                parameter=self.name,
+                expected=f"shape {tuple(parameter.shape)}",
+                got=f"shape {tuple(value.shape)}",
+                remedy="load it into the optimizer that saved it",
+                topic="optimizer-state",
+            )
+        return self.run(like_order(part, local)).clone()
+
+    def flat(self, nested: Mapping[str, Any]) -> State | Exception:
+        """The flattened state of the parameter, which this rank owns, or the error that prevents it."""
+        state: State = {}
+        try:
+            for key, value in nested.items():
+                _flatten(value, key, state, self.classes)
+        except CheckpointError as error:
+            return error
+        shape = self.whole.shape
+        for key, value in state.items() if self.elementwise else ():
+            if isinstance(value, torch.Tensor) and value.dim() and (value.shape != shape or "<" in str(key)):
+                return CheckpointError(
+                    f"Optimizer state {key!r} does not have one value per element, so that it cannot be sharded.",
+                    parameter=self.name,
+                    expected=f"a plain tensor of shape {tuple(shape)} or ()",
+                    got=f"shape {tuple(value.shape)}",
+                    remedy="save only the model, or build the optimizer without elementwise=True",
+                    topic="optimizer-state",
+                )
+        return state
+
+    def sharded(self, value: Any, kind: str, detail: Any) -> Any:
+        """The sharded form of a state value, of the kind that `_describe` found. Others' parts are filled later."""
+        if kind == "value":
+            return detail
+        device = self.local.device
+        if kind == "number":
+            number, on_cpu = detail
+            return number if on_cpu else number.to(device)
+        if kind == "element":
+            is_whole = self.owner is None and not self.elementwise
+            return _sharded_like(self.tensor, value if is_whole else None, detail)
+        shape, dtype = detail  # a rank other than the owner has no value
+        if self.owner is None or self.axes is None:
+            return torch.empty(shape, dtype=dtype, device=device) if value is None else value
+        numel = torch.Size(shape).numel()
+        empty = torch.empty(numel if self.axes[0].rank == self.owner else 0, dtype=dtype, device=device)
+        local = empty if value is None else value.detach().reshape(-1)
+        order = tuple(range(len(shape)))
+        return FlatShard(local, Run(self.name, tuple(shape), order, self.owner * numel, numel, *self.axes))
+
+
+Entry = tuple[_Param, str, torch.dtype]
+"""A tensor to exchange: its parameter; "value", "gradient" or a key of the state; its dtype."""
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -117,19 +284,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self.elementwise = elementwise
         self.optimizer_class, self._arguments = optimizer_class, settings
         self._shared = False  # whether `state` is sharded
-        # By id of the parameter:
-        self._wholes: dict[int, nn.Parameter] = {}  # whole parameters, or runs, that the inner optimizer steps
-        self._owner_of: dict[int, int] = {}  # the owner's rank on the shard axis, of parameters split along it
-        self._replica_of: dict[int, int] = {}  # the owner's rank on the replicate axis, of parameters that have one
-        self._bounds: dict[int, list[int]] = {}  # if elementwise: see `element_bounds`, of this rank's part
+        self._params: dict[int, _Param] = {}  # by id of the parameter
+        self._in_order: list[_Param] = []  # see `_ordered`
         self._ownerships: list[Ownership] = []  # see `ownerships`
-        self._are_assigned = False  # whether `_assign_owners` has filled these four
-        self._places: dict[int, tuple[Axis, Axis | None] | None] = {}  # see `_axes_of`
-        self._cuts: dict[int, Cut | OtherCut | None] = {}
-        self._classes: dict[int, Classes] = {}  # of the state of parameters that this rank owns
+        self._are_assigned = False  # whether parameters have owners
         self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
-        self._in_order: list[torch.Tensor] = []  # see `_parameters`
-        self._knows_classes = False  # whether `_classes` is complete, the same on all ranks
+        self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
             [{**_settings(group), "params": self._new_wholes(group)} for group in self.param_groups], **settings
@@ -139,8 +299,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._check_elements()
         else:
             self._check_coupling(settings)
-        for parameter in self._parameters():
-            state = self._inner.state.get(self._wholes[id(parameter)])
+        for param in self._ordered():
+            state = self._inner.state.get(param.whole)
             if state and any(isinstance(value, torch.Tensor) for value in leaves_in(state)):
                 raise ConfigError(
                     f"OwnerOptimizer: {optimizer_class.__name__} creates state in its constructor.",
@@ -150,7 +310,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     topic="optimizer-on-shards",
                 )
             if state:
-                self.state[parameter] = state
+                self.state[param.tensor] = state
         self._copy_settings_back()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -195,20 +355,20 @@ class OwnerOptimizer(torch.optim.Optimizer):
             wholes = inner_group["params"]
             inner_group.clear()
             inner_group.update({**_settings(group), "params": wholes})
-        stepped = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        stepped = [param for param in self._ordered() if param.tensor.grad is not None]
         self._agree(stepped)
         try:
             self._gather(stepped)
             inner.step()
-            for parameter in stepped:
-                self._wholes[id(parameter)].grad = None  # before the pieces to return are allocated
+            for param in stepped:
+                param.whole.grad = None  # before the pieces to return are allocated
             self._scatter(stepped)
         finally:
-            for parameter in stepped:
-                _empty(self._wholes[id(parameter)])
-        for parameter in stepped:
-            state = inner.state.get(self._wholes[id(parameter)])
-            self.state[parameter] = {} if state is None else state
+            for param in stepped:
+                _empty(param.whole)
+        for param in stepped:
+            state = inner.state.get(param.whole)
+            self.state[param.tensor] = {} if state is None else state
         self._copy_settings_back()
         self._knows_classes = True
         return loss
@@ -224,44 +384,36 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if self._shared:
             return
         self._assign_owners()
-        flat: dict[int, Any] = {
-            id(parameter): self._flat(parameter) if self._owns(parameter) else {} for parameter in self._parameters()
+        params = self._ordered()
+        flat: dict[_Param, Any] = {
+            param: param.flat(self._inner.state.get(param.whole, {})) if param.is_owned else {} for param in params
         }
         descriptions = self._descriptions(flat)
         shared = {
-            id(parameter): {
-                key: self._blank(parameter, flat[id(parameter)].get(key), kind, detail)
-                for key, (kind, detail) in descriptions[id(parameter)].items()
-            }
-            for parameter in self._parameters()
+            param: {key: param.sharded(flat[param].get(key), *description) for key, description in state.items()}
+            for param, state in descriptions.items()
         }
-        elements = [
-            (parameter, key, detail)
-            for parameter in self._parameters()
-            if id(parameter) in self._owner_of
-            for key, (kind, detail) in descriptions[id(parameter)].items()
-            if kind == "element"
-        ]
+        tensors: list[tuple[_Param, torch.Tensor]] = []
+        elements: list[Entry] = []
+        for param in params:
+            for key, (kind, detail) in descriptions[param].items():
+                if kind not in ("element", "whole"):
+                    continue
+                target = inside(shared[param][key])
+                tensors.append((param, target))
+                if kind == "element" and param.owner is not None:
+                    elements.append((param, key, detail))
+                elif self.elementwise and param.is_owned:
+                    param.run(target).copy_(flat[param][key])
         for owners, home, entries in self._exchanges(elements):
-            wholes = [flat[id(entries[at][0])][entries[at][1]].detach() for at in owners.mine]
-            targets = [inside(shared[id(parameter)][key]) for parameter, key, _ in entries]
-            pieces = owners.scatter(wholes, [target.to(home) for target in targets])
-            for target, piece in zip(targets, pieces, strict=True):
-                target.copy_(piece)
-        tensors = []
-        for parameter in self._parameters():
-            for key, (kind, _) in descriptions[id(parameter)].items():
-                if kind in ("element", "whole"):
-                    target = inside(shared[id(parameter)][key])
-                    if self.elementwise and self._owns(parameter):
-                        self._run(parameter, target).copy_(flat[id(parameter)][key])
-                    tensors.append((parameter, target))
+            wholes = [flat[entries[at][0]][entries[at][1]].detach() for at in owners.mine]
+            _scatter(owners, home, wholes, [inside(shared[param][key]) for param, key, _ in entries])
         self._spread(tensors)
         self._inner.state.clear()
         self.state.clear()
-        for parameter in self._parameters():
-            if shared[id(parameter)]:
-                self.state[parameter] = shared[id(parameter)]
+        for param in params:
+            if shared[param]:
+                self.state[param.tensor] = shared[param]
         self._shared = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,9 +437,9 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self.share_state()
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for parameter, key in zip(self._listed(), keys, strict=True):
+        for param, key in zip(self._listed(), keys, strict=True):
             if key in state_dict["state"]:  # torch casts 8-bit state to the parameter's dtype
-                self.state[parameter] = dict(state_dict["state"][key])
+                self.state[param.tensor] = dict(state_dict["state"][key])
         self._inner.state.clear()
         self._shared = True
 
@@ -298,7 +450,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             "_copied": (
                 self.optimizer_class,
                 {"elementwise": self.elementwise, **self._arguments},
-                [self._classes.get(id(parameter), {}) for parameter in self._listed()],
+                [param.classes for param in self._listed()],
             ),
         }
 
@@ -306,7 +458,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if "_copied" in state:
             optimizer_class, settings, classes = state.pop("_copied")
             self.__init__([dict(group) for group in state["param_groups"]], optimizer_class, **settings)  # type: ignore[misc]
-            self._classes = dict(zip(map(id, self._listed()), classes, strict=True))
+            for param, of_state in zip(self._listed(), classes, strict=True):
+                param.classes = of_state
             state = {**state, "_shared": True, "_knows_classes": True}
         super().__setstate__(state)
 
@@ -376,26 +529,27 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # Parameters and settings of the inner optimizer.
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _ordered(self) -> list[_Param]:
         """All parameters, in an order that ranks share, whatever the order in their groups."""
         if not self._in_order:
-            parameters = self._listed()
-            places = places_of(parameters)
-            self._in_order = sorted(parameters, key=lambda parameter: places.get(id(parameter), (-1, 0)))
+            params = self._listed()
+            places = places_of(param.tensor for param in params)
+            self._in_order = sorted(params, key=lambda param: places.get(id(param.tensor), (-1, 0)))
         return self._in_order
 
-    def _listed(self) -> list[torch.Tensor]:
+    def _listed(self) -> list[_Param]:
         """All parameters, in the order of the groups."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return [self._params[id(parameter)] for group in self.param_groups for parameter in group["params"]]
 
     def _new_wholes(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
-        """Parameters for the inner optimizer, one per parameter of a group. They have values only in steps."""
+        """Parameters for the inner optimizer, one per parameter of a group."""
+        wholes = []
         for parameter in group["params"]:
             local = inside(parameter.detach())
             shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
-            whole = nn.Parameter(local.new_zeros(()).expand(shape), parameter.requires_grad)
-            self._wholes[id(parameter)] = whole
-        return [self._wholes[id(parameter)] for parameter in group["params"]]
+            wholes.append(nn.Parameter(local.new_zeros(()).expand(shape), parameter.requires_grad))
+            self._params[id(parameter)] = _Param(parameter, self.elementwise, wholes[-1])
+        return wholes
 
     def _copy_settings_back(self) -> None:
         """Copy the group settings of the inner optimizer, which may change in its steps."""
@@ -404,133 +558,85 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # Owners.
 
-    def _axes_of(self, parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
-        """The shard axis of a parameter, and its replicate axis if that has several ranks; None if it is in no unit."""
-        if id(parameter) not in self._places:
-            self._places[id(parameter)] = axes_of(parameter)
-        return self._places[id(parameter)]
-
-    def _replicas(self, parameter: torch.Tensor) -> Axis | None:
-        """The replicate axis along which a parameter has owners."""
-        axes = self._axes_of(parameter)
-        return None if axes is None or isinstance(self._cut(parameter), OtherCut) else axes[1]
-
-    def _cut(self, parameter: torch.Tensor) -> Cut | OtherCut | None:
-        """How a parameter is assembled. `OtherCut` for one in no unit, whose shard axis is unknown."""
-        if self.elementwise:
-            return None
-        if id(parameter) not in self._cuts:
-            cut = cut_of(parameter)
-            self._cuts[id(parameter)] = OtherCut() if cut is not None and self._axes_of(parameter) is None else cut
-        return self._cuts[id(parameter)]
-
     def _assign_owners(self) -> None:
         """Choose owners unless they are chosen: balance the elements of all parameters with the same ranks."""
         if self._are_assigned:
             return
         self._are_assigned = True
-        self._owner_of, self._replica_of, self._bounds, self._ownerships = {}, {}, {}, []
-        by_ranks: dict[Any, list[tuple[torch.Tensor, Any, Axis | None]]] = {}
-        for parameter in self._parameters():
-            cut, axis = self._cut(parameter), self._replicas(parameter)
+        self._ownerships = []
+        by_ranks: dict[Any, list[_Param]] = {}
+        for param in self._ordered():
+            cut, axis = param.cut, param.replicas
             if self.elementwise:
-                ranks: Any = owner_of(parameter), axis and axis.group, parameter.dtype
+                ranks: Any = owner_of(param.tensor), axis and axis.group, param.tensor.dtype
             elif isinstance(cut, OtherCut) or (cut is None and axis is None):
                 continue
             else:
                 ranks = cut and cut.group, axis and axis.group
-            by_ranks.setdefault(ranks, []).append((parameter, cut, axis))
-        for entries in by_ranks.values():
-            _, cut, axis = entries[0]
+            by_ranks.setdefault(ranks, []).append(param)
+        for params in by_ranks.values():
+            cut, axis = params[0].cut, params[0].replicas
             shards, replicas = cut.world if cut else 1, axis.size if axis else 1
+            tensors = [param.tensor for param in params]
             if self.elementwise:
-                bounds = element_bounds([inside(parameter.detach()).numel() for parameter, *_ in entries], replicas)
-                self._bounds |= {id(parameter): b for (parameter, *_), b in zip(entries, bounds, strict=True)}
+                bounds = element_bounds([param.local.numel() for param in params], replicas)
+                for param, of_param in zip(params, bounds, strict=True):
+                    param.bounds = of_param
                 if axis is not None:
-                    self._ownerships.append(ownership_of_elements([p for p, *_ in entries], bounds))
+                    self._ownerships.append(ownership_of_elements(tensors, bounds))
                 continue
-            numels = [parameter.numel() for parameter, *_ in entries]
+            numels = [tensor.numel() for tensor in tensors]
             owners = balanced(numels, shards * replicas)
-            of_ranks = [parameter for parameter, *_ in entries]
-            self._ownerships.append(ownership(of_ranks, cut, axis, owners, numels, "elements"))
-            for (parameter, cut, axis), owner in zip(entries, owners, strict=True):
-                if cut is not None:
-                    self._owner_of[id(parameter)] = owner // replicas
-                if axis is not None:
-                    self._replica_of[id(parameter)] = owner % replicas
+            self._ownerships.append(ownership(tensors, cut, axis, owners, numels, "elements"))
+            for param, owner in zip(params, owners, strict=True):
+                param.owner = owner // replicas if cut is not None else None
+                param.replica = owner % replicas if axis is not None else None
 
     def ownerships(self) -> list[Ownership]:
         """Which rank steps which parameter, or how many elements if `elementwise`, by unit. No communication."""
         self._assign_owners()
         return self._ownerships
 
-    def _agree(self, stepped: Sequence[torch.Tensor]) -> None:
+    def _agree(self, stepped: Sequence[_Param]) -> None:
         """Check that replicas are about to step the same parameters, once for each set of them. Collective then.
 
         If elementwise, ranks of a shard axis exchange nothing, and may have gradients of different parts.
         """
         self._assign_owners()
-        key = "stepped", tuple([id(parameter) for parameter in stepped])
+        key = "stepped", tuple(stepped)
         if key in self._plans:
             return
         by_ranks: dict[tuple[Any, Any], list[torch.Tensor]] = {}
-        chosen = {id(parameter) for parameter in stepped}
-        for parameter in self._parameters():
-            axes, axis = self._axes_of(parameter), self._replicas(parameter)
-            if axes is not None and axis is not None:
-                groups = (axis.group, None) if self.elementwise else (axes[0].group, axis.group)
-                parameters = by_ranks.setdefault(groups, [])
-                parameters += [parameter] if id(parameter) in chosen else []
+        chosen = set(stepped)
+        for param in self._ordered():
+            if param.axes is not None and (axis := param.replicas) is not None:
+                groups = (axis.group, None) if self.elementwise else (param.axes[0].group, axis.group)
+                by_ranks.setdefault(groups, []).extend([param.tensor] if param in chosen else [])
         how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
         for (group, replicas), parameters in by_ranks.items():
             check_alike(parameters, group, replicas, how)
         keep(self._plans, key, [])
 
-    def _in_replica(self, parameter: torch.Tensor) -> bool:
-        """Whether a rank of this replica owns a parameter; if elementwise: elements of this rank's part."""
-        axis = self._replicas(parameter)
-        if axis is None:
-            return True
-        if not self.elementwise:
-            return self._replica_of[id(parameter)] == axis.rank
-        bounds = self._bounds[id(parameter)]
-        return bounds[axis.rank] < bounds[axis.rank + 1] or (bounds[-1] == 0 and axis.rank == 0)
-
-    def _run(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """If elementwise: the run that this rank owns in a tensor like its part of a parameter; shares memory."""
-        if local.dim() == 0:
-            return local
-        axis, bounds = self._replicas(parameter), self._bounds[id(parameter)]
-        replica = axis.rank if axis is not None else 0
-        return run_of(local, bounds[replica], bounds[replica + 1])
-
-    def _runs(self, parameter: torch.Tensor, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """What ranks of each replica own in a tensor like this rank's part of a parameter: replica, view."""
-        if self.elementwise:
-            bounds = enumerate(pairwise(self._bounds[id(parameter)]))
-            return [(replica, run_of(local, start, stop)) for replica, (start, stop) in bounds if start < stop]
-        return [(self._replica_of[id(parameter)], local)] if local.numel() else []
-
-    def _spread(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _spread(self, tensors: Sequence[tuple[_Param, torch.Tensor]]) -> None:
         """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.
 
         Args:
             tensors: parameters, each with a tensor like this rank's part of it, or with one that only its owner has.
         """
-        key = "spread", tuple([(id(parameter), tensor.dtype) for parameter, tensor in tensors])
+        key = "spread", tuple([(param, tensor.dtype) for param, tensor in tensors])
         plan = self._plans.get(key)
         if plan is None:
-            by_unit: dict[Any, tuple[Any, list[int]]] = {}
-            for index, (parameter, tensor) in enumerate(tensors):
-                if (axis := self._replicas(parameter)) is not None:
-                    unit = owner_of(parameter), axis.group, tensor.dtype
+            by_unit: dict[Any, tuple[Axis, list[int]]] = {}
+            for index, (param, tensor) in enumerate(tensors):
+                if (axis := param.replicas) is not None:
+                    unit = owner_of(param.tensor), axis.group, tensor.dtype
                     by_unit.setdefault(unit, (axis, []))[1].append(index)
             plan = list(by_unit.values())
             keep(self._plans, key, plan)
         for axis, indices in plan:
             by_replica: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            for index in indices:
-                for replica, run in self._runs(*tensors[index]):
+            for param, tensor in [tensors[index] for index in indices]:
+                for replica, run in param.runs(tensor):
                     by_replica[replica].append(run)
             if any(by_replica):
                 spread(axis, by_replica)
@@ -538,122 +644,93 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def _exchanges(self, entries: Sequence[Entry]) -> Iterator[tuple[Owners, torch.device, list[Entry]]]:
         """The exchanges in this replica, of entries whose owner is in it: for each its owners, device and entries."""
         self._assign_owners()
-        entries = [entry for entry in entries if self._in_replica(entry[0])]
-        key = tuple([(id(parameter), kind, dtype) for parameter, kind, dtype in entries])
+        entries = [entry for entry in entries if entry[0].in_replica]
+        key = tuple(entries)
         plans = self._plans.get(key)
         if plans is None:
             by_kind: dict[Any, list[int]] = {}  # values and gradients separately, to save memory
-            for index, (parameter, kind, dtype) in enumerate(entries):
-                cut: Any = self._cut(parameter)
-                by_kind.setdefault((cut.group, kind, dtype), []).append(index)
+            for index, (param, kind, dtype) in enumerate(entries):
+                by_kind.setdefault((param.cut.group, kind, dtype), []).append(index)
             plans = []
             for (group, *_), indices in by_kind.items():
-                parameters = [entries[index][0] for index in indices]
-                check_alike(parameters, group)
-                cuts: list[Any] = [self._cut(parameter) for parameter in parameters]
-                owners = Owners(cuts, [self._owner_of[id(parameter)] for parameter in parameters])
-                plans.append((owners, device_of(group), indices))
+                params = [entries[index][0] for index in indices]
+                check_alike([param.tensor for param in params], group)
+                of_params: list[Any] = [param.owner for param in params]
+                plans.append((Owners([param.cut for param in params], of_params), device_of(group), indices))
             keep(self._plans, key, plans)
         for owners, home, indices in plans:
             yield owners, home, [entries[index] for index in indices]
 
     # The exchanges of a step.
 
-    def _gather(self, stepped: Sequence[torch.Tensor]) -> None:
+    def _gather(self, stepped: Sequence[_Param]) -> None:
         """Fill the whole parameters that this rank owns with values and gradients. Collective."""
-        owned = []
-        for parameter in stepped:
-            cut, gradient = self._cut(parameter), parameter.grad
+        owned: list[Entry] = []
+        for param in stepped:
+            parameter, cut, whole = param.tensor, param.cut, param.whole
+            gradient = parameter.grad
             assert gradient is not None
             check_gradient(parameter, gradient)
-            whole = self._wholes[id(parameter)]
-            if not self._in_replica(parameter):
+            if not param.in_replica:
                 continue
             if self.elementwise:
-                local = inside(parameter.detach())
-                whole.data = self._run(parameter, local)
-                whole.grad = self._run(parameter, like_order(inside(gradient), local))
+                whole.data, whole.grad = param.run(param.local), param.run(like_order(inside(gradient), param.local))
             elif cut is None:
-                whole.data, whole.grad = inside(parameter.detach()), inside(gradient)
+                whole.data, whole.grad = param.local, inside(gradient)
             elif isinstance(cut, OtherCut):
                 full: Any = parameter.detach()
                 whole.data, whole.grad = full.full_tensor().clone(), gradient.full_tensor()  # type: ignore[attr-defined]
             else:
-                owned += [(parameter, "value", parameter.dtype), (parameter, "gradient", gradient.dtype)]
+                owned += [(param, "value", parameter.dtype), (param, "gradient", gradient.dtype)]
         for owners, home, entries in self._exchanges(owned):
-            sources = [p.detach() if kind == "value" else p.grad for p, kind, _ in entries]
+            sources: list[Any] = [
+                param.tensor.detach() if kind == "value" else param.tensor.grad for param, kind, _ in entries
+            ]
             wholes = owners.gather([inside(source).to(home) for source in sources])
             for at, value in zip(owners.mine, wholes, strict=True):
-                parameter, kind, _ = entries[at]
+                param, kind, _ = entries[at]
                 if kind == "value":
-                    self._wholes[id(parameter)].data = value
+                    param.whole.data = value
                 else:
-                    self._wholes[id(parameter)].grad = value
+                    param.whole.grad = value
 
-    def _scatter(self, stepped: Sequence[torch.Tensor]) -> None:
+    def _scatter(self, stepped: Sequence[_Param]) -> None:
         """Copy the new values from the owners into the shards of all replicas. Collective."""
-        owned = []
-        for parameter in stepped:
-            cut, whole = self._cut(parameter), self._wholes[id(parameter)].detach()
-            if not self._in_replica(parameter):
+        owned: list[Entry] = []
+        for param in stepped:
+            cut, whole, target = param.cut, param.whole.detach(), param.local
+            if not param.in_replica:
                 continue
             if isinstance(cut, OtherCut):
-                inside(parameter.detach()).copy_(piece_of(parameter, whole))
+                target.copy_(piece_of(param.tensor, whole))
             elif cut is None:
-                target = inside(parameter.detach())
-                target = self._run(parameter, target) if self.elementwise else target
+                target = param.run(target) if self.elementwise else target
                 if whole.data_ptr() != target.data_ptr():
                     target.copy_(whole)
             else:
-                owned.append((parameter, "value", parameter.dtype))
+                owned.append((param, "value", param.tensor.dtype))
         for owners, home, entries in self._exchanges(owned):
-            targets = [inside(parameter.detach()) for parameter, *_ in entries]
-            wholes = [self._wholes[id(entries[at][0])].detach() for at in owners.mine]
-            for target, piece in zip(targets, owners.scatter(wholes, [t.to(home) for t in targets]), strict=True):
-                target.copy_(piece)
-        self._spread([(parameter, inside(parameter.detach())) for parameter in stepped])
-        for parameter in stepped:
-            increment_version(parameter)
+            wholes = [entries[at][0].whole.detach() for at in owners.mine]
+            _scatter(owners, home, wholes, [param.local for param, *_ in entries])
+        self._spread([(param, param.local) for param in stepped])
+        for param in stepped:
+            increment_version(param.tensor)
 
     # State: whole on owners, or sharded.
 
-    def _flat(self, parameter: torch.Tensor) -> State | Exception:
-        """The flattened state of a parameter that this rank owns, or the error that prevents it."""
-        state: State = {}
-        try:
-            for key, value in self._inner.state.get(self._wholes[id(parameter)], {}).items():
-                _flatten(value, key, state, self._classes.setdefault(id(parameter), {}))
-        except CheckpointError as error:
-            return error
-        shape = self._wholes[id(parameter)].shape
-        for key, value in state.items() if self.elementwise else ():
-            if isinstance(value, torch.Tensor) and value.dim() and (value.shape != shape or "<" in str(key)):
-                return CheckpointError(
-                    f"Optimizer state {key!r} does not have one value per element, so that it cannot be sharded.",
-                    parameter=parameter.__dict__.get(NAME_KEY, "?"),
-                    expected=f"a plain tensor of shape {tuple(shape)} or ()",
-                    got=f"shape {tuple(value.shape)}",
-                    remedy="save only the model, or build the optimizer without elementwise=True",
-                    topic="optimizer-state",
-                )
-        return state
-
-    def _descriptions(self, flat: Mapping[int, Any]) -> dict[int, dict[str, tuple[str, Any]]]:
-        """Descriptions of all parameters' state from its owners: by id and key, see `_describe`. Collective."""
-        parameters = self._parameters()
-        descriptions: dict[int, Any] = {}  # by index in `_parameters`, which is the same on all ranks
-        for number, parameter in enumerate(parameters):
-            state = flat[id(parameter)]
-            shape, failed = self._wholes[id(parameter)].shape, isinstance(state, Exception)
-            descriptions[number] = state if failed else {key: _describe(shape, v) for key, v in state.items()}
+    def _descriptions(self, flat: Mapping[_Param, Any]) -> dict[_Param, dict[str, tuple[str, Any]]]:
+        """Descriptions of all parameters' state from its owners, by key; see `_describe`. Collective."""
+        params = self._ordered()
+        descriptions: dict[int, Any] = {}  # by index in `params`, which is the same on all ranks
         groups: dict[Any, list[int]] = {}
-        for number, parameter in enumerate(parameters):
-            if id(parameter) in self._owner_of:
-                cut: Any = self._cut(parameter)
-                groups.setdefault(cut.group, []).append(number)
         replicas: dict[Any, list[int]] = {}  # after the shard axis: ranks of one replica then have the same to tell
-        for number, parameter in enumerate(parameters):
-            if (axis := self._replicas(parameter)) is not None:
+        for number, param in enumerate(params):
+            state, shape = flat[param], param.whole.shape
+            failed = isinstance(state, Exception)
+            descriptions[number] = state if failed else {key: _describe(shape, v) for key, v in state.items()}
+            if param.owner is not None:
+                groups.setdefault(param.cut.group, []).append(number)
+            if (axis := param.replicas) is not None:
                 replicas.setdefault(axis.group, []).append(number)
         for ranks, numbers in (*groups.items(), *replicas.items()):
             local = {number: descriptions[number] for number in numbers if descriptions[number]}
@@ -662,105 +739,33 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for description in descriptions.values():
             if isinstance(description, Exception):
                 raise description
-        return {id(parameters[number]): description for number, description in descriptions.items()}
-
-    def _blank(self, parameter: torch.Tensor, value: Any, kind: str, detail: Any) -> Any:
-        """The sharded form of a state value. What another rank owns is filled later."""
-        if kind == "value":
-            return detail
-        device = inside(parameter).device
-        if kind == "number":
-            number, on_cpu = detail
-            return number if on_cpu else number.to(device)
-        owner = self._owner_of.get(id(parameter))
-        if kind == "element":
-            is_whole = owner is None and not self.elementwise
-            return _sharded_like(parameter, value if is_whole else None, detail)
-        shape, dtype = detail  # a rank other than the owner has no value
-        axes = self._axes_of(parameter)
-        if owner is None or axes is None:
-            return torch.empty(shape, dtype=dtype, device=device) if value is None else value
-        name, numel = parameter.__dict__.get(NAME_KEY, "?"), torch.Size(shape).numel()
-        empty = torch.empty(numel if axes[0].rank == owner else 0, dtype=dtype, device=device)
-        local = empty if value is None else value.detach().reshape(-1)
-        return FlatShard(local, Run(name, tuple(shape), tuple(range(len(shape))), owner * numel, numel, *axes))
-
-    def _owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank steps a parameter; if elementwise: elements of it."""
-        cut: Any = self._cut(parameter)
-        is_rank = id(parameter) not in self._owner_of or bool(cut.rank == self._owner_of[id(parameter)])
-        return is_rank and self._in_replica(parameter)
-
-    def _is_split_like(self, parameter: torch.Tensor, value: Any) -> bool:
-        """Whether a state value is sharded exactly like its parameter, which has an owner."""
-        if id(parameter) not in self._owner_of or not isinstance(value, (DTensor, FlatShard)):
-            return False
-        same = isinstance(value, FlatShard) and isinstance(parameter, FlatShard) and value._run.same_as(parameter._run)
-        return same or cut_of(value) == self._cut(parameter)
-
-    def _whole_state(self, parameter: torch.Tensor, value: Any) -> Any:
-        """A whole state value; None on other ranks if the owner has it, else gathered on all ranks. Collective."""
-        if not isinstance(value, (DTensor, FlatShard)):
-            return value
-        is_plain = self._cut(parameter) is None
-        on_owner = isinstance(value, FlatShard) and _only_rank(value._run) == self._owner_of.get(id(parameter), -1)
-        if is_plain or on_owner or not value.numel():
-            return inside(value).view(value.shape) if self._owns(parameter) else None
-        return value.full_tensor()
-
-    def _state_run(self, parameter: torch.Tensor, value: Any) -> Any:
-        """If elementwise: this rank's run of a sharded or whole state value; a copy.
-
-        Raises:
-            CheckpointError: the value has the shape of neither the parameter nor this rank's part.
-        """
-        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not isinstance(value, FlatShard)):
-            return value
-        local, part = inside(parameter.detach()), inside(value)
-        if part is value and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-            part = piece_of(parameter, value)
-        elif part is value and isinstance(parameter, FlatShard) and value.shape == parameter.shape:
-            part = parameter._run.cut(value)
-        if part.numel() != local.numel():
-            raise CheckpointError(
-                "Optimizer state does not have one value per element, so that it cannot be stepped by elements.",
-                parameter=parameter.__dict__.get(NAME_KEY, "?"),
-                expected=f"shape {tuple(parameter.shape)}",
-                got=f"shape {tuple(value.shape)}",
-                remedy="load it into the optimizer that saved it",
-                topic="optimizer-state",
-            )
-        return self._run(parameter, like_order(part, local)).clone()
+        return {params[number]: description for number, description in descriptions.items()}
 
     def _unshare_state(self) -> None:
         """Pass the sharded state, which may have been loaded, to the inner optimizers of the owners. Collective."""
         self._assign_owners()
-        states: dict[int, State] = {}
-        elements = []
-        for parameter in self._parameters():
-            state: State = self.state.get(parameter) or {}
+        states: dict[_Param, State] = {param: {} for param in self._ordered()}
+        elements: list[Entry] = []
+        for param in self._ordered():
+            state: State = self.state.get(param.tensor) or {}
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):  # ranks may list keys differently
-                if self.elementwise:
-                    if self._owns(parameter):
-                        states.setdefault(id(parameter), {})[key] = self._state_run(parameter, value)
+                if not self.elementwise and param.is_split_like(value):
+                    elements.append((param, key, value.dtype))
                     continue
-                if self._is_split_like(parameter, value):
-                    elements.append((parameter, key, value.dtype))
-                    continue
-                whole = self._whole_state(parameter, value)
-                if self._owns(parameter):
-                    states.setdefault(id(parameter), {})[key] = whole
+                if not self.elementwise:
+                    value = param.whole_state(value)  # collective: on ranks that do not own it too
+                if param.is_owned:
+                    states[param][key] = param.run_of_state(value) if self.elementwise else value
         for owners, home, entries in self._exchanges(elements):
-            wholes = owners.gather([inside(self.state[p][key]).to(home) for p, key, _ in entries])
+            wholes = owners.gather([inside(self.state[p.tensor][key]).to(home) for p, key, _ in entries])
             for at, whole in zip(owners.mine, wholes, strict=True):
-                parameter, key, _ = entries[at]
-                states.setdefault(id(parameter), {})[key] = whole
-        for parameter in self._parameters():
-            if self.state.get(parameter):
-                state = _nested(states.get(id(parameter), {}), self._classes.get(id(parameter), {}))
-                self.state[parameter] = state
+                param, key, _ = entries[at]
+                states[param][key] = whole
+        for param, flat in states.items():
+            if self.state.get(param.tensor):
+                self.state[param.tensor] = state = _nested(flat, param.classes)
                 if state:
-                    self._inner.state[self._wholes[id(parameter)]] = state
+                    self._inner.state[param.whole] = state
         self._shared = False
 
 
@@ -795,6 +800,15 @@ def _empty(whole: nn.Parameter) -> None:
     """Free a parameter's values and gradient, but keep its shape."""
     whole.grad = None
     whole.data = whole.new_zeros(()).expand(whole.shape)
+
+
+def _scatter(
+    owners: Owners, home: torch.device, wholes: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> None:
+    """Copy this rank's pieces of the owners' whole tensors into `targets`. Collective."""
+    pieces = owners.scatter(wholes, [target.to(home) for target in targets])
+    for target, piece in zip(targets, pieces, strict=True):
+        target.copy_(piece)
 
 
 def _only_rank(run: Run) -> int | None:
