@@ -80,7 +80,7 @@ def _agree(runners: list[Runner]) -> None:
     by_root: dict[int, tuple[Any, list[int]]] = {}
     for runner in runners:
         root = runner.root
-        if root is not None and root.pass_top is None and not root.in_backward:
+        if root is not None and not runner.is_running:
             by_root.setdefault(id(root), (root, []))[1].append(runner.index)
     for root, indices in by_root.values():
         root.position.keep(min(indices), len(indices))

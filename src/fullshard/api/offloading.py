@@ -14,7 +14,7 @@ from ..runtime import Runner, runner_of
 from ..shard import Unit, home_of, is_parked, offload_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
-from .units import refuse_running, runners_of
+from .units import refuse_contexts, refuse_running, runners_of
 
 logger = logging.getLogger("fullshard")
 
@@ -155,9 +155,7 @@ def _refuse_late(runners: Sequence[Runner], names: dict[int, str]) -> None:
         raise messages.offloaded_while_parked(parked)
     for runner in runners:
         unit: Any = runner.unit
-        if runner.held or unit.showing.summoned:
-            context = "keep_gathered" if runner.held else "summon_full_params"
-            raise messages.moved_within_a_context("offload_by_budget", context, names[id(runner)])
+        refuse_contexts(runner, names[id(runner)], "offload_by_budget")
         trained = unit.touched.count or any(gradients.delivery.set is not None for gradients in unit.gradients)
         if trained or any(gradients.waiting() for gradients in unit.gradients):
             raise messages.offloaded_late(names[id(runner)], bool(unit.touched.count))

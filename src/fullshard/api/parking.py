@@ -17,7 +17,7 @@ from ..runtime import Runner
 from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
-from .units import refuse_running, runners_of
+from .units import refuse_contexts, refuse_running, runners_of
 
 logger = logging.getLogger("fullshard")
 
@@ -89,9 +89,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     if parked or model in _parked:
         raise messages.parked_already(parked)
     for runner in runners:
-        if runner.held or runner.unit.showing.summoned:
-            context = "keep_gathered" if runner.held else "summon_full_params"
-            raise messages.moved_within_a_context("park", context, runner.unit.name)
+        refuse_contexts(runner, runner.unit.name, "park")
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")
     for runner in runners:
         runner.unit.reshard()

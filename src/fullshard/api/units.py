@@ -39,9 +39,23 @@ def refuse_running(runners: list[Runner], function: str) -> None:
         PhaseError: names the unit.
     """
     for runner in runners:
-        root = runner.root
-        if root is None:
-            continue
-        root.recover_if_broken()
-        if root.pass_top is not None or root.in_backward:
+        if runner.root is not None:
+            runner.root.recover_if_broken()
+        if runner.is_running:
             raise messages.called_within_a_pass(function, runner.unit.name)
+
+
+def refuse_contexts(runner: Runner, name: str, function: str) -> None:
+    """Raise if a unit is inside `keep_gathered` or `summon_full_params`.
+
+    Args:
+        runner: the unit's runner.
+        name: the unit's name.
+        function: the function that was called, for the error.
+
+    Raises:
+        PhaseError: names the unit.
+    """
+    if runner.held or runner.unit.showing.summoned:
+        context = "keep_gathered" if runner.held else "summon_full_params"
+        raise messages.moved_within_a_context(function, context, name)

@@ -16,8 +16,8 @@ from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
 from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, owner_of
-from ..shard import follow_views
-from ..torch_private.local_tensor import inside
+from ..shard import Unit, follow_views
+from ..torch_private.local_tensor import inside, local_part
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
 """Attribute of parameters that an optimizer steps during the backward: its `StepsInBackward`."""
@@ -251,36 +251,49 @@ def shard_groups(grad: torch.Tensor) -> list[dist.ProcessGroup]:
     return []
 
 
-def clip_local_gradients(
-    parts: Sequence[tuple[Groups, list[torch.Tensor]]],
-    grads: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
+def clip_units(
+    units: Iterable[Unit], others: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Like `clip_grad_norm_`, for plain tensors that each hold this rank's part of a gradient.
+    """Like `clip_grad_norm_`, for all parameters of units, of which this rank may hold nothing. Collective.
 
     Args:
-        parts: groups, and this rank's parts of the gradients that are split over them. Every rank passes the same
-            groups in the same order, even where it has no parts.
-        grads: the tensors to scale, which contain the parts.
+        units: units of the wrapper, the same on all ranks.
+        others: parameters in no unit.
         device: where the collectives run.
 
     Returns:
-        The total norm, in the widest dtype of `grads`; float32 if this rank has none.
+        The total norm, in the widest dtype of the gradients; float32 if this rank has none.
 
     Raises:
         ConfigError: `norm_type` is not positive.
     """
     _check_order(norm_type)
-    grads = [as_real(grad) for grad in grads]
+    # This rank's parts by the groups that they are split over: the same groups in the same order on all ranks.
+    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): []}
+    by_id: dict[int, torch.Tensor] = {}  # the gradients that the parts are in
+    for bucket in [bucket for unit in units for bucket in unit.buckets]:
+        axis, flat = bucket.axes.shard, bucket.flat_parameter
+        over = [axis.group] if axis.size > 1 else []
+        for member in bucket.members:
+            tensors = parts.setdefault((*over, *(member.split.groups() if member.split is not None else ())), [])
+            grad = member.sharded.grad if flat is None else flat.grad
+            if grad is not None:
+                tensors.append(grad if flat is None else bucket.part(grad, member))
+                by_id[id(grad)] = grad
+    for parameter in others:
+        tensors = parts.setdefault(tuple(shard_groups(parameter)), [])
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            tensors.append(local)
+            by_id[id(local)] = local
+    grads = [as_real(grad) for grad in by_id.values()]
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     norms: list[tuple[Groups, torch.Tensor]] = []
-    for groups, tensors in parts:
+    for groups, tensors in parts.items():
         filled = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
         # always float64: a rank without gradients does not know the dtypes on other ranks
-        local = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
-        norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in local])))
+        computed = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
+        norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in computed])))
     total = joined_norm(norms, norm_type, device)
     scale_gradients(grads, total, max_norm)
     return total.to(reduce(torch.promote_types, [grad.dtype for grad in grads]) if grads else torch.float32)

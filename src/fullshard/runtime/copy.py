@@ -33,11 +33,10 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
         return _copy_plain(module, memo)
     runners = runners_in(module)
     for runner in runners:
-        root = runner.root
-        if root is not None:
-            root.recover_if_broken()
-            if root.pass_top is not None or root.in_backward:
-                raise copied_while_it_runs(plain_class(module).__name__)
+        if runner.root is not None:
+            runner.root.recover_if_broken()
+        if runner.is_running:
+            raise copied_while_it_runs(plain_class(module).__name__)
     take_over_replaced(module)
     units = {id(runner): clone_unit(runner.unit, memo) for runner in runners}
     memo[_COPYING] = True

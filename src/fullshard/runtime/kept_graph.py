@@ -1,13 +1,20 @@
-"""What a backward with `create_graph` leaves, and the backward that differentiates it."""
+"""What a backward with `create_graph` leaves, and the backward that differentiates it.
+
+The reduced gradients that it leaves are reduced over ranks outside autograd. They are correct as constants, but a loss
+computed from them would silently lose its gradient, so they carry a node that raises when a backward reaches it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..shard import Unit
 from ..torch_private.tensor_hooks import on_gradient
+from .messages import second_order
 from .trace import Period
 
 
@@ -87,3 +94,32 @@ def _graph_of(call: Any, backward: object) -> Graph:
         call.graph = Graph(backward)  # which does not hold the call: the graph's hooks do
     graph: Graph = call.graph
     return graph
+
+
+class _Reduced(torch.autograd.Function):
+    """A reduced gradient as an autograd node whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise second_order(ctx.name)
+
+
+def refuse_second_derivatives(units: Iterable[Unit]) -> None:
+    """Make differentiating the current `.grad` of these units raise `PhaseError`. Call with gradients enabled."""
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
+    for unit in units:
+        for bucket in unit.buckets:
+            flat = bucket.flat_parameter
+            shown = [member.sharded for member in bucket.members] if flat is None else [flat]
+            for parameter in shown:
+                gradient = parameter.grad
+                if gradient is not None and not gradient.requires_grad:
+                    name = ", ".join(
+                        member.name for member in bucket.members if flat is not None or member.sharded is parameter
+                    )
+                    parameter.grad = _Reduced.apply(anchor, gradient, name)

@@ -278,7 +278,7 @@ def grad_of_sharded(parameters: Iterable[str]) -> PhaseError:
     )
 
 
-# second_order.py
+# kept_graph.py
 
 
 def second_order(parameter: str) -> PhaseError:

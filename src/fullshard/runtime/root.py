@@ -22,10 +22,10 @@ from ..torch_private.profiler import recording
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
 from .additions import Additions
 from .attached import check_units as check_attached_units
+from .kept_graph import refuse_second_derivatives
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
 from .phases import Happening, Phase
 from .reducer import Reducer, Reducible
-from .second_order import refuse_second_derivatives
 from .trace import Period, Step, Traces
 
 ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()

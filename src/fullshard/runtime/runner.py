@@ -84,6 +84,16 @@ class Runner:
         """The unit's modules that are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward through the unit's root is running."""
+        root = self.root
+        return root is not None and (root.pass_top is not None or root.in_backward)
+
+    def rooted(self) -> Root:
+        """The root above this unit; if there is none yet, this unit becomes one. Collective then."""
+        return self.root if self.root is not None else self.find_root(self)
+
     def happens(self, happening: Happening) -> None:
         """Run the table's action, and enter the next phase."""
         action, following = ROWS[self.phase][happening]

@@ -47,9 +47,7 @@ def take_over_replaced(module: nn.Module) -> None:
         ConfigError: a parameter was replaced by a tensor that cannot be its shard.
     """
     for runner in runners_in(module):
-        root = runner.root
-        running = root is not None and (root.pass_top is not None or root.in_backward)
-        if not running and runner.unit.replaced():
+        if not runner.is_running and runner.unit.replaced():
             runner.unit.refresh()
 
 

@@ -150,8 +150,7 @@ def table_of(model: nn.Module) -> Table:
     """
     table = Table(model, plain_name)
     for unit, runner in table.units:
-        root = runner.root if runner is not None else None
-        if unit.showing.summoned or (root is not None and (root.pass_top is not None or root.in_backward)):
+        if unit.showing.summoned or (runner is not None and runner.is_running):
             raise PhaseError(
                 "A model cannot be saved, loaded or exported in the middle of a step, or inside summon_full_params.",
                 parameter=unit.name or "(root)",

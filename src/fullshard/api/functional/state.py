@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...runtime import Root, Runner, runner_of
+from ...runtime import Runner, runner_of
 from ...runtime.reduce_kept import reduce_kept
 from . import messages
 
@@ -37,7 +37,9 @@ class UnitState:
     @property
     def _state_ctx(self) -> Any:
         """The state that all units below a root share: `all_states`."""
-        return SimpleNamespace(all_states=[UnitState(unit) for unit in self._root().units if isinstance(unit, Runner)])
+        return SimpleNamespace(
+            all_states=[UnitState(unit) for unit in self._runner.rooted().units if isinstance(unit, Runner)]
+        )
 
     @property
     def _comm_ctx(self) -> object:
@@ -47,7 +49,7 @@ class UnitState:
 
     def _lazy_init(self) -> None:
         """Determine the root, as the first forward does. Collective."""
-        self._root()
+        self._runner.rooted()
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that the units below the root accumulated without sync. Collective.
@@ -55,14 +57,10 @@ class UnitState:
         Raises:
             PhaseError: the unit is not the root, or is running.
         """
-        root = self._root()
+        root = self._runner.rooted()
         if not self._runner.is_top:
             raise messages.reduced_by_root(self._runner.unit.name)
         reduce_kept(root)
-
-    def _root(self) -> Root:
-        runner = self._runner
-        return runner.root if runner.root is not None else runner.find_root(runner)
 
 
 def state_of(module: nn.Module) -> UnitState | None:

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
+from ...forms import owner_of
 from ...mesh import Axis
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
+from ...optim.clip import clip_units
 from ...policies import Check, Unused
 from ...runtime import (
     RUNNER_KEY,
@@ -44,7 +46,6 @@ from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .setup import check_arguments, materialise, warn_of_host
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
-from .training import clip_gradients
 
 _OF_ROOT = ("self", "__class__", "module", "auto_wrap_policy", "full_precision_in_eval", "check", "unused")
 """Local names of the constructor that are not arguments of the instances that `auto_wrap_policy` makes."""
@@ -211,15 +212,10 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         """The instance's own flat parameters: empty without parameters, several if dtypes are mixed."""
         return [flat_of(bucket) for bucket in self._runner().unit.buckets]
 
-    def _runner(self) -> Runner:
-        runner: Runner = self.__dict__[RUNNER_KEY]
-        return runner
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _lazy_init(self) -> Root:
         """The root above this instance. If there is none, this instance becomes a root."""
-        runner = self._runner()
-        return runner.root if runner.root is not None else runner.find_root(runner)
+        return self._runner().rooted()
 
     def check_is_root(self) -> bool:
         """Whether this instance is a root: its forward is called from outside. Runs lazy initialization if needed."""
@@ -349,7 +345,9 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             ConfigError: `norm_type` is not positive.
         """
         self._must_be_root("clip_grad_norm_()")
-        return clip_gradients(self, float(max_norm), float(norm_type))
+        units = [child._runner().unit for child in self.fsdp_modules(self)]
+        others = [parameter for parameter in self.parameters() if owner_of(parameter) is None]
+        return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all instances below this root, instead of the engine's averaging.

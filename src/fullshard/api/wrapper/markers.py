@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...forms import FlatParamShardMetadata, Owner, shard_metadata
 from ...names import WRAPPED
-from ...runtime import Runner, mark_managed, own_modules, runner_of, runners_in
+from ...runtime import RUNNER_KEY, Runner, mark_managed, own_modules, runners_in
 from ...shard import Bucket, Unit
 from . import messages
 from .instances import flat_of
@@ -99,27 +99,31 @@ class Handle:
 class Markers:
     """The mixin that gives instances these attributes."""
 
+    def _runner(self) -> Runner:
+        runner: Runner = self.__dict__[RUNNER_KEY]
+        return runner
+
     @property
     def _handle(self) -> Handle | None:
         """The instance's parameters; None if it has none of its own."""
-        unit = _unit_of(self)
+        unit = self._runner().unit
         return Handle(unit) if unit.buckets else None
 
     @property
     def _has_params(self) -> bool:
         """Whether the instance has parameters of its own."""
-        return bool(_unit_of(self).buckets)
+        return bool(self._runner().unit.buckets)
 
     @property
     def _flat_param(self) -> Any:
         """The instance's `FlatParameter` (with `use_orig_params=True`, a new one over the same memory), or None."""
-        unit = _unit_of(self)
+        unit = self._runner().unit
         return flat_of(_shown(unit)) if unit.buckets else None
 
     @property
     def _is_root(self) -> bool | None:
         """Whether the instance's forward is called from outside; None until the first forward decides."""
-        runner = _runner_of(self)
+        runner = self._runner()
         return None if runner.root is None else runner.is_top
 
     @_is_root.setter
@@ -158,22 +162,10 @@ class Markers:
     @property
     def training_state(self) -> TrainingState:
         """What the instance is doing now."""
-        runner = _runner_of(self)
+        runner = self._runner()
         if runner.unit.showing.summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        root = runner.root
-        running = root is not None and (root.pass_top is not None or root.in_backward)
-        return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
-
-
-def _runner_of(instance: Any) -> Runner:
-    runner = runner_of(instance)
-    assert runner is not None  # set by the constructor
-    return runner
-
-
-def _unit_of(instance: Any) -> Unit:
-    return _runner_of(instance).unit
+        return TrainingState.FORWARD_BACKWARD if runner.is_running else TrainingState.IDLE
 
 
 def _may_be_cast(bucket: Bucket) -> bool:

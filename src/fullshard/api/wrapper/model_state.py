@@ -151,8 +151,8 @@ class StateDictMethods:
             result = plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
             core.strip(result, prefix)
             return result
-        root = instance._lazy_init()
-        if root.pass_top is not None or root.in_backward:
+        instance._lazy_init()
+        if instance._runner().is_running:
             raise messages.saved_within_a_pass()
 
         def save() -> Any:

@@ -111,8 +111,8 @@ def _check_idle(instance: Any) -> None:
     )
     if is_summoned(instance):
         raise messages.summoned_twice(rank, unit)
-    # Without a root nothing runs; asking for the root here would make an inner instance the root.
-    if root is not None and (root.pass_top is not None or root.in_backward):
+    # Asking for the root here would make an inner instance the root.
+    if root is not None and runner.is_running:
         raise messages.summoned_within_a_pass(rank, unit, root.pass_top is not None)
 
 
