@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
-from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, owner_of
-from ..shard import Unit, follow_views
-from ..torch_private.local_tensor import inside, local_part
+from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, Member, owner_of
+from ..shard import Bucket, Unit, follow_views
+from ..torch_private.local_tensor import inside, local_part, read_grad
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
 """Attribute of parameters that an optimizer steps during the backward: its `StepsInBackward`."""
@@ -251,6 +251,20 @@ def shard_groups(grad: torch.Tensor) -> list[dist.ProcessGroup]:
     return []
 
 
+def local_gradients(bucket: Bucket) -> Iterator[tuple[Member, torch.Tensor]]:
+    """The parameters of a bucket that have a gradient, each with this rank's part of it, in one dim for runs."""
+    flat = bucket.flat_parameter
+    for member in bucket.members:
+        grad = read_grad(member.sharded if flat is None else flat)
+        if grad is not None:
+            yield member, bucket.local(grad, member) if flat is None else bucket.part(grad, member)
+
+
+def _split_over(bucket: Bucket, member: Member) -> tuple[dist.ProcessGroup, ...]:
+    axis, parallel = bucket.axes.shard, member.split
+    return (*([axis.group] if axis.size > 1 else []), *(parallel.groups() if parallel is not None else []))
+
+
 def clip_units(
     units: Iterable[Unit], others: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
@@ -272,14 +286,12 @@ def clip_units(
     parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): []}
     by_id: dict[int, torch.Tensor] = {}  # the gradients that the parts are in
     for bucket in [bucket for unit in units for bucket in unit.buckets]:
-        axis, flat = bucket.axes.shard, bucket.flat_parameter
-        over = [axis.group] if axis.size > 1 else []
         for member in bucket.members:
-            tensors = parts.setdefault((*over, *(member.split.groups() if member.split is not None else ())), [])
-            grad = member.sharded.grad if flat is None else flat.grad
-            if grad is not None:
-                tensors.append(grad if flat is None else bucket.part(grad, member))
-                by_id[id(grad)] = grad
+            parts.setdefault(_split_over(bucket, member), [])
+        for member, part in local_gradients(bucket):
+            parts[_split_over(bucket, member)].append(part)
+            grad: Any = (member.sharded if bucket.flat_parameter is None else bucket.flat_parameter).grad
+            by_id[id(grad)] = grad
     for parameter in others:
         tensors = parts.setdefault(tuple(shard_groups(parameter)), [])
         if parameter.grad is not None:

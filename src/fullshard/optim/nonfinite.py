@@ -20,8 +20,9 @@ from ..errors import ConfigError
 from ..forms import owner_of
 from ..names import clean_name
 from ..runtime import Runner, runners_in
-from ..shard import Bucket, Gradients
+from ..shard import Gradients
 from ..torch_private.local_tensor import local_part
+from .clip import local_gradients
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def _local_values(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Values
     keys: list[_Key] = []
     locals_: list[torch.Tensor] = []
     for runner, gradients in _all_gradients(runners):
-        for name, local in _local_gradients(gradients.bucket):
-            keys.append((_name_of(runner), name))
+        for member, local in local_gradients(gradients.bucket):
+            keys.append((_name_of(runner), member.name))
             locals_.append(local)
     for path, parameter in model.named_parameters():
         if owner_of(parameter) is None and parameter.grad is not None:
@@ -155,15 +156,6 @@ def _name_of(runner: Runner) -> str:
 
 def _all_gradients(runners: list[Runner]) -> Iterator[tuple[Runner, Gradients]]:
     return ((runner, gradients) for runner in runners for gradients in runner.unit.gradients)
-
-
-def _local_gradients(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names of parameters with a gradient, each with this rank's part of it."""
-    flat = bucket.flat_parameter
-    for member in bucket.members:
-        grad = flat.grad if flat is not None else member.sharded.grad
-        if grad is not None:
-            yield member.name, bucket.part(grad, member) if flat is not None else bucket.local(grad, member)
 
 
 def _kinds(tensors: list[torch.Tensor]) -> list[str | None]:

@@ -21,6 +21,7 @@ from ..forms import NAME_KEY, FlatShard, owner_of
 from ..forms.run import Run
 from ..mesh import Axis
 from ..torch_private.local_tensor import inside
+from .replicas import exchange
 
 
 @dataclass(frozen=True)
@@ -382,10 +383,4 @@ class Owners:
     def _exchange(self, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
         if self.world == 1:
             return sent
-        received = sent.new_empty(sum(expected))
-        width = sent.dtype.itemsize  # as bytes: backends support different dtypes
-        input_splits, output_splits = [width * size for size in sizes], [width * size for size in expected]
-        dist.all_to_all_single(
-            received.view(torch.uint8), sent.view(torch.uint8), output_splits, input_splits, group=self.group
-        )
-        return received
+        return exchange(self.group, sent, sizes, expected)

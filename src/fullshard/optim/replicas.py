@@ -69,6 +69,17 @@ def like_order(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order, dtype=tensor.dtype, device=tensor.device).copy_(tensor.view(order.shape))
 
 
+def exchange(
+    group: dist.ProcessGroup, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]
+) -> torch.Tensor:
+    """An all-to-all of a 1-D tensor: `sizes` and `expected` are the elements sent to and received from each rank."""
+    received = sent.new_empty(sum(expected))
+    width = sent.dtype.itemsize  # as bytes: backends support different dtypes
+    output_splits, input_splits = [width * size for size in expected], [width * size for size in sizes]
+    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), output_splits, input_splits, group=group)
+    return received
+
+
 def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
     """Copy each replica's tensors into those of the other replicas. Collective over the replicate axis.
 
@@ -85,14 +96,11 @@ def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
     if ours := by_replica[axis.rank]:
         sent[0] = torch.cat([tensor.reshape(-1) for tensor in ours])
     sent[1:] = sent[0]
-    received = torch.empty(sum(sizes) - sizes[axis.rank], dtype=dtype, device=home)
-    width = dtype.itemsize  # as bytes: backends support different dtypes
-    dist.all_to_all_single(
-        received.view(torch.uint8),
-        sent.view(-1).view(torch.uint8),
-        [0 if replica == axis.rank else width * size for replica, size in enumerate(sizes)],
-        [0 if replica == axis.rank else width * sizes[axis.rank] for replica in range(axis.size)],
-        group=axis.group,
+    received = exchange(
+        axis.group,
+        sent.view(-1),
+        [0 if replica == axis.rank else sizes[axis.rank] for replica in range(axis.size)],
+        [0 if replica == axis.rank else size for replica, size in enumerate(sizes)],
     )
     targets = [tensor for replica in others for tensor in by_replica[replica]]
     values = received.split([tensor.numel() for tensor in targets])

@@ -13,10 +13,11 @@ from ...comm import reduce_value
 from ...dtypes import as_bits
 from ...errors import ConfigError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
+from ...optim.clip import local_gradients
 from ...runtime import Runner, runner_of
 from ...runtime.outputs import tensors_behind
 from ...shard import Bucket
-from ...torch_private.local_tensor import local_part, read_grad
+from ...torch_private.local_tensor import local_part
 from . import messages
 
 _open: list[nn.Module] = []  # instances inside the context now, in the order in which they entered it
@@ -178,17 +179,16 @@ class _Whole:
         self.grads: torch.Tensor | None = None
         self.has_grad = [False] * len(bucket.members)  # on any rank
         if with_grads:
-            has_local = [self._local_grad(member) is not None for member in bucket.members]
+            here = {id(member) for member, _ in local_gradients(bucket)}
+            has_local = [id(member) in here for member in bucket.members]
             flags = torch.tensor(has_local, dtype=torch.int32, device=bucket.axes.device)
             if split:
                 reduce_value(flags, torch.distributed.ReduceOp.MAX, axis.group)
             self.has_grad = [bool(flag) for flag in flags.tolist()]
             local = torch.zeros_like(bucket.shard)
-            for member in bucket.members:
-                grad = self._local_grad(member)
-                if grad is not None:
-                    with torch.no_grad():  # after create_graph it may have a grad_fn
-                        bucket.part(local, member).copy_(bucket.local(grad, member))
+            with torch.no_grad():  # after create_graph a gradient may have a grad_fn
+                for member, grad in local_gradients(bucket):
+                    bucket.part(local, member).copy_(grad)
             self.grads = bucket.gather_whole(comm, local)
         if not visible:
             self.whole = self.whole[:0]
@@ -204,13 +204,6 @@ class _Whole:
         """A number that differs after the bucket's `FlatParameter` was changed; 0 for buckets without one."""
         flat = self.bucket.flat_parameter
         return 0 if flat is None else int(self.bucket.shard._version + flat._version)
-
-    def _local_grad(self, member: Member) -> torch.Tensor | None:
-        bucket = self.bucket
-        if bucket.flat_parameter is None:
-            return read_grad(member.sharded)
-        grad: torch.Tensor | None = bucket.flat_parameter.grad
-        return None if grad is None else bucket.shown(bucket.part(grad, member), member)
 
     def show(self) -> None:
         """Register the whole parameters, under their names before wrapping."""
@@ -303,9 +296,8 @@ class _Whole:
 
     def _write_gradients(self, own: torch.Tensor) -> None:
         with torch.no_grad():
-            for member in self.bucket.members:
-                if (grad := self._local_grad(member)) is not None:
-                    self.bucket.local(grad, member).copy_(self.bucket.part(own, member))
+            for member, grad in local_gradients(self.bucket):
+                grad.copy_(self.bucket.part(own, member))
 
     def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice [S] of a whole bucket [world * S]."""

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -104,7 +103,7 @@ def plan_wrapping(
         if not answers:
             _warn_of_no_match(module, policy)
     else:
-        _Walk(policy, skipped, uncounted, chosen).visit(module)
+        chosen = [(m, {}) for m in _walk(module, policy, skipped, uncounted)]
         if not chosen and getattr(getattr(policy, "func", None), "__name__", "") == "transformer_auto_wrap_policy":
             _warn_of_no_match(module, policy)
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
@@ -156,30 +155,28 @@ def post_order(model: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-@dataclass
-class _Walk:
-    """A walk over a model with a callable policy, children first; counts the elements that no instance has yet."""
+def _walk(model: nn.Module, policy: WrapPolicy, skipped: set[int], uncounted: set[int]) -> list[nn.Module]:
+    """The submodules that a callable policy chooses, children first.
 
-    policy: WrapPolicy
-    skipped: set[int]
-    uncounted: set[int]
-    chosen: list[tuple[nn.Module, dict[str, Any]]]
-    wrapped_numel: dict[int, int] = field(default_factory=dict)
+    Args:
+        skipped: ids of modules that are not visited.
+        uncounted: ids of parameters that do not count.
+    """
+    chosen: list[nn.Module] = []
+    wrapped_numel: dict[int, int] = {}  # by id of a visited module: the elements in it that instances own now
 
-    def visit(self, module: nn.Module, root: bool = True) -> int:
-        """Apply the policy to `module`'s submodules, and to `module` unless it is the root.
-
-        Returns:
-            The elements in `module` that instances own now.
-        """
-        if id(module) in self.wrapped_numel:
-            return self.wrapped_numel[id(module)]
-        numel = sum(p.numel() for p in module.parameters() if id(p) not in self.uncounted)
+    def visit(module: nn.Module) -> int:
+        if id(module) in wrapped_numel:
+            return wrapped_numel[id(module)]
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in uncounted)
         wrapped = 0
-        if self.policy(module=module, recurse=True, nonwrapped_numel=numel):
-            wrapped = sum(self.visit(child, root=False) for child in module.children() if id(child) not in self.skipped)
-            if not root and self.policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
-                self.chosen.append((module, {}))
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            wrapped = sum(visit(child) for child in module.children() if id(child) not in skipped)
+            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+                chosen.append(module)
                 wrapped = numel
-        self.wrapped_numel[id(module)] = wrapped
+        wrapped_numel[id(module)] = wrapped
         return wrapped
+
+    visit(model)
+    return chosen
