@@ -119,21 +119,21 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         reduction: str = "mean",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _OF_ROOT}
-        given["comm"] = kind = make_comm(comm)
+        given["comm"] = make_comm(comm)
         for name in ("ignored_modules", "ignored_states"):  # an iterator can be read once, and all instances read it
             given[name] = list(given[name]) if isinstance(given[name], Iterable) else given[name]
         arguments = check_arguments(module, given)
         super().__init__()
-        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, reduction, *checked(check, unused))
-        blocks = [] if auto_wrap_policy is None else plan_blocks(plan, auto_wrap_policy, given, type(self))
-        check_plans([*(block for block, _ in blocks), plan])
+        plan = Plan(module, given, arguments, *checked(check, unused))
+        blocks = [] if auto_wrap_policy is None else plan_blocks(plan, auto_wrap_policy, type(self))
+        check_plans([*blocks, plan])
         for note in arguments.notes:
             warnings.warn(note, stacklevel=2)
-        for block, keywords in blocks:
-            put_in_place(module, block.module, type(self)(block.module, **keywords))
+        for block in blocks:
+            put_in_place(module, block.module, type(self)(block.module, **block.given))
         materialise(module, param_init_fn, arguments.axes.device, arguments.ignored_modules)
         if sync_module_states:
-            broadcast_states(own_modules(module), arguments.axes, kind, arguments.ignored)
+            broadcast_states(own_modules(module), arguments.axes, given["comm"], arguments.ignored)
         self._arguments = arguments
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm import Comm, make_comm
+from ...comm import make_comm
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name, plain_class
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
@@ -47,23 +47,21 @@ class Plan:
 
     Attributes:
         module: the module that it will wrap.
-        arguments: the constructor's arguments, checked.
-        comm: the collectives.
-        flat: whether it shows a single `FlatParameter`.
-        init: `param_init_fn`.
-        reduction: how its gradients are reduced.
-        when: when ranks compare what they run (`check`).
-        unused: what happens to units that only some ranks run.
+        given: the constructor's arguments, by name, without those of the root alone; `comm` is a `Comm`.
+        arguments: those that are checked, with defaults filled in.
+        when, unused: the arguments `check` and `unused`.
     """
 
     module: nn.Module
+    given: Mapping[str, Any]
     arguments: Arguments
-    comm: Comm
-    flat: bool
-    init: Callable[[nn.Module], None] | None
-    reduction: str
     when: Check = "first"
     unused: Unused = "error"
+
+    @property
+    def flat(self) -> bool:
+        """Whether it shows a single `FlatParameter`."""
+        return not self.given["use_orig_params"]
 
     def build_settings(self) -> BuildSettings:
         """The settings with which its unit is built."""
@@ -71,7 +69,7 @@ class Plan:
         offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
         return BuildSettings(
             arguments.axes,
-            self.comm,
+            self.given["comm"],
             policy_of(arguments, self.module),
             "flat",
             form=FlatParameterForm if self.flat else LocalForm,
@@ -91,11 +89,11 @@ class Plan:
         backward = 0 if arguments.backward_prefetch is None else 1
         late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         return UnitSettings(
-            self.comm,
+            self.given["comm"],
             policy,
             arguments.axes,
             arguments.strategy in FULL_SHARD,
-            reduce=ReduceSettings(reduction=self.reduction),
+            reduce=ReduceSettings(reduction=self.given["reduction"]),
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
             check=self.when,
@@ -112,7 +110,7 @@ class Plan:
         Raises:
             ConfigError, LayoutError: names the parameter.
         """
-        check_reduction(self.reduction, self.comm)
+        check_reduction(self.given["reduction"], self.given["comm"])
         for draft in drafts:
             draft.name = clean_name(draft.name)
         check_parameters(drafts, self.arguments.axes, "flat", wrapper=True)
@@ -148,22 +146,19 @@ def check_plans(plans: Sequence[Plan]) -> None:
         drafts = rehearsal.add([plan.module], plan.ignored())
         plan.check(drafts)
         plan_unit(drafts, plan.build_settings())
-        check_initialisable(plan.module, plan.init, plan.arguments.ignored_modules, wrapped)
+        check_initialisable(plan.module, plan.given["param_init_fn"], plan.arguments.ignored_modules, wrapped)
         wrapped.append(plan.module)
 
 
 # Instances that replace submodules.
 
 
-def plan_blocks(
-    root: Plan, policy: Any, given: Mapping[str, Any], constructor: Callable[..., Any]
-) -> list[tuple[Plan, dict[str, Any]]]:
-    """Plan the instances of submodules of the root's module, innermost first, each with its arguments.
+def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> list[Plan]:
+    """Plan the instances of submodules of the root's module, innermost first.
 
     Args:
-        root: the plan of the whole model's instance.
+        root: the plan of the whole model's instance, whose arguments a policy may override for a block.
         policy: `auto_wrap_policy`.
-        given: the root's arguments by name, which a policy may override for a block.
         constructor: the callable that takes these arguments.
 
     Raises:
@@ -196,10 +191,10 @@ def plan_blocks(
         unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        keywords = {**given, **overrides[id(child)]}
-        arguments = check_arguments(child, keywords)
-        flat, comm = not keywords["use_orig_params"], make_comm(keywords["comm"])
-        blocks.append((Plan(child, arguments, comm, flat, keywords["param_init_fn"], keywords["reduction"]), keywords))
+        given = {**root.given, **overrides[id(child)]}
+        arguments = check_arguments(child, given)
+        given["comm"] = make_comm(given["comm"])
+        blocks.append(Plan(child, given, arguments))
     return blocks
 
 
