@@ -143,7 +143,7 @@ def outcome(name: str, way: str) -> str:
     moved = sum(float((p - s).norm() ** 2) for p, s in zip(plain.parameters(), start, strict=True)) ** 0.5
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     apart = sum(float((whole(p) - q).detach().norm() ** 2) for p, q in pairs) ** 0.5
-    warned = any("could not be found out" in str(one.message) for one in caught)
+    warned = any("cannot be determined" in str(one.message) for one in caught)
     if apart <= EXACT * moved:
         return "exact, with a warning" if warned else "exact"
     return f"differs by {apart / moved:.0e}" if "Muon" not in name or apart > 0.1 * moved else "to bfloat16's rounding"

@@ -379,7 +379,7 @@ def test_what_cannot_be_exact_is_refused_by_name(run_ranks):
         assert "0.weight" in errors["rows"]
         assert "Adan(..., foreach=False)" in errors["list"]
         assert "Rprop(optimizer_view(model), ...)" in errors["element-wise"]
-        assert "CAME looks at whole tensors" in errors["runs"] and "OwnerOptimizer" in errors["runs"]
+        assert "CAME needs whole tensors" in errors["runs"] and "OwnerOptimizer" in errors["runs"]
         assert "cannot determine whether Guess does" in errors["random"]
 
 

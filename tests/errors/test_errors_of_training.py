@@ -227,5 +227,5 @@ def test_an_optimizer_that_looks_at_whole_tensors():
     model = fully_shard(nn.Linear(4, 4, bias=False), layout="flat")
     optimizer = torch.optim.Adafactor(optimizer_view(model))
     step(model)
-    with raises("ConfigError: Adafactor looks at whole tensors"):
+    with raises("ConfigError: Adafactor needs whole tensors"):
         optimizer.step()

@@ -57,7 +57,7 @@ class StateOnDisk:
 
 
 def optimizer_state_on_disk(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> StateOnDisk:
-    """Keep an optimizer's state in memory-mapped files: what is not in use leaves memory when that is needed.
+    """Keep an optimizer's state in memory-mapped files, which the system pages out when memory is short.
 
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         fullshard.step_in_backward(optimizer)

@@ -168,8 +168,8 @@ def _warn_of_outside(groups: Sequence[dict[str, Any]]) -> None:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
         warnings.warn(
             message(
-                "An optimizer steps parameters that no unit holds, beside sharded ones: their gradients are this "
-                "rank's own, and ranks drift apart.",
+                "An optimizer steps sharded parameters and parameters that no unit holds: nothing averages the "
+                "gradients of the latter, so ranks drift apart.",
                 parameter=shown,
                 expected="every trained parameter in a unit",
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
@@ -228,8 +228,8 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
         )
     if WHOLE_KEY in attributes:
         raise ConfigError(
-            f"This {type(optimizer).__name__} was built while a unit was gathered: it holds what the unit computes "
-            "with, which is given back after use, and would train nothing.",
+            f"This {type(optimizer).__name__} was built while a unit was gathered: it holds the gathered parameters, "
+            "which are freed after use, and would train nothing.",
             parameter=attributes[WHOLE_KEY],
             expected="an optimizer built from the sharded parameters",
             got="one built between unshard() and reshard(), or inside a forward",
@@ -243,7 +243,7 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
     name, verdict = type(optimizer).__name__, treats_elements(optimizer)
     if verdict is False:
         raise ConfigError(
-            f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
+            f"{name} needs whole tensors, and was given runs of elements in one dim: results would be wrong.",
             parameter=attributes.get(NAME_KEY) or ", ".join(attributes.get("_fqns", ())) or "?",
             expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
             got=f"{name} with {part}",
@@ -255,11 +255,11 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
         _warned.add(name)
         warnings.warn(
             message(
-                f"{name} was given runs of elements in one dim, which is right for element-wise optimizers only; "
-                "whether it is one could not be found out.",
+                f"{name} was given runs of elements in one dim, which only element-wise optimizers can step; it cannot "
+                f"be determined whether {name} is one.",
                 got=f"{name} with {part}",
-                remedy="nothing is to be done if each element's step depends on that element's gradient and state "
-                "alone; else build it from model.parameters() of fully_shard. (Shown once per class.)",
+                remedy="ignore this warning if each element's step depends only on that element's gradient and state; "
+                "else build it from model.parameters() of fully_shard. (Shown once per class.)",
                 topic="optimizer-on-shards",
             ),
             stacklevel=4,

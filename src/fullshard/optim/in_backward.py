@@ -188,7 +188,7 @@ class StepsInBackward:
         self._step(parameters)
 
     def _step_unclipped(self, parameters: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-        """Return how to step these parameters as if nothing was clipped, keeping what undoes it; note their norms."""
+        """Return a function that steps these parameters unclipped and records how to undo that; note their norms."""
         if any(id(parameter) in self._norms for parameter in parameters):
             raise PhaseError(
                 "A second backward stepped a parameter before it was known whether the first one is clipped.",

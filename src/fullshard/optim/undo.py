@@ -1,4 +1,4 @@
-"""Copies in host memory of what an optimizer's step changes, to undo it and to step again."""
+"""Copies in host memory of everything that an optimizer's step changes, to undo the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGN = 16  # bytes
 
 
 class StepUndo:
-    """What undoes a step of some parameters: their values, gradients and optimizer state before it.
+    """The values, gradients and optimizer state of some parameters before a step, to undo it.
 
     Ownership: the copies lie in one buffer of host memory (page-locked beside an accelerator), which is allocated at
     the first `record` and used again by the next. Copies are queued on the current stream, before the step; the host

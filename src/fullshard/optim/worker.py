@@ -100,7 +100,7 @@ class StepWorker:
 
 
 def _begin(threads: int, processors: set[int] | None) -> None:
-    """Set what PyTorch and Linux keep for each thread; threads that this one starts for its operations inherit it."""
+    """Set this thread's processors and number of threads; threads that it starts for operations inherit them."""
     if processors is not None:
         os.sched_setaffinity(0, processors)
     torch.get_num_threads()  # a thread's first question or operation gives it the process' number
