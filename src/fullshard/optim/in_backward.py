@@ -65,8 +65,7 @@ class StepsInBackward:
             unit = owner_of(parameter)
             if unit is not None and parameter.requires_grad:  # if unfrozen later, `optimizer.step()` steps it
                 self._counts[unit] = self._counts.get(unit, 0) + 1
-                # Python's garbage collector does not see what hooks refer to, and would never free the model.
-                hook = partial(_on_reduced, weakref.ref(self))
+                hook = _weakly(self._on_reduced)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.__dict__[STEPPED_KEY] = self
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -148,6 +147,11 @@ class StepsInBackward:
         if len(self._ready) == self._counts[unit]:
             self._flush()
 
+    @torch.no_grad()
+    def _on_end(self) -> None:
+        """The end of a backward: wait for steps beside it."""
+        self._finish()
+
     def _flush(self) -> None:
         ready, self._ready = [p for p in self._ready.values() if p.grad is not None], {}
         if ready:
@@ -165,7 +169,7 @@ class StepsInBackward:
         if self._worker is not None and not self._measuring and _in_host_memory(parameters) and inside_backward():
             if self._end is None or self._end.alive() is None:
                 self._worker.drop()  # of a backward that raised
-                self._end = BackwardEnd(partial(_on_end, weakref.ref(self)), 0)
+                self._end = BackwardEnd(_weakly(self._on_end), 0)
             unit = owner_of(parameters[0])
             self._worker.submit(unit.name or "(root)", partial(step, parameters), partial(_free, parameters))
             return
@@ -293,17 +297,18 @@ def _free(parameters: Sequence[torch.Tensor]) -> None:
             release_all(unit.gradients)
 
 
-def _on_end(reference: weakref.ref[StepsInBackward]) -> None:
-    """The end of a backward."""
-    if (steps := reference()) is not None:
-        with torch.no_grad():
-            steps._finish()
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a bound method for a hook, without keeping its object alive.
 
+    Python's garbage collector does not see what hooks refer to, and would never free the model.
+    """
+    reference = weakref.WeakMethod(method)
 
-def _on_reduced(reference: weakref.ref[StepsInBackward], parameter: torch.Tensor) -> None:
-    """The hook that runs once a parameter's gradient is reduced."""
-    if (steps := reference()) is not None:
-        steps._on_reduced(parameter)
+    def called(*args: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*args)
+
+    return called
 
 
 def step_in_backward(

@@ -102,7 +102,10 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
     flag = torch.tensor([any(values.reduced for values in local.values())], dtype=torch.int32, device="cpu")
     for group in groups:
         reduce_value(flag, dist.ReduceOp.MAX, group)
-    by_rank = _exchange({dist.get_rank(): local}, groups) if bool(flag) else {}
+    by_rank = {dist.get_rank(): local} if bool(flag) else {}
+    for group in groups if by_rank else ():
+        for received in objects_of_all(by_rank, group, "values of all ranks"):
+            by_rank = by_rank | received
     recorded = all(runner.settings.reduce.check_nonfinite for runner in runners)
     nonfinite = _merged(by_rank, recorded)
     _forget(runners, {(gradient.unit, gradient.parameter) for gradient in nonfinite})
@@ -202,13 +205,3 @@ def _groups(runners: list[Runner]) -> list[dist.ProcessGroup]:
             for member in runner.unit.members:
                 groups += member.split.groups() if member.split is not None else []
     return list(dict.fromkeys(groups))
-
-
-def _exchange(
-    values_by_rank: dict[int, dict[_Key, _Values]], groups: list[dist.ProcessGroup]
-) -> dict[int, dict[_Key, _Values]]:
-    """The values of all ranks, by rank."""
-    for group in groups:
-        for received in objects_of_all(values_by_rank, group, "values of all ranks"):
-            values_by_rank = values_by_rank | received
-    return values_by_rank

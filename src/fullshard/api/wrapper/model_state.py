@@ -28,11 +28,12 @@ from .settings import (
 )
 from .summon import is_summoned
 
-CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+_KINDS: dict[StateDictType, tuple[Any, type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: ("whole", FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: ("local", LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: ("sharded", ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
+"""By type: `Form.kind`, and the classes of the settings."""
 
 
 def instances_of(module: nn.Module) -> list[Any]:
@@ -54,7 +55,7 @@ def first_instance(module: nn.Module) -> Any:
 
 def default_settings(kind: StateDictType) -> StateDictSettings:
     """The default settings of a kind of state dict."""
-    model, optim = CONFIGS[kind]
+    _, model, optim = _KINDS[kind]
     return StateDictSettings(kind, model(), optim())
 
 
@@ -188,15 +189,8 @@ def form_of(instance: Any, optimizer: bool = False) -> Form:
                 sharded_config._use_dtensor = True
     config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
     return Form(
-        _KINDS[settings.state_dict_type],
+        _KINDS[settings.state_dict_type][0],
         dtensor=getattr(config, "_use_dtensor", False),
         to_cpu=config.offload_to_cpu,
         rank0_only=getattr(config, "rank0_only", False),
     )
-
-
-_KINDS: dict[StateDictType, Any] = {
-    StateDictType.FULL_STATE_DICT: "whole",
-    StateDictType.SHARDED_STATE_DICT: "sharded",
-    StateDictType.LOCAL_STATE_DICT: "local",
-}
