@@ -54,7 +54,7 @@ class StepsInBackward:
         self._undos: list[StepUndo] = []  # with the copies of the steps since `optimizer.step()`, in order; then unused
         self._assumed = 0  # how many of `_undos` are in use
         self._measuring = False
-        self._in_step = False  # whether `optimizer.step()` has begun: torch runs hooks twice if it calls `super().step`
+        self._in_step = False  # inside `optimizer.step()`: torch runs hooks twice if it calls `super().step`
         self._norms: dict[int, tuple[Groups, torch.Tensor]] = {}  # by id of the parameter
         self._ready: dict[int, torch.Tensor] = {}  # by id: parameters of `_unit` whose gradients are reduced
         self._unit: Unit | None = None

@@ -723,7 +723,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         params = self._ordered()
         descriptions: dict[int, Any] = {}  # by index in `params`, which is the same on all ranks
         groups: dict[Any, list[int]] = {}
-        replicas: dict[Any, list[int]] = {}  # after the shard axis: ranks of one replica then have the same to tell
+        replicas: dict[Any, list[int]] = {}  # exchanged after the shard axis: ranks of one replica then agree
         for number, param in enumerate(params):
             state, shape = flat[param], param.whole.shape
             failed = isinstance(state, Exception)

@@ -43,7 +43,7 @@ class StepWorker:
         processors = None if isinstance(threads, int) else set(threads)
         number = threads if isinstance(threads, int) else len(threads)
         self._executor.submit(_begin, number, processors).result()
-        # The worker's number has become that of all threads to come, too, until the caller sets its own again.
+        # Setting the worker's number also set that of future threads: the caller sets its own again.
         torch.set_num_threads(torch.get_num_threads())
 
     def submit(self, unit: str, step: Callable[[], None], then: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ def _begin(threads: int, processors: set[int] | None) -> None:
     """Set this thread's processors and number of threads; threads that it starts for operations inherit them."""
     if processors is not None:
         os.sched_setaffinity(0, processors)
-    torch.get_num_threads()  # a thread's first question or operation gives it the process' number
+    torch.get_num_threads()  # a thread's first query or operation sets it to the process's number
     torch.set_num_threads(threads)
 
 

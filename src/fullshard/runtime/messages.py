@@ -370,10 +370,10 @@ def memory_in_words(
         optimizer: bytes of its state; None: not known.
         rest: allocated beyond all these; None: the device has no allocator that says so.
         unused: reserved by the allocator and not allocated; None: as above.
-        asked: bytes that an allocation asked for in vain; None: none failed.
-        ranks: over which parameters are split.
-        saved: bytes that twice as many would free here.
-        planned: bytes and words of each change, of which all that follow here are estimates; None: not planned.
+        asked: bytes of the allocation that failed; None: none failed.
+        ranks: the number of ranks over which parameters are split.
+        saved: bytes that twice as many ranks would free on this one.
+        planned: bytes that each change frees, and its description; None: estimated from what is held now.
     """
     why = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
     words = [] if asked is None else [f"An allocation of {size(asked)} failed."]

@@ -40,15 +40,15 @@ def explain(
     optimizer_is_sharded: bool = True,
     planned: Sequence[tuple[int, str]] | None = None,
 ) -> str:
-    """Say what holds memory, and which changes free how much, the smallest change first.
+    """Describe what holds memory, and how much each change would free, the smallest change first.
 
     Args:
         runners: of all units of a model.
         optimizer: bytes of optimizer state; None: not known.
-        asked: bytes that an allocation asked for in vain.
+        asked: bytes of the allocation that failed; None: none failed.
         optimizer_is_sharded: whether the state is split like the parameters, not whole on owners.
-        planned: changes, and what each frees at the peak of a step, if they were planned; None: they are computed from
-            what is held now.
+        planned: bytes that each change frees at the peak of a step, and its description; None: estimated from what is
+            held now.
     """
     kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
     for runner in runners:
@@ -112,7 +112,7 @@ def _on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _allocator(device: torch.device) -> tuple[int | None, int | None]:
     """Bytes allocated, and reserved by the caching allocator; None without one, or from one that keeps no statistics.
 
-    It never raises: it is asked while an error of the user's is on its way, which must not be hidden.
+    It never raises: it is called while a user's error is handled, which must not be hidden.
     """
     if not has_streams(device):
         return None, None
