@@ -289,7 +289,8 @@ def held_bytes() -> tuple[int, int, int, list[int]]:
         alive.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
     train(model, optimizer, range(12, 13))
     state = sum(v.numel() * 4 for own in optimizer.state.values() for v in own.values() if v.dim())
-    assert all(whole.untyped_storage().nbytes() <= 4 for whole in optimizer._wholes.values()), "values are let go"
+    wholes = [param.whole for param in optimizer._params.values()]
+    assert all(whole.untyped_storage().nbytes() <= 4 for whole in wholes), "values are let go"
     total = 3 * 4 * sum(p.numel() for p in model.parameters())
     return state, fullshard.memory_use(model, optimizer).optimizer, total, alive
 
