@@ -85,6 +85,11 @@ def _apart(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+    """An argument of `torch.autograd`'s functions, one tensor or edge or several, as a tuple."""
+    return (tensors,) if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(tensors)
+
+
 def in_graph(inputs: Any) -> Any:
     """Return the `inputs` of a backward with the graph's unsharded parameters in place of sharded ones.
 
@@ -94,7 +99,7 @@ def in_graph(inputs: Any) -> Any:
     if inputs is None:
         return None
     tensors: list[Any] = []
-    for tensor in (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs):
+    for tensor in _as_tuple(inputs):
         unit = owner_of(tensor) if isinstance(tensor, torch.Tensor) else None
         members = [] if unit is None else _members_shown_as(unit, tensor)
         if not members:
@@ -133,8 +138,7 @@ def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
 
 def _leaves_above(roots: Any) -> set[int]:
     """Ids of the tensors that get gradients in a backward from `roots`."""
-    starts = (roots,) if isinstance(roots, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(roots)
-    ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in starts]
+    ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in _as_tuple(roots)]
     seen: set[Any] = set()  # of nodes; holding them keeps Python from making new objects for them
     leaves: set[int] = set()
     while ahead:
@@ -156,7 +160,7 @@ def asked_of_grad(outputs: Any, inputs: Any, gradients: Sequence[Any] | None) ->
     Returns:
         The error to raise; None if no input without a gradient is such a parameter.
     """
-    tensors = (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs)
+    tensors = _as_tuple(inputs)
     results = gradients if gradients is not None else [None] * len(tensors)
     members = [
         member
