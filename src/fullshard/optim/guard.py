@@ -168,8 +168,8 @@ def _warn_of_outside(groups: Sequence[dict[str, Any]]) -> None:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
         warnings.warn(
             message(
-                "An optimizer steps sharded parameters and parameters that no unit holds: nothing averages the "
-                "gradients of the latter, so ranks drift apart.",
+                "An optimizer steps parameters that no unit holds, beside sharded ones: nothing averages their "
+                "gradients over ranks, so ranks drift apart.",
                 parameter=shown,
                 expected="every trained parameter in a unit",
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
