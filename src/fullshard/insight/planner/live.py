@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from ...api.wrapping import CustomPolicy
+from ...errors import ConfigError
 from ...forms import owner_of as unit_of
 from ...names import clean_name, clean_path
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
 from ...runtime import Runner, runner_of
 from ...shard import settings_of
-from . import messages
 from .optimizer import Optimizers, as_list
 from .plan import Plan, Planner
 from .profile import Step
@@ -164,7 +164,11 @@ def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> l
 def _check_same(model: nn.Module, built: nn.Module) -> None:
     ours, theirs = ({clean_name(name) for name, _ in each.named_parameters()} for each in (model, built))
     if ours != theirs and not any(name.endswith("_flat_param") for name in ours):
-        raise messages.another_model(sorted(ours ^ theirs))
+        raise ConfigError(
+            "explain_memory(): build makes a model with other parameters than the sharded one.",
+            parameter=", ".join(sorted(ours ^ theirs)[:3]),
+            expected="the function that built the model, before it was sharded",
+        )
 
 
 def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any]:

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
 from ...names import size
 from .analyse import OUTSIDE, Analysis
 from .chrome import spans_of_transfer, spans_of_work
 from .merge import Run
-from .messages import no_matplotlib, nothing_to_draw, unknown_picture
 
 KINDS = (".png", ".svg", ".pdf")
 MOST_RANKS = 8
@@ -31,11 +31,11 @@ def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
         OSError: the file cannot be written.
     """
     if path.suffix.lower() not in KINDS:
-        raise unknown_picture(path, KINDS)
+        raise ConfigError(f"{path}: the file name of a picture must end in {', '.join(KINDS)}")
     if not analysis.steps:
-        raise nothing_to_draw()
+        raise ConfigError("no step to draw: the trace has no step that all ranks recorded from start to end")
     if not find_spec("matplotlib"):
-        raise no_matplotlib()
+        raise ConfigError("a picture needs matplotlib, which is not installed (pip install matplotlib)")
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
