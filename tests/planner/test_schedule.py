@@ -15,7 +15,7 @@ import models
 from fullshard import MixedPrecisionPolicy, Strategy, fully_shard, memory_use, record_events
 from fullshard.insight.planner.costs import axes_of, unit_costs
 from fullshard.insight.planner.profile import profile
-from fullshard.insight.planner.schedule import run
+from fullshard.insight.planner.schedule import Timeline
 
 VERBS = ("gather", "gathered", "free", "reduce", "reduced")
 WORLD = 8
@@ -161,7 +161,7 @@ def test_the_planned_step_is_the_engines(fake_world, name):
     units = strategy.by_unit(blocks, MixedPrecisionPolicy(), shard)
     step = profile(outline, {path: unit.policy for path, unit in units.items()}, case.step, 2, 12)
     costs = unit_costs(outline, units, axes_of(shard, case.replicate, "fake"))
-    planned = run(step, costs, strategy, case.micro_batches)
+    planned = Timeline(step, costs, strategy, case.micro_batches)
 
     model = case.build()
     if case.replicate > 1:

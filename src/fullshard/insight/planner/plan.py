@@ -27,7 +27,7 @@ from ...torch_private.mesh_without_group import mesh_without_group
 from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
 from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
 from .profile import Profile, Step, profile
-from .schedule import KINDS, WHOLE, Axes, Rates, run
+from .schedule import KINDS, WHOLE, Axes, Rates, Timeline
 from .strategy import (
     REFINEMENTS,
     Strategy,
@@ -577,7 +577,7 @@ class Planner:
         if strategy.step_in_backward:
             temporaries = {costs.name: 0 for costs in units}
             temporaries |= {costs.name: self.optimizer(costs.shards)[1] for costs in on_device}
-        timeline = run(
+        timeline = Timeline(
             step,
             units,
             strategy,
@@ -595,16 +595,16 @@ class Planner:
             memory=timeline.peak,
             most=timeline.most,
             where=timeline.where,
-            reserved=round(timeline.peak_bytes * factor) + context,
+            reserved=round(sum(timeline.peak.values()) * factor) + context,
             device_memory=self.device_memory,
-            sent=timeline.sent,
-            collectives=timeline.collectives,
+            sent=dict(timeline.sent),
+            collectives=dict(timeline.collectives),
             elements=sum(costs.elements for costs in units),
             padding=sum(costs.padding for costs in units),
             micro_batches=micro_batches,
             compute=timeline.compute,
             exposed=timeline.exposed,
-            waits=timeline.waits,
+            waits=dict(timeline.waits),
             tokens=batch * self.sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,

@@ -15,8 +15,9 @@ model's element-wise operations.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from ...errors import ConfigError
 from .costs import GatherCosts, UnitCosts
@@ -125,9 +126,21 @@ class Axes:
         return bandwidth * (rates.large if buffer >= LARGE else 1.0)
 
 
-@dataclass
 class Timeline:
-    """What `run` found.
+    """Simulates one optimizer step: forwards, backwards, reductions, and the optimizer. Its attributes are the results.
+
+    Args:
+        profile: of a single micro-batch, without sharding.
+        units: costs of all units of the profile, including the root.
+        strategy: how the training loop runs them. With offloading, a gather first copies the shard to the device, in
+            the dtype it is gathered in, and a reduced slice is copied to the host.
+        micro_batches: forwards and backwards before the optimizer's step.
+        rates: None: no times.
+        axes: over which collectives run.
+        besides: bytes of buffers and parameters outside of units.
+        state: bytes of the optimizer's state on the device.
+        temporary: bytes of temporary tensors in the optimizer's step, by unit; under `WHOLE`, of a step of all.
+        exchanges: bytes that the optimizer's step sends, and in how many collectives: to "owners", and to "replicas".
 
     Attributes:
         peak: bytes by kind at the moment when most are alive.
@@ -140,41 +153,34 @@ class Timeline:
         events: verb, unit, and the bytes of gathered units and reductions then; see `fullshard.record_events`.
     """
 
-    peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    where: str = ""
-    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    sent: dict[str, int] = field(default_factory=dict)
-    collectives: dict[str, int] = field(default_factory=dict)
-    compute: float = 0.0
-    exposed: float = 0.0
-    waits: dict[str, float] = field(default_factory=dict)
-    events: list[tuple[str, str, int]] = field(default_factory=list)
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.peak.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.exposed
-
-
-class _Step:
     def __init__(
         self,
         profile: Profile,
         units: Sequence[UnitCosts],
         strategy: Strategy,
-        rates: Rates | None,
-        axes: Axes,
-        temporary: Mapping[str, int],
+        micro_batches: int,
+        rates: Rates | None = None,
+        axes: Axes = Axes(1),
+        *,
+        besides: int = 0,
+        state: int = 0,
+        temporary: Mapping[str, int] | None = None,
+        exchanges: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        self.profile, self.strategy, self.rates, self.axes, self.temporary = profile, strategy, rates, axes, temporary
+        self.profile, self.strategy, self.rates, self.axes = profile, strategy, rates, axes
         self.units = {costs.name: costs for costs in units}
-        self.timeline = Timeline()
+        self.temporary = temporary or {}
+        self.peak, self.most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        self.where = ""
+        self.sent: dict[str, int] = defaultdict(int)
+        self.collectives: dict[str, int] = defaultdict(int)
+        self.compute = self.exposed = 0.0
+        self.waits: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, str, int]] = []
         self.now = dict.fromkeys(KINDS, 0)
-        self.now["parameters"] = sum(costs.parameters for costs in units if not costs.strategy.offload)
+        self.now["parameters"] = besides + sum(costs.parameters for costs in units if not costs.strategy.offload)
         self.now["gradients"] = self.residuals = sum(costs.residuals for costs in units)
+        self.now["optimizer"] = state
         self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which slices are kept for the backward
@@ -188,25 +194,37 @@ class _Step:
         self.free_at = 0.0  # when the network has sent all that was issued
         self.live = NOTHING  # at the current moment
         self.sets_aside = False  # whether slices are not reduced over the replicate axis in this micro-batch
+        for index in range(micro_batches):
+            self.micro_batch(index, micro_batches)
+        if not strategy.step_in_backward:
+            self.now["optimizer"] += self.temporary.get(WHOLE, 0)
+            self.note("optimizer's step")
+        for verb, (nbytes, count) in (exchanges or {}).items():
+            self.exchange(verb, nbytes, count)
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self.compute + self.exposed
 
     # Account.
 
     def note(self, where: str, live: Live = NOTHING, extra: int = 0) -> None:
         """Update the peaks. `extra`: gathered bytes alive only at this moment."""
-        now, timeline = self.now, self.timeline
+        now = self.now
         now["activations"], now["logits"] = live.activations, live.logits
         now["gathered"] += extra
         for kind, nbytes in now.items():
-            timeline.most[kind] = max(timeline.most[kind], nbytes)
-        if sum(now.values()) > timeline.peak_bytes:
-            timeline.peak, timeline.where = dict(now), where
+            self.most[kind] = max(self.most[kind], nbytes)
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak, self.where = dict(now), where
         now["gathered"] -= extra
 
     def send(self, costs: UnitCosts, verb: str, gather: GatherCosts | None = None) -> float:
         """Issue a unit's collectives, `gather`'s or those of a reduction; returns the time at which they end."""
         nbytes, count = costs.sent.get(verb, (0, 0)) if gather is None else (gather.sent, gather.collectives)
-        self.timeline.sent[verb] = self.timeline.sent.get(verb, 0) + nbytes
-        self.timeline.collectives[verb] = self.timeline.collectives.get(verb, 0) + count
+        self.sent[verb] += nbytes
+        self.collectives[verb] += count
         seconds = 0.0
         if self.rates is not None:
             buffer = {"gather": costs.gathered, "reduce": costs.buffer, "all_reduce": costs.gradients}[verb]
@@ -217,42 +235,42 @@ class _Step:
             seconds *= self.rates.overlap
             if costs.strategy.offload and not among:
                 seconds += (costs.computed if verb == "gather" else costs.gradients) / self.rates.host
-        self.free_at = max(self.timeline.seconds, self.free_at) + seconds
+        self.free_at = max(self.seconds, self.free_at) + seconds
         return self.free_at
 
     def send_tensors(self, moment: Moment) -> None:
         """Wait for the tensor-parallel collectives of an interval: what is computed next needs them."""
         if not moment.collectives:
             return
-        self.timeline.sent["tensor"] = self.timeline.sent.get("tensor", 0) + moment.sent
-        self.timeline.collectives["tensor"] = self.timeline.collectives.get("tensor", 0) + moment.collectives
+        self.sent["tensor"] += moment.sent
+        self.collectives["tensor"] += moment.collectives
         if self.rates is not None:
             bandwidth = self.axes.bandwidth(self.rates, "tensor", moment.sent // moment.collectives)
             self.lose(moment.collectives * self.rates.latency + moment.sent / bandwidth, moment.unit)
 
     def exchange(self, verb: str, nbytes: int, count: int) -> None:
         """Wait for exchanges of the optimizer's step."""
-        self.timeline.sent[verb], self.timeline.collectives[verb] = nbytes, count
+        self.sent[verb], self.collectives[verb] = nbytes, count
         if self.rates is not None:
             bandwidth = self.axes.bandwidth(self.rates, "gather" if verb == "owners" else "all_reduce")
             self.lose(count * self.rates.latency + nbytes / bandwidth, WHOLE)
 
     def wait(self, until: float, unit: str) -> None:
-        self.lose(max(0.0, until - self.timeline.seconds), unit)
+        self.lose(max(0.0, until - self.seconds), unit)
 
     def lose(self, seconds: float, unit: str) -> None:
         """Add time in which the rank does not compute because of this unit's communication."""
         if seconds:
-            self.timeline.exposed += seconds
-            self.timeline.waits[unit] = self.timeline.waits.get(unit, 0.0) + seconds
+            self.exposed += seconds
+            self.waits[unit] += seconds
 
     def compute_copy(self, nbytes: int) -> None:
         if self.rates is not None:
-            self.timeline.compute += 2 * nbytes / self.rates.copy
+            self.compute += 2 * nbytes / self.rates.copy
 
     def event(self, verb: str, unit: str) -> None:
         live = self.now["gathered"] + self.now["reducing"] - sum(self.partial.values())
-        self.timeline.events.append((verb, unit, live))
+        self.events.append((verb, unit, live))
 
     # Units.
 
@@ -425,49 +443,8 @@ class _Step:
             self.note(where, moment.peak)
             self.send_tensors(moment)
             if self.rates is not None:
-                self.timeline.compute += moment.flops / self.rates.flops
+                self.compute += moment.flops / self.rates.flops
         self.live = NOTHING
         self.finish_reduction()
         while self.replicating:
             self.deliver(*self.replicating.pop(0))
-
-
-def run(
-    profile: Profile,
-    units: Sequence[UnitCosts],
-    strategy: Strategy,
-    micro_batches: int,
-    rates: Rates | None = None,
-    axes: Axes = Axes(1),
-    *,
-    besides: int = 0,
-    state: int = 0,
-    temporary: Mapping[str, int] | None = None,
-    exchanges: Mapping[str, tuple[int, int]] | None = None,
-) -> Timeline:
-    """Simulate one optimizer step: forwards, backwards, reductions, and the optimizer.
-
-    Args:
-        profile: of a single micro-batch, without sharding.
-        units: costs of all units of the profile, including the root.
-        strategy: how the training loop runs them. With offloading, a gather first copies the shard to the device, in
-            the dtype it is gathered in, and a reduced slice is copied to the host.
-        micro_batches: forwards and backwards before the optimizer's step.
-        rates: None: no times.
-        axes: over which collectives run.
-        besides: bytes of buffers and parameters outside of units.
-        state: bytes of the optimizer's state on the device.
-        temporary: bytes of temporary tensors in the optimizer's step, by unit; under `WHOLE`, of a step of all.
-        exchanges: bytes that the optimizer's step sends, and in how many collectives: to "owners", and to "replicas".
-    """
-    step = _Step(profile, units, strategy, rates, axes, temporary or {})
-    step.now["parameters"] += besides
-    step.now["optimizer"] = state
-    for index in range(micro_batches):
-        step.micro_batch(index, micro_batches)
-    if not strategy.step_in_backward:
-        step.now["optimizer"] += (temporary or {}).get(WHOLE, 0)
-        step.note("optimizer's step")
-    for verb, (nbytes, count) in (exchanges or {}).items():
-        step.exchange(verb, nbytes, count)
-    return step.timeline
