@@ -15,9 +15,8 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -146,8 +145,8 @@ def profile(
                     logits = recorder.logits
                     loss.backward()
                     del loss
-                    recorder.finish()
-    return Profile(tuple(recorder.moments()), logits)
+                    moments = recorder.finish()
+    return Profile(moments, logits)
 
 
 def _cast(dtype: torch.dtype | None, values: Any) -> Any:
@@ -232,9 +231,9 @@ class Tracker(TorchDispatchMode):
         live, logits: bytes alive now; of these, those that count as logits.
         peak, peak_logits: the same, at the worst moment since `restart`.
         in_loss: whether what is allocated counts as logits.
-        flops: floating-point operations so far, by torch's formulas (`torch.utils.flop_counter`). FlopCounterMode is
-            not used: it keeps tensors alive that checkpointing recomputes.
-        sent, collectives: bytes that a rank sends in functional collectives so far, and their number.
+        flops: floating-point operations since then, by torch's formulas (`torch.utils.flop_counter`). FlopCounterMode
+            is not used: it keeps tensors alive that checkpointing recomputes.
+        sent, collectives: bytes that a rank sends in functional collectives since then, and their number.
     """
 
     def __init__(self, uncounted: Sequence[torch.Tensor], ranks: int = 1) -> None:
@@ -296,24 +295,12 @@ class Tracker(TorchDispatchMode):
         self._logits.clear()
         self.logits = 0
 
-    def restart(self) -> Live:
-        """Start a new peak; returns what was alive at the previous one."""
-        peak = Live(self.peak - self.peak_logits, self.peak_logits)
+    def restart(self) -> tuple[Live, int, int, int]:
+        """Start a new interval; returns the worst moment of the last one, and its `flops`, `sent` and `collectives`."""
+        interval = Live(self.peak - self.peak_logits, self.peak_logits), self.flops, self.sent, self.collectives
         self.peak, self.peak_logits = self.live, self.logits
-        return peak
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A moment, what was alive at the worst one before it, and all operations and collectives so far."""
-
-    kind: str
-    unit: str
-    live: Live
-    peak: Live
-    flops: int
-    sent: int
-    collectives: int
+        self.flops = self.sent = self.collectives = 0
+        return interval
 
 
 class _Recorder:
@@ -326,16 +313,19 @@ class _Recorder:
 
     def __init__(self, tracker: Tracker, parameters: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._tracker, self._parameters = tracker, parameters
-        self._marks: list[_Mark] = []
+        self._moments: list[Moment] = []
+        self._begun: tuple[str, str, Live] | None = None  # the moment whose interval goes on
         self._in_backward: set[str] = set()
         self._calls: Counter[str] = Counter()  # forwards whose backward has not ended
         self.logits = 0
 
     def mark(self, kind: str, unit: str) -> None:
+        """Note a moment; ends the interval of the previous one."""
         tracker = self._tracker
-        live = Live(tracker.live - tracker.logits, tracker.logits)
-        peak = tracker.restart()
-        self._marks.append(_Mark(kind, unit, live, peak, tracker.flops, tracker.sent, tracker.collectives))
+        interval = tracker.restart()
+        if self._begun is not None:
+            self._moments.append(Moment(*self._begun, *interval))
+        self._begun = kind, unit, Live(tracker.live - tracker.logits, tracker.logits)
 
     @contextlib.contextmanager
     def watch(self, module: nn.Module, path: str, recompute: bool, policy: MixedPrecisionPolicy) -> Iterator[None]:
@@ -409,17 +399,14 @@ class _Recorder:
                 parameter.grad = None
             self._tracker.restart()
 
-    def finish(self) -> None:
-        """The backward ended: units whose inputs received no gradient are done, the model last."""
+    def finish(self) -> tuple[Moment, ...]:
+        """All moments. The backward ended: units whose inputs received no gradient are done, the model last."""
         for path in sorted(self._in_backward, reverse=True):
             self.done(path)
         self.mark("end", "")
-
-    def moments(self) -> Iterator[Moment]:
-        leaves = [index for index, mark in enumerate(self._marks) if mark.kind == "leave" and mark.unit]
-        for index, (now, then) in enumerate(pairwise(self._marks)):
-            live, peak = now.live, then.peak
-            if leaves and index < leaves[-1]:  # between two units: it was not the loss yet
-                live, peak = Live(live.activations + live.logits), Live(peak.activations + peak.logits)
-            spent = then.flops - now.flops, then.sent - now.sent, then.collectives - now.collectives
-            yield Moment(now.kind, now.unit, live, peak, *spent)
+        leaves = [index for index, moment in enumerate(self._moments) if moment.kind == "leave" and moment.unit]
+        for index in range(leaves[-1] if leaves else 0):  # a unit follows: it was not the loss yet
+            moment = self._moments[index]
+            live, peak = (Live(alive.activations + alive.logits) for alive in (moment.live, moment.peak))
+            self._moments[index] = replace(moment, live=live, peak=peak)
+        return tuple(self._moments)
