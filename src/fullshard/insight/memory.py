@@ -167,7 +167,7 @@ def explain_memory(
             sequence=sequence,
             step=step,
         )
-        planned = [(change.saved, change.words) for change in changes if change.saved > 0]
+        planned = [(saved, words) for words, saved in changes.items() if saved > 0]
     return explain(
         runners,
         sum(uses) if optimizers else None,

@@ -28,21 +28,6 @@ from .profile import Step
 from .strategy import Strategy, node_size
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A change of a training program, and what it frees.
-
-    Attributes:
-        words: what to change.
-        saved: bytes at the peak of a step; negative if it needs more.
-        plan: of a step after the change.
-    """
-
-    words: str
-    saved: int
-    plan: Plan
-
-
 def plan_changes(
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -52,8 +37,8 @@ def plan_changes(
     micro_batch: int,
     sequence: int,
     step: Step | None,
-) -> tuple[Plan, list[Change]]:
-    """The plan of a sharded model as it is, and of each change that may make its step smaller.
+) -> tuple[Plan, dict[str, int]]:
+    """The plan of a sharded model as it is, and the bytes that changes free at the peak of a step; negative: it grows.
 
     Args:
         model: the root.
@@ -83,11 +68,10 @@ def plan_changes(
         return planner.plan(strategy, world, batch, node_size(None, world))
 
     now = planned(base)
-    changes = [Change(words, 0, planned(strategy)) for strategy, words in _smaller(base, units, planner.model)]
-    more = f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"
-    changes.append(Change(more, 0, planned(base, 2 * ranks)))
-    changes = [dataclasses.replace(change, saved=now.peak - change.plan.peak) for change in changes]
-    return now, sorted(changes, key=lambda change: change.saved)
+    peaks = {words: planned(strategy).peak for words, strategy in _smaller(base, units, planner.model).items()}
+    peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
+    saved = {words: now.peak - peak for words, peak in peaks.items()}
+    return now, dict(sorted(saved.items(), key=lambda change: change[1]))
 
 
 def _units(model: nn.Module) -> list[tuple[str, Runner]]:
@@ -125,8 +109,8 @@ def _policy(units: Mapping[str, Runner], built: nn.Module, changes: Mapping[str,
             own: dict[str, Any] = {
                 "mp_policy": runner.settings.policy,
                 "layout": settings_of(runner.unit.buckets[0]).layout,
+                "prefetch": _prefetch(runner),
             }
-            own |= {"prefetch": _prefetch(runner)}
             if runner.settings.reshard_after_forward is False:
                 own["reshard_after_forward"] = False
             chosen[id(built.get_submodule(path))] = {**own, **changes}
@@ -137,27 +121,23 @@ def _prefetch(runner: Runner) -> int:
     return max(runner.settings.prefetch.forward, runner.settings.prefetch.backward)
 
 
-def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> list[tuple[Strategy, str]]:
-    """Strategies that may need less memory, with what has to change in the program."""
-    changes = []
+def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> dict[str, Strategy]:
+    """Strategies that may need less memory, by what has to change in the program."""
+    changes = {}
     blocks = [runner for path, runner in units.items() if path and runner.unit.buckets]
     if any(map(_prefetch, blocks)) or base.prefetch:
-        without = dataclasses.replace(base, prefetch=0, units=_policy(units, built, {"prefetch": 0}))
-        changes.append((without, "prefetch=0"))
-    if (
-        any(runner.settings.reshard_after_forward is False for runner in blocks)
-        or base.reshard_after_forward is not True
-    ):
+        changes["prefetch=0"] = dataclasses.replace(base, prefetch=0, units=_policy(units, built, {"prefetch": 0}))
+    keeps = any(runner.settings.reshard_after_forward is False for runner in blocks)
+    if keeps or base.reshard_after_forward is not True:
         policy = _policy(units, built, {"reshard_after_forward": True})
-        freed = dataclasses.replace(base, reshard_after_forward=True, units=policy)
-        changes.append((freed, "reshard_after_forward=True"))
+        changes["reshard_after_forward=True"] = dataclasses.replace(base, reshard_after_forward=True, units=policy)
     if base.micro_batch % 2 == 0:
         halved = dataclasses.replace(base, micro_batch=base.micro_batch // 2)
-        changes.append((halved, "half the micro-batch, and twice as many of them"))
+        changes["half the micro-batch, and twice as many of them"] = halved
     if blocks:
-        changes.append((dataclasses.replace(base, checkpointing=True), "activation checkpointing of the units"))
+        changes["activation checkpointing of the units"] = dataclasses.replace(base, checkpointing=True)
     if not base.offload:
-        changes.append((dataclasses.replace(base, offload=True), "CPUOffloadPolicy()"))
+        changes["CPUOffloadPolicy()"] = dataclasses.replace(base, offload=True)
     return changes
 
 

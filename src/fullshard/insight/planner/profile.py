@@ -322,9 +322,9 @@ class _Recorder:
     def mark(self, kind: str, unit: str) -> None:
         """Note a moment; ends the interval of the previous one."""
         tracker = self._tracker
-        interval = tracker.restart()
+        peak, flops, sent, collectives = tracker.restart()
         if self._begun is not None:
-            self._moments.append(Moment(*self._begun, *interval))
+            self._moments.append(Moment(*self._begun, peak, flops, sent, collectives))
         self._begun = kind, unit, Live(tracker.live - tracker.logits, tracker.logits)
 
     @contextlib.contextmanager
