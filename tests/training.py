@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
+from fullshard.shard import Unit
 from models import EXAMPLES, Batch, Example, concatenate
 
 PRECISIONS = {  # param_dtype, reduce_dtype
@@ -283,3 +284,13 @@ def assert_same(problems_by_rank: list[list[str]]) -> None:
         if problems
     ]
     assert not lines, "\n" + "\n".join(lines)
+
+
+def live_bytes(units: list[Unit]) -> int:
+    """Bytes of gathered units, staging and reduction buffers, counted from their storages, as the ledger must count."""
+    total = 0
+    for unit in units:
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            total += 0 if bucket.full is None else bucket.full.live_bytes
+            total += gradients.live_bytes + bucket.kept_bytes
+    return total

@@ -22,14 +22,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
-from fullshard.insight import live_bytes, memory_use
 from fullshard.shard import units_of
 from fullshard.shard.offload import Home
 from happens_before import muted, watched
 from quantised import GatheredInt8, dequantise, quantise
 from test_kernels import Kernels
 from test_parking import moving
-from training import LAYOUTS
+from training import LAYOUTS, live_bytes
 from ways import on_ranks
 
 SUBCLASS = importlib.import_module("fullshard.forms.subclass")
@@ -494,7 +493,10 @@ def test_the_ledger_counts_what_is_alive() -> None:
                 model(x).sum().backward()
         assert len(events) > 20 and not wrong, wrong[:3]
         assert events[-1].live == 0
-        assert len(alive) == 9 and memory_use(model).peak_transient >= max(alive), (memory_use(model), alive)
+        assert len(alive) == 9 and fullshard.memory_use(model).peak_transient >= max(alive), (
+            fullshard.memory_use(model),
+            alive,
+        )
 
 
 def test_no_two_streams_race(fake_world):
@@ -529,7 +531,7 @@ def test_values_are_copied_parked_loaded_and_cast() -> None:
 
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     (twin(x) * 3).sum().backward()
-    use = memory_use(twin, optimizer)
+    use = fullshard.memory_use(twin, optimizer)
     chunks = [p._local_tensor for p in twin.parameters()]
     assert use.parameters == sum(8 * chunk.numel() for chunk in chunks) == use.host - use.gradients
     before = [p._local_tensor.values.data_ptr() for p in twin[0].parameters() if p._local_tensor.numel()]

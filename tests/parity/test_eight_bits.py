@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.comm import packed_bytes
-from fullshard.insight import live_bytes
 from fullshard.shard import units_of
 from fullshard.torch_private.local_tensor import inside
 from raising import raises
+from training import live_bytes
 
 WIDE = 24
 LAYOUTS = ["rows", "flat", fullshard.Blocks("row"), "owner"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from ..forms import Member, owner_of
 from ..names import size
 from ..optim import OwnerOptimizer
 from ..runtime import explain, runners_in
-from ..shard import Bucket, Unit, members_of, units_of
+from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
 from .planner.live import plan_changes
 from .planner.optimizer import as_list
@@ -77,31 +77,30 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     """
     _check_arguments("memory_use", model, [] if optimizer is None else [optimizer])
     units = units_of(model)
+    shards = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
     plain = [p for p in model.parameters() if owner_of(p) is None]
-    plain_bytes = sum(_nbytes(p) for p in plain)
-    shard_bytes = sum(_nbytes(tensor) for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors)
-    gradients = sum(g.held_bytes + g.residual_bytes for unit in units for g in unit.gradients)
-    gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
-    member_bytes = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
-    whole = sum(nbytes for _, nbytes in member_bytes)
-    trainable = sum(nbytes for m, nbytes in member_bytes if m.sharded.requires_grad)
-    trainable += sum(_nbytes(p) for p in plain if p.requires_grad)
+    plain_gradients = [p.grad for p in plain if p.grad is not None]
+    every = [gradients for unit in units for gradients in unit.gradients]
+    held = [g.delivery.set.flat for g in every if g.delivery.set is not None]
     states = optimizer.state.items() if optimizer is not None else ()
-    state_tensors = [(p, value) for p, state in states for value in leaves_in(state) if isinstance(value, torch.Tensor)]
-    plain_ids, ratio = {id(p) for p in plain}, whole / max(shard_bytes, 1)
-    unsharded_state = sum(
-        _nbytes(value) * (1 if value.dim() == 0 or id(p) in plain_ids else ratio) for p, value in state_tensors
-    )
+    state = [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
+    members = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
+    whole = sum(nbytes for _, nbytes in members)
+    trainable = sum(nbytes for m, nbytes in members if m.sharded.requires_grad)
+    trainable += _nbytes(p for p in plain if p.requires_grad)
+    plain_ids, ratio = {id(p) for p in plain}, whole / max(_nbytes(shards), 1)
+    unsharded_state = sum(_nbytes([v]) * (1 if v.dim() == 0 or id(p) in plain_ids else ratio) for p, v in state)
     ledgers = {id(unit.ledger): unit.ledger for unit in units}.values()
+    state_tensors = [value for _, value in state]
     return MemoryUse(
-        parameters=shard_bytes + plain_bytes,
-        gradients=gradients,
-        optimizer=sum(_nbytes(value) for _, value in state_tensors),
+        parameters=_nbytes([*shards, *plain]),
+        gradients=sum(g.held_bytes + g.residual_bytes for g in every) + _nbytes(plain_gradients),
+        optimizer=_nbytes(state_tensors),
         gathered=sum(ledger.gathered for ledger in ledgers),
         reducing=sum(ledger.reducing for ledger in ledgers),
         peak_transient=sum(ledger.peak for ledger in ledgers),
-        single_process=whole + plain_bytes + trainable + round(unsharded_state),
-        host=_host_bytes(units, plain, [value for _, value in state_tensors]),
+        single_process=whole + _nbytes(plain) + trainable + round(unsharded_state),
+        host=_host_bytes([*shards, *held, *plain, *plain_gradients, *state_tensors]),
     )
 
 
@@ -155,22 +154,14 @@ def explain_memory(
             got=type(model).__name__,
             remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
         )
-    uses = [memory_use(model, each).optimizer for each in optimizers]
     planned = None
     if build is not None:
-        _, changes = plan_changes(
-            model,
-            optimizer,
-            build,
-            batch=batch,
-            micro_batch=batch if micro_batch is None else micro_batch,
-            sequence=sequence,
-            step=step,
-        )
+        how = {"batch": batch, "micro_batch": batch if micro_batch is None else micro_batch, "sequence": sequence}
+        _, changes = plan_changes(model, optimizer, build, step=step, **how)
         planned = [(saved, words) for words, saved in changes.items() if saved > 0]
     return explain(
         runners,
-        sum(uses) if optimizers else None,
+        sum(memory_use(model, each).optimizer for each in optimizers) if optimizers else None,
         optimizer_is_sharded=not any(isinstance(each, OwnerOptimizer) for each in optimizers),
         planned=planned,
     )
@@ -184,37 +175,18 @@ def _check_arguments(function: str, model: object, optimizers: Sequence[object])
             raise ConfigError(f"{function}(optimizer=) is not an optimizer.", got=type(optimizer).__name__)
 
 
-def _host_bytes(units: list[Unit], plain: list[nn.Parameter], state_tensors: list[torch.Tensor]) -> int:
-    """Bytes of parameters, gradients and optimizer state in host memory."""
-    tensors = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
-    tensors += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
-    tensors += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
-    on_host = [
-        part for tensor in [*tensors, *state_tensors] for part in plain_tensors(tensor) if part.device.type == "cpu"
-    ]
-    return sum(part.numel() * part.element_size() for part in on_host if part.untyped_storage().nbytes())
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return sum(part.numel() * part.element_size() for part in plain_tensors(tensor))
+def _host_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these that are allocated in host memory."""
+    parts = [part for tensor in tensors for part in plain_tensors(tensor) if part.device.type == "cpu"]
+    return sum(part.nbytes for part in parts if part.untyped_storage().nbytes())
 
 
 def _whole_bytes(bucket: Bucket, member: Member) -> int:
     """Bytes of a parameter on all ranks together."""
     if bucket.form.plain:
         return member.slot.numel * bucket.storage_dtype.itemsize
-    return _nbytes(member.local) * member.slot.numel // max(member.local.numel(), 1)
-
-
-def live_bytes(units: list[Unit]) -> int:
-    """Bytes of gathered units, staging and reduction buffers, counted from their storages.
-
-    The ledger's counters must equal this at every event; tests check that.
-    """
-    total = 0
-    for unit in units:
-        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-            if bucket.full is not None:
-                total += bucket.full.live_bytes
-            total += gradients.live_bytes + bucket.kept_bytes
-    return total
+    return _nbytes([member.local]) * member.slot.numel // max(member.local.numel(), 1)

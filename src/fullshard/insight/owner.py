@@ -13,7 +13,7 @@ from ..forms import successor_of
 from ..names import clean_name, clean_path, plain_class
 from ..runtime import Runner, left_alone, runner_of, runners_in
 from ..shard import walk
-from .facts import BucketFacts, bucket_facts
+from .describe import BucketFacts, bucket_facts
 
 
 @dataclass(frozen=True)
