@@ -186,10 +186,13 @@ def kept(mesh: tuple[int, ...]) -> dict[str, Any]:
         expected += layout.world * packed_bytes(layout.shard_numel) if axes.shard.size > 1 else 0
         if axes.copies > 1:
             expected += (axes.copies + 1) * packed_bytes(-(-layout.shard_numel // axes.copies))
+    use = fullshard.memory_use(model)
+    on_host = next(model.parameters()).device.type == "cpu"
     facts = {
         "expected": expected,
+        "host": use.host == (use.parameters + use.gradients if on_host else 0),
         "residuals": sum(of_bucket.residual_bytes for of_bucket in gradients),
-        "counted": fullshard.memory_use(model).gradients - sum(g.held_bytes for g in gradients),
+        "counted": use.gradients - sum(g.held_bytes for g in gradients),
         "before": empty.gradients,
         "words": fullshard.describe(model, plans=True),
         "keys": set(model.state_dict()) == set(Fixed().state_dict()),
@@ -206,7 +209,7 @@ def test_memory_is_what_is_said_and_not_in_checkpoints_or_copies(run_ranks, mesh
     for facts in run_ranks(kept, shape, world=math.prod(shape)):
         assert facts["residuals"] == facts["counted"] == facts["expected"] > 0
         assert facts["before"] == facts["copied"] == facts["emptied"] == 0
-        assert facts["keys"]
+        assert facts["keys"] and facts["host"]
         assert "in int8 with error feedback" in facts["words"]
         assert "of it for the next" in facts["words"]
 

@@ -81,7 +81,8 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_gradients = [p.grad for p in plain if p.grad is not None]
     every = [gradients for unit in units for gradients in unit.gradients]
-    held = [g.delivery.set.flat for g in every if g.delivery.set is not None]
+    reduced = [g.delivery.set.flat for g in every if g.delivery.set is not None]
+    reduced += [residual for g in every for residual in g.residuals.values()]
     states = optimizer.state.items() if optimizer is not None else ()
     state = [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
     members = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
@@ -100,7 +101,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         reducing=sum(ledger.reducing for ledger in ledgers),
         peak_transient=sum(ledger.peak for ledger in ledgers),
         single_process=whole + _nbytes(plain) + trainable + round(unsharded_state),
-        host=_host_bytes([*shards, *held, *plain, *plain_gradients, *state_tensors]),
+        host=_host_bytes([*shards, *reduced, *plain, *plain_gradients, *state_tensors]),
     )
 
 
