@@ -30,7 +30,7 @@ def status(rank: int, last: dict[str, Any] | None = None, **known: Any) -> dict[
     """What is known of a rank that issued `last` and waits for it."""
     last = last or record(9)
     process = {"rank": rank, "host": f"host{rank // 2}", "pid": 100 + rank, "gone": None, "state": "S", "raised": None}
-    waits = {"time": NOW + 20, "idle": False, "waited": 5.0, "waits_for": last, "cpu": 1.0, "io": 5}
+    waits = {"time": NOW + 20, "idle": False, "waited": 5.0, "waits_for": last, "call": None, "io": 5}
     did = {"last": last, "count": last["number"], "steps": last["step"], "records": [record(8), last]}
     return {**process, **waits, **did, "stack": 'File "train.py", line 7', **known}
 
@@ -227,7 +227,7 @@ def bad_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "no field": (json.dumps({**good, "ranks": [{"rank": 0}]}).encode(), "has no 'host'"),
         "wrong field": (json.dumps({**good, "ranks": [status(0, count="9")]}).encode(), "'count' of the status"),
         "wrong record": (json.dumps({**good, "ranks": [status(0, records=[1])]}).encode(), "should be a dictionary"),
-        "wrong call": (json.dumps({**good, "ranks": [status(0, call=5)]}).encode(), "the call of rank 0 should be"),
+        "wrong call": (json.dumps({**good, "ranks": [status(0, call=5)]}).encode(), "'call' of the status of a rank is int"),
         "call without a place": (json.dumps({**good, "ranks": [status(0, call={"did": "a"})]}).encode(), "has no 'at'"),
         "no rank": (json.dumps({**good, "ranks": []}).encode(), "has no ranks"),
         "deep": (b"[" * 200_000, "nested too deeply"),

@@ -1,7 +1,8 @@
-"""Names as users wrote them, without the parts that wrapping inserted."""
+"""Names as users wrote them, without the parts that wrapping inserted; sizes and tables as people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -49,3 +50,13 @@ def size(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """A line for each row of texts, in columns; those in `left`, by number, are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(text.ljust(width) if i in left else text.rjust(width) for i, (text, width) in cells))
+    return [line.rstrip() for line in lines]

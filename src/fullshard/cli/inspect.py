@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ..names import size, table
 from . import terminal
 
 if TYPE_CHECKING:
@@ -55,27 +56,20 @@ def _inspect(options: Arguments) -> int:
     if options.json:
         print(json.dumps(as_json(inspection), indent=1, default=str))
     else:
-        lines = [*(table(inspection) if options.tensors else ()), *summary(inspection)]
+        lines = [*(tensor_table(inspection) if options.tensors else ()), *summary(inspection)]
         terminal.show("\n".join(lines), STYLES)
     return 1 if inspection.damage else 0
 
 
-def table(inspection: Inspection) -> list[str]:
+def tensor_table(inspection: Inspection) -> list[str]:
     """A header, one line per tensor, and an empty line."""
     rows = [("name", "shape", "dtype", "bytes", "file")]
     rows += [(t.name, _shape(t), _dtype(t), f"{t.nbytes:,}", _files(t)) for t in inspection.tensors]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}  {file}"
-        for name, shape, dtype, nbytes, file in rows
-    ]
-    return [*lines, ""]
+    return [*table(rows, left=(0, 1, 2, 4)), ""]
 
 
 def summary(inspection: Inspection) -> list[str]:
     """Lines with the format, sizes by group, ties, and damaged files."""
-    from ..names import size
-
     lines = [f"{inspection.path}: {inspection.kind}"]
     groups: dict[str, list[TensorInfo]] = {}
     for tensor in inspection.tensors:

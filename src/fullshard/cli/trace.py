@@ -53,12 +53,13 @@ def run(arguments: list[str]) -> int:
 
 def _analyze(options: Arguments) -> int:
     from ..insight.trace import analyse, chrome_trace, draw_step, html_page, read, report
+    from ..watcher.judge import ranks_of
 
     if not options.path:
         return refuse("trace needs a folder: fullshard trace PATH")
     trace = read(list(options.path))
     if trace.missing:
-        print(f"fullshard: no file of {_ranks(trace.missing)}; what these did is unknown", file=sys.stderr)
+        print(f"fullshard: no file of {ranks_of(trace.missing)}; what these did is unknown", file=sys.stderr)
     analysis = analyse(trace)
     try:
         if options.chrome is not None:
@@ -123,8 +124,3 @@ def _share(part: float, whole: float) -> str:
 
 def _late(rank: int | None) -> str:
     return "" if rank is None else f" (rank {rank} late)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"

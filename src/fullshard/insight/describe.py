@@ -11,7 +11,7 @@ from torch import nn
 from ..comm import Comm, HookComm
 from ..forms import owner_of
 from ..mesh import MeshAxes
-from ..names import clean_name, clean_path, size
+from ..names import clean_name, clean_path, size, table
 from ..optim import Muon, OwnerOptimizer
 from ..optim.owners import Ownership, name_of
 from ..runtime import Runner, left_alone, runner_of, runners_in
@@ -187,15 +187,11 @@ def describe(
     header = ("unit", "layout", "dtype", "tensors", "elements", "gathered", "per rank", "padding")
     rows = [(name, facts.layout, _dtype(facts), *_sizes([facts])) for name, facts in buckets]
     rows.append(("in all", "", "", *_sizes([facts for _, facts in buckets])))
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    table = [
-        "  ".join(c.ljust(w) if i in (0, 2) else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-        for r in [header, *rows]
-    ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
     plan_lines = [f"{_some(names)}: {plan}" for plan, names in plan_units.items()]
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    return "\n".join([*lines, *table, *_outside(model), *plan_lines, *map(_owners, optimizers)])
+    lines += table([header, *rows], left=(0, 2))
+    return "\n".join([*lines, *_outside(model), *plan_lines, *map(_owners, optimizers)])
 
 
 MOST_OWNERS = 8

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
 from ...store.pickles import read_pickle
 from ...watcher.judge import FORMAT, Status
-from . import messages
 
 _MAX_BYTES = 512 << 20  # of a file
 _NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files that may be reports or dumps
@@ -23,7 +23,8 @@ _NUMBER = (int, float)
 _STATUS: dict[str, tuple[type, ...]] = {
     "rank": (int,), "host": (str,), "pid": (int,), "time": _NUMBER, "gone": (str, type(None)), "state": (str,),
     "raised": (str, type(None)), "idle": (bool,), "waited": (*_NUMBER, type(None)), "count": (int,), "steps": (int,),
-    "waits_for": (dict, type(None)), "last": (dict, type(None)), "records": (list,), "stack": (str,),
+    "call": (dict, type(None)), "waits_for": (dict, type(None)), "last": (dict, type(None)), "records": (list,),
+    "stack": (str,),
 }  # fmt: skip
 _RECORD: dict[str, tuple[type, ...]] = {
     "number": (int,),
@@ -107,7 +108,7 @@ def read(path: Path) -> Evidence:
         ConfigError: there is no such path, or it has no report or dump.
     """
     if not path.exists():
-        raise messages.no_such_path(path)
+        raise ConfigError(f"there is no file or folder {path}")
     if path.is_file():
         candidates = [path]
     else:
@@ -126,7 +127,13 @@ def read(path: Path) -> Evidence:
             else:
                 reports.append(content)
     if not reports and not dumps:
-        raise messages.unreadable(path, left_out[0]) if path.is_file() else messages.no_evidence(path, left_out)
+        if path.is_file():
+            raise ConfigError(f"{path} cannot be read: {left_out[0].partition(': ')[2]}")
+        reason = f" ({len(left_out)} could not be read; {left_out[0]})" if left_out else ""
+        raise ConfigError(
+            "there is neither a watcher's report (stuck-*.json) nor a flight recorder's dump (nccl_trace_rank_*) "
+            f"in {path}{reason}"
+        )
     return Evidence(tuple(reports), tuple(dumps), tuple(left_out))
 
 
@@ -195,7 +202,7 @@ def report_of(source: str, value: Any) -> WatcherReport:
         for record in [status["waits_for"], status["last"], *status["records"]]:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
-        if status.get("call") is not None:  # older reports have none
+        if status["call"] is not None:
             _check(status["call"], {"did": (str,), "at": (str,)}, f"the call of rank {status['rank']}")
         if status["last"] is not None:
             _check(status["last"], {"time": _NUMBER}, f"the last record of rank {status['rank']}")

@@ -1,12 +1,10 @@
-"""The texts of `fullshard doctor`: the reasons for a verdict, next steps, and errors."""
+"""The texts of `fullshard doctor`: the reasons for a verdict, and next steps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from ...errors import ConfigError
 from ...watcher.judge import BY_ITSELF, Status, Verdict, first_hand, first_issued, line_of_error, of_last_root, ranks_of
 from ...watcher.messages import after, at
 
@@ -348,25 +346,3 @@ _FRAMES = (
     (("/torch/utils/data/",), "waits for data", _DATA),
 )
 """Part of the innermost frame's path -> what the rank does, and next steps."""
-
-
-# evidence.py
-
-
-def no_such_path(path: Path) -> ConfigError:
-    """The error for a path that does not exist."""
-    return ConfigError(f"there is no file or folder {path}")
-
-
-def unreadable(path: Path, left_out: str) -> ConfigError:
-    """The error for an unusable file; `left_out` has its name and the reason."""
-    return ConfigError(f"{path} cannot be read: {left_out.partition(': ')[2]}")
-
-
-def no_evidence(path: Path, left_out: Sequence[str]) -> ConfigError:
-    """The error for a folder without usable files; `left_out`: one line for each file that cannot be read."""
-    reason = f" ({len(left_out)} could not be read; {left_out[0]})" if left_out else ""
-    return ConfigError(
-        f"there is neither a watcher's report (stuck-*.json) nor a flight recorder's dump (nccl_trace_rank_*) "
-        f"in {path}{reason}"
-    )

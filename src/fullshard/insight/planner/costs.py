@@ -6,9 +6,8 @@ is stated a second time (`schedule.py`); tests hold it to the engine's events.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +37,7 @@ class SilentComm(TorchComm):
 
     Attributes:
         sent: bytes that this rank would send, and collectives, by verb.
+        counted_as: a verb under which all are counted; None: their own.
     """
 
     kind = "silent"
@@ -46,20 +46,11 @@ class SilentComm(TorchComm):
     def __init__(self) -> None:
         super().__init__()
         self.sent: dict[str, list[int]] = {}
-        self._counted_as: str | None = None
-
-    @contextlib.contextmanager
-    def counting(self, verb: str) -> Iterator[None]:
-        """Count all collectives in the block under this verb."""
-        self._counted_as = verb
-        try:
-            yield
-        finally:
-            self._counted_as = None
+        self.counted_as: str | None = None
 
     def _count(self, verb: str, axis: Axis, buffer: torch.Tensor, times: int = 1) -> Pending:
         if axis.size > 1:
-            count = self.sent.setdefault(self._counted_as or verb, [0, 0])
+            count = self.sent.setdefault(self.counted_as or verb, [0, 0])
             count[0] += times * buffer.numel() * buffer.element_size() * (axis.size - 1) // axis.size
             count[1] += 1
         return DONE
@@ -371,10 +362,11 @@ def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, tuple
             for tensor in gradients.residuals.values() if hooked is not comm else ():
                 tracker.count(tensor)
             kept = tracker.live
-            with comm.counting("all_reduce"):  # if packed, it is an exchange and a gather
-                with tracker if hooked is not comm else nullcontext():
-                    between += gradients.replicate()
-                gradients.wait(unit.name)
+            comm.counted_as = "all_reduce"  # if packed, it is an exchange and a gather
+            with tracker if hooked is not comm else nullcontext():
+                between += gradients.replicate()
+            gradients.wait(unit.name)
+            comm.counted_as = None
             passing = max(passing, tracker.peak - kept)
         gradients.deliver(False)
     partial_bytes = sum(

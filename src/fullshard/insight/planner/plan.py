@@ -20,7 +20,7 @@ from ...api.messages import hook_beside_all_reduce_dtype, no_replicas_to_hook
 from ...comm import PowerSGDState
 from ...errors import ConfigError, FullshardError
 from ...forms import owner_of
-from ...names import size
+from ...names import size, table
 from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
@@ -213,16 +213,11 @@ class Plans:
             )
             for plan in self.ranked[:10]
         ]
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        table = [
-            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-            for r in [header, *rows]
-        ]
         more = [f"... and {len(self.ranked) - 10} more"] if len(self.ranked) > 10 else []
         title = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}"
         if len(self.ranked) == 1:
             return f"{title}: {self.best}"
-        return "\n".join([title, "", *(line.rstrip() for line in table), *more, "", f"best: {self.best}"])
+        return "\n".join([title, "", *table([header, *rows], left=(0, 1, 2)), *more, "", f"best: {self.best}"])
 
 
 def plan(
