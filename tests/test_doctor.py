@@ -227,7 +227,7 @@ def bad_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "no field": (json.dumps({**good, "ranks": [{"rank": 0}]}).encode(), "has no 'host'"),
         "wrong field": (json.dumps({**good, "ranks": [status(0, count="9")]}).encode(), "'count' of the status"),
         "wrong record": (json.dumps({**good, "ranks": [status(0, records=[1])]}).encode(), "should be a dictionary"),
-        "wrong call": (json.dumps({**good, "ranks": [status(0, call=5)]}).encode(), "'call' of the status of a rank is int"),
+        "wrong call": (json.dumps({**good, "ranks": [status(0, call=5)]}).encode(), "'call' of the status"),
         "call without a place": (json.dumps({**good, "ranks": [status(0, call={"did": "a"})]}).encode(), "has no 'at'"),
         "no rank": (json.dumps({**good, "ranks": []}).encode(), "has no ranks"),
         "deep": (b"[" * 200_000, "nested too deeply"),

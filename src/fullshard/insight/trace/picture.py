@@ -9,8 +9,8 @@ from typing import Any
 from ...errors import ConfigError
 from ...names import size
 from .analyse import OUTSIDE, Analysis
-from .chrome import spans_of_transfer, spans_of_work
 from .merge import Run
+from .timeline import spans_of_transfer, spans_of_work
 
 KINDS = (".png", ".svg", ".pdf")
 MOST_RANKS = 8

@@ -1,20 +1,65 @@
-"""The timeline in Chrome's trace format, for Perfetto: a process for each rank, with threads and memory counters.
-
-The format: Google, "Trace Event Format" (complete events "X", counters "C", metadata "M"; microseconds).
-"""
+"""The timeline and the tables of a run for programs and for browsers: JSON, an HTML page, Chrome's trace format."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from .analyse import ENDS, Analysis
-from .merge import Run
+from .merge import RankTrace, Run
 
+PAGE = Path(__file__).with_name("page.html")
 THREADS = ("compute", "wait", "gather", "reduce")
 
 
+def report(run: Run, analysis: Analysis) -> dict[str, Any]:
+    """The report for programs: the summary and all tables. Times in seconds."""
+    return {
+        "answer": analysis.in_words(run),
+        "ranks": [trace.rank for trace in run.ranks],
+        "missing": run.missing,
+        "clock_error": run.error,
+        "steps": [{**dataclasses.asdict(step), "compute": step.compute} for step in analysis.steps],
+        "unit_waits": [dataclasses.asdict(row) for row in analysis.unit_waits],
+        "waits": [{**dataclasses.asdict(wait), "transfer": wait.transfer} for wait in analysis.waits],
+        "late_ranks": [dataclasses.asdict(late) for late in analysis.late_ranks],
+    }
+
+
+def html_page(run: Run, analysis: Analysis) -> str:
+    """A page that needs no network (`page.html` with the data inside): summary, timeline of all ranks, tables."""
+    data = report(run, analysis) | {
+        "timeline": [_timeline(trace, run, analysis) for trace in run.ranks],
+        "bounds": analysis.bounds[run.ranks[0].rank],
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # a unit's name may contain a closing tag
+    return PAGE.read_text(encoding="utf-8").replace('"DATA"', text)
+
+
+def _timeline(trace: RankTrace, run: Run, analysis: Analysis) -> dict[str, Any]:
+    """A rank's spans, rounded to 0.1 us, and its bytes over time."""
+    rank = trace.rank
+
+    def rounded(spans: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+        return [(round(begin, 7), round(end, 7), unit) for begin, end, unit in spans]
+
+    return {
+        "rank": rank,
+        "compute": rounded(spans_of_work(analysis, rank)),
+        "gather": rounded(spans_of_transfer(run, analysis, rank, "gather")),
+        "reduce": rounded(spans_of_transfer(run, analysis, rank, "reduce")),
+        "live": [(round(row.time, 7), row.live) for row in trace.events],
+        "allocated": [(round(row.time, 7), row.allocated) for row in trace.events if row.allocated >= 0],
+    }
+
+
 def chrome_trace(run: Run, analysis: Analysis) -> dict[str, Any]:
-    """The content of the file, for `json.dump`."""
+    """The timeline for Perfetto, for `json.dump`: a process for each rank, with threads and memory counters.
+
+    The format: Google, "Trace Event Format" (complete events "X", counters "C", metadata "M"; microseconds).
+    """
     events: list[dict[str, Any]] = []
     for trace in run.ranks:
         rank = trace.rank
