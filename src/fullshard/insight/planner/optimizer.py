@@ -12,7 +12,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,16 +154,19 @@ def owner_costs(
     Raises:
         Exception: whatever an optimizer raises.
     """
-    chosen, owns = _busiest(parameters_of, make, ranks)
-    runs = [(rank, *_run_as(parameters_of(rank), make, foreach)) for rank in chosen]
-    most = max(state for _, state, *_ in runs)
-    on_device = max(state for *_, state, _ in runs)
-    rank, state, temporary, sent, _, imbalance = max(runs, key=lambda run: (run[1] + run[2], -run[0]))
-    return OptimizerCosts(most, state + temporary - most, sent, on_device, owns, rank, imbalance)
+    runs = [_run_as(rank, parameters_of(rank), make, foreach) for rank in _busiest(parameters_of, make, ranks)]
+    needs_most = max(runs, key=lambda run: (run.state + run.temporary, -run.rank))
+    most = max(run.state for run in runs)
+    return replace(
+        needs_most,
+        state=most,
+        temporary=needs_most.state + needs_most.temporary - most,
+        state_on_device=max(run.state_on_device for run in runs),
+    )
 
 
-def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> tuple[list[int], bool]:
-    """The ranks to run, and whether there are owners.
+def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> list[int]:
+    """The ranks to run.
 
     Without owners rank 0, which has the most elements. Else all; of many those whose owned elements, and largest
     parameter, are the most and differ.
@@ -171,9 +174,9 @@ def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks
     sharded = parameters_of(0)
     optimizers = make(sharded.parameters)
     if not has_owners(optimizers):
-        return [0], False
+        return [0]
     if ranks <= MOST_RANKS:
-        return list(range(ranks)), True
+        return list(range(ranks))
     owned: dict[int, list[int]] = defaultdict(list)  # by rank, elements of each parameter
     for shared in _ownerships(optimizers):
         for parameter, (replica, rank) in zip(shared.parameters, shared.owners, strict=False):
@@ -185,7 +188,7 @@ def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks
     for rank in sorted(owned):
         alike.setdefault(tuple(sorted(owned[rank])), rank)
     largest = sorted(alike, key=lambda numels: -sum(numels) - 3 * max(numels))  # Newton-Schulz takes three of its size
-    return sorted({0, *[alike[numels] for numels in largest[:MOST_RANKS]]}), True
+    return sorted({0, *[alike[numels] for numels in largest[:MOST_RANKS]]})
 
 
 def _ownerships(optimizers: Optimizers) -> list[Ownership]:
@@ -197,14 +200,8 @@ def _ownerships(optimizers: Optimizers) -> list[Ownership]:
     ]
 
 
-def _run_as(
-    sharded: Sharded, make: MakeOptimizer, foreach: bool
-) -> tuple[int, int, dict[str, tuple[int, int]], int, float]:
-    """Take two steps as one rank.
-
-    Returns:
-        Bytes of state; temporary bytes of the second step; what it sends; state of whole parameters; the imbalance.
-    """
+def _run_as(rank: int, sharded: Sharded, make: MakeOptimizer, foreach: bool) -> OptimizerCosts:
+    """Take two steps as one rank; the costs of the second."""
     optimizers = as_list(make(sharded.parameters))
     for optimizer in optimizers:
         if not isinstance(optimizer, (Muon, OwnerOptimizer)):
@@ -223,11 +220,16 @@ def _run_as(
     for verb, exchanges in groups:
         nbytes, count = sent.get(verb, (0, 0))
         sent[verb] = nbytes + sum(exchanges.sent), count + len(exchanges.sent)
-    imbalance = max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]])
-    state = sum(t.nbytes for p in stepped for t in _state_of(optimizers, p))
     assembling = [o for o in optimizers if isinstance(o, OwnerOptimizer) and not o.elementwise]
-    whole = sum(t.nbytes for p in stepped for t in _state_of(assembling, p))
-    return state, temporary, sent, whole, imbalance
+    return OptimizerCosts(
+        state=sum(t.nbytes for p in stepped for t in _state_of(optimizers, p)),
+        temporary=temporary,
+        sent=sent,
+        state_on_device=sum(t.nbytes for p in stepped for t in _state_of(assembling, p)),
+        owns=has_owners(optimizers),
+        rank=rank,
+        imbalance=max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]]),
+    )
 
 
 def _groups_of(parameter: torch.Tensor) -> list[tuple[str, AbsentGroup]]:
