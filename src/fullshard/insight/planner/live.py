@@ -57,15 +57,14 @@ def plan_changes(
     axes = root.settings.axes
     device = "cpu" if axes.shard.backend == "gloo" else "cuda"
     make = _maker(model, optimizer)
-    rest: tuple[Any, ...] = (root.settings.policy, make, device, None, None, (1, None), None)
-    planner = Planner(build, sequence, step, *rest)
+    planner = Planner(build, step, root.settings.policy, make, device)
     _check_same(model, planner.model)
     base = _strategy(units, root, planner.model, micro_batch)
     ranks = axes.world
 
     def planned(strategy: Strategy, world: int = ranks) -> Plan:
         strategy.check(world, batch)
-        return planner.plan(strategy, world, batch, node_size(None, world))
+        return planner.plan(strategy, world, batch, sequence, node_size(None, world))
 
     now = planned(base)
     peaks = {words: planned(strategy).peak for words, strategy in _smaller(base, units, planner.model).items()}

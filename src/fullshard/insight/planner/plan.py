@@ -292,7 +292,8 @@ def plan(
     check_counts(ranks_per_node=node)
     tensor = tensor_parallel, parallelize
     hook = _checked_hook(comm_hook)
-    planner = Planner(model, sequence, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
+    planner = Planner(model, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
+    size_of_run = ranks, batch, sequence, node
     fixed = fixed or {}
     if strategy is None:
         searched = strategies(ranks, ranks_per_node, batch, policies, tensor_parallel)
@@ -309,11 +310,11 @@ def plan(
             choice.check(ranks, batch)
     if strategy is None and hook is not None:
         chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
-    plans = [planner.plan(choice, ranks, batch, node) for choice in chosen]
+    plans = [planner.plan(choice, *size_of_run) for choice in chosen]
     if strategy is None:
-        plans += planner.refine(plans, ranks, batch, node, fixed)
+        plans += planner.refine(plans, *size_of_run, fixed)
         if not any(plan.fits for plan in plans) and "offload" not in fixed and device != "cpu":
-            plans += [planner.plan(dataclasses.replace(choice, offload=True), ranks, batch, node) for choice in chosen]
+            plans += [planner.plan(dataclasses.replace(choice, offload=True), *size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
 
@@ -352,21 +353,24 @@ def solve(
     Raises:
         ConfigError: see `plan`; or no `device_memory`.
     """
+    if what not in ("micro-batch", "sequence", "world"):
+        raise ConfigError(
+            "solve() does not know what to solve for.", expected='"micro-batch", "sequence" or "world"', got=repr(what)
+        )
     if device_memory is None:
         raise ConfigError("solve() needs the memory of a device.", remedy="pass device_memory=80 * 2**30, for example")
     node = 1 if ranks_per_node is None else ranks_per_node
     check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
-    base, hook = strategy or Strategy(), _checked_hook(comm_hook)
+    base, hook, tensor = strategy or Strategy(), _checked_hook(comm_hook), (tensor_parallel, parallelize)
 
     @cache
-    def at(value: int) -> Plan:
+    def at(value: int) -> Plan:  # each builds the model anew: it may keep tensors of the lengths that it has seen
+        planner = Planner(model, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates, hook)
         length = value if what == "sequence" else sequence
         micro_batch = value if what == "micro-batch" else batch
-        tensor = tensor_parallel, parallelize
-        planner = Planner(model, length, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates, hook)
-        chosen = dataclasses.replace(base, micro_batch=micro_batch)
         world = value if what == "world" else ranks
-        return planner.plan(chosen, world, micro_batch, node_size(ranks_per_node, world * tensor_parallel))
+        chosen = dataclasses.replace(base, micro_batch=micro_batch)
+        return planner.plan(chosen, world, micro_batch, length, node_size(ranks_per_node, world * tensor_parallel))
 
     def fits(value: int) -> bool:
         try:
@@ -380,10 +384,6 @@ def solve(
         worlds = (base.replicate * 2**power for power in range(17))
         fewest = next((world for world in takewhile(MOST_RANKS.__ge__, worlds) if at(world).fits), 0)
         return fewest, at(fewest) if fewest else None
-    if what not in ("micro-batch", "sequence"):
-        raise ConfigError(
-            "solve() does not know what to solve for.", expected='"micro-batch", "sequence" or "world"', got=repr(what)
-        )
     low, high = 0, 1
     while fits(high) and high < 2**24:
         low, high = high, 2 * high
@@ -394,7 +394,7 @@ def solve(
 
 
 class Planner:
-    """Plans strategies of one model and sequence length; profiles and unit costs are computed once for all of them.
+    """Plans strategies of one model; profiles and unit costs are computed once for all of them.
 
     Args: see `plan`; `tensor` is `tensor_parallel` and `parallelize`.
     """
@@ -402,15 +402,14 @@ class Planner:
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        sequence: int,
         step: Step | None,
         mp_policy: MixedPrecisionPolicy,
         optimizer: str | MakeOptimizer,
         device: str,
-        device_memory: int | None,
-        meshes: Mapping[str, tuple[int, int]] | None,
-        tensor: tuple[int, Parallelize | None],
-        rates: Rates | None,
+        device_memory: int | None = None,
+        meshes: Mapping[str, tuple[int, int]] | None = None,
+        tensor: tuple[int, Parallelize | None] = (1, None),
+        rates: Rates | None = None,
         hook: Hook | None = None,
     ) -> None:
         if device not in RESERVE:
@@ -426,11 +425,8 @@ class Planner:
             )
         self.model, own_step = _built(model)
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
-        self.sequence, self.policy, self.device, self.device_memory = sequence, mp_policy, device, device_memory
-        self.meshes, self.tensor = (
-            _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()]),
-            tensor[0],
-        )
+        self.policy, self.device, self.device_memory, self.tensor = mp_policy, device, device_memory, tensor[0]
+        self.meshes = _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()])
         self.step, self.hook = step or own_step or tokens_to_loss, hook
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
@@ -459,24 +455,17 @@ class Planner:
         return blocks
 
     def _profile(
-        self, policies: tuple[tuple[str, MixedPrecisionPolicy], ...], micro_batch: int, checkpointing: bool
+        self, policies: tuple[tuple[str, MixedPrecisionPolicy], ...], micro_batch: int, sequence: int, recomputes: bool
     ) -> Profile:
+        how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor}
         try:
-            return profile(
-                self.model,
-                dict(policies),
-                self.step,
-                micro_batch,
-                self.sequence,
-                checkpointing=checkpointing,
-                tensor_parallel=self.tensor,
-            )
+            return profile(self.model, dict(policies), self.step, micro_batch, sequence, **how)
         except FullshardError:
             raise
         except Exception as error:
             raise ConfigError(
                 f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
-                got=f"micro_batch={micro_batch}, sequence={self.sequence}",
+                got=f"micro_batch={micro_batch}, sequence={sequence}",
                 remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the "
                 "model; by default the model gets token ids [micro_batch, sequence] and returns logits or an object "
                 "with .logits. Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels "
@@ -524,7 +513,7 @@ class Planner:
         except Exception as error:
             raise _optimizer_failed(error) from error
 
-    def plan(self, strategy: Strategy, ranks: int, batch: int, node: int) -> Plan:
+    def plan(self, strategy: Strategy, ranks: int, batch: int, sequence: int, node: int) -> Plan:
         """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
         for pattern, sizes in self.meshes.items():
             if ranks % (sizes[0] * sizes[1]):
@@ -544,7 +533,7 @@ class Planner:
         if self.hook is not None and (packed := [name for name, u in how.items() if u.policy.all_reduce_dtype]):
             raise hook_beside_all_reduce_dtype(packed[0] or "the root")
         policies = tuple((name, unit.policy) for name, unit in how.items())
-        step = self.profile(policies, strategy.micro_batch, strategy.checkpointing)
+        step = self.profile(policies, strategy.micro_batch, sequence, strategy.checkpointing)
         # Whether units are prefetched, freed or offloaded changes nothing in what they cost.
         alike = {name: dataclasses.replace(u, prefetch=0, offload=False, reshard=True) for name, u in how.items()}
         units = tuple(
@@ -600,14 +589,16 @@ class Planner:
             compute=timeline.compute,
             exposed=timeline.exposed,
             waits=dict(timeline.waits),
-            tokens=batch * self.sequence * ranks,
+            tokens=batch * sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,
             owners=owners if owners is not None and owners.owns else None,
             units=units,
         )
 
-    def refine(self, plans: Sequence[Plan], ranks: int, batch: int, node: int, fixed: Collection[str]) -> list[Plan]:
+    def refine(
+        self, plans: Sequence[Plan], ranks: int, batch: int, sequence: int, node: int, fixed: Collection[str]
+    ) -> list[Plan]:
         """The refinements of these plans that help: at least 1% faster, or they fit and the plan does not.
 
         Those that change fields in `fixed` are not tried.
@@ -621,7 +612,7 @@ class Planner:
                     or not self._may_fit(best, change)
                 ):
                     continue
-                refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, node)
+                refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, sequence, node)
                 if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):
                     better.append(refined)
                     best = refined
