@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..insight.compare import Comparison
 
 SIDES = {"torch": "PyTorch's FSDP", "fullshard": "Fullshard"}
-PATIENCE = 60.0  # seconds without a step, after which one is told; then after twice as long, and so on
+PATIENCE = 60.0  # seconds without a step until a warning is printed; the next comes after twice as long, and so on
 STYLES = {"(?m)^.*DIFFERENT.*$": "bold red", "(?m)^.*the same in every bit$": "green"}
 
 

@@ -126,8 +126,8 @@ def explain_memory(
 
     Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
-    What changes would free is computed from what is held now: gathered units by the engine's account, more ranks by the
-    layouts of so many ranks; of activations, whose shapes are not known, half of them. With `build` and `step`, as for
+    What changes would free is computed from what is held now: gathered units by the engine's account; for more ranks,
+    the layouts on that many ranks; half of the activations, whose shapes are not known. With `build` and `step`, as for
     `fullshard.plan`, each change is planned, and the figures are those of the peak of a step:
 
         print(fullshard.explain_memory(model, optimizer, build=build, step=step, batch=8, sequence=2048))

@@ -292,7 +292,7 @@ def first_issued(statuses: Sequence[Status]) -> tuple[int, dict[int, str]]:
     """The first event at which ranks with records differ, as far back as all their records go.
 
     Returns:
-        The event's turn, and rank -> event: "nothing" for a rank that has not come so far. (0, {}) if none differ.
+        The event's turn, and rank -> event: "nothing" for a rank that has not got there. (0, {}) if none differ.
     """
     records = {status["rank"]: of_last_root(status) for status in statuses}
     by_rank = {rank: {r["turn"]: f"{r['verb']} of {r['unit']}" for r in log} for rank, log in records.items() if log}

@@ -32,7 +32,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
 
 MOST_RANKS = 8
-"""Ranks that are all run as owners. In a larger world: so many with the largest loads that differ."""
+"""In a world of up to this many ranks, all are run as owners; in a larger one, this many of those that differ."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu"
         work: a forward and backward of the kind that will be run (one block of the model), on `device`.
         flops: floating-point operations of `work`; `plan(...).best.flops` says how many.
         device: on which `work` runs.
-        rounds: medians are of so many runs, after one that does not count; of five times as many for collectives.
+        rounds: the median of this many runs counts, after one that does not; collectives run five times as often.
 
     Returns:
         The same on all ranks: the slowest rank's.

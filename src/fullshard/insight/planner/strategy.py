@@ -59,7 +59,7 @@ class Strategy:
         replicate: number of copies of each shard (hybrid sharding).
         layout: "rows", "flat", "owner" or `Blocks`.
         reshard_after_forward: whether units other than the root are freed after their forward; an integer: freed, but
-            slices are kept, to be gathered among so many ranks in the backward.
+            slices are kept, to be gathered among that many ranks in the backward.
         prefetch: units gathered ahead.
         checkpointing: whether each unit's activations are recomputed in its backward.
         micro_batch: sequences in one forward.
