@@ -14,13 +14,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...comm import DONE, Comm, HookComm, Pending, TorchComm
 from ...forms import with_parts
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
 from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
-from ...torch_private.local_tensor import plain_tensors
+from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from .profile import Tracker
 from .strategy import UnitStrategy
@@ -256,8 +255,7 @@ def outline_of(model: nn.Module, device: str = "meta") -> nn.Module:
             if parameter is None:
                 continue
             if id(parameter) not in parameters:
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                meta = with_parts(local, partial(torch.empty_like, device=device))
+                meta = with_parts(inside(parameter), partial(torch.empty_like, device=device))
                 parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             copy.register_parameter(name, parameters[id(parameter)])
         for name, child in module._modules.items():

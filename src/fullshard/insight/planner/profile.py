@@ -32,7 +32,7 @@ from ...forms import as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
 from ...torch_private.fake_tensors import fake_tensors
-from ...torch_private.local_tensor import plain_tensors
+from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from ...watcher import unobserved
 
@@ -156,13 +156,8 @@ def _cast(dtype: torch.dtype | None, values: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a DTensor is its local tensor's."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _empty(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
 @contextlib.contextmanager
@@ -194,8 +189,7 @@ def _faked(
                 whole = with_parts(tensor, _empty)
                 fake = as_gathered(whole, alone, module, policies.get(id(tensor)), dtype)
             else:
-                local = _local(tensor.detach())
-                fake = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
+                fake = _empty(inside(tensor.detach()), dtype)
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
                 shape, stride = tensor.shape, tensor.stride()
@@ -375,7 +369,7 @@ class _Recorder:
     def _watch_outputs(self, output: Any, path: str) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not path:
-            storages = [_local(tensor).untyped_storage() for tensor in tensors]
+            storages = [inside(tensor).untyped_storage() for tensor in tensors]
             self.logits = max([0, *[storage.nbytes() for storage in storages]])
             for storage in storages:
                 self._tracker.count_as_logits(storage)
