@@ -134,6 +134,15 @@ def _sent_in(dtypes: Iterable[torch.dtype | None]) -> str:
     return f", sent in {' and '.join(names)}" if names else ""
 
 
+def named_runners(model: nn.Module) -> list[tuple[str, Runner]]:
+    """Every unit's runner, with the path of its first module as the user wrote it; "" for `model` itself."""
+    runners: dict[int, tuple[str, Runner]] = {}
+    for path, module in model.named_modules():
+        if (runner := runner_of(module)) is not None:
+            runners.setdefault(id(runner), (clean_path(path), runner))
+    return list(runners.values())
+
+
 def describe(
     model: nn.Module,
     plans: bool = False,
@@ -167,13 +176,8 @@ def describe(
     buckets: list[tuple[str, BucketFacts]] = []
     meshes: dict[str, list[str]] = {}  # how the mesh is used -> names of units
     plan_units: dict[str, list[str]] = {}  # a plan in words -> names of units
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        runner = runner_of(module)
-        if runner is None or id(runner) in seen:
-            continue
-        seen.add(id(runner))
-        name = clean_path(path) or "(root)"
+    for path, runner in named_runners(model):
+        name = path or "(root)"
         if plans and runner.unit.buckets:
             plan_units.setdefault(plan_in_words(runner.unit), []).append(name)
         for bucket in runner.unit.buckets:

@@ -13,7 +13,7 @@ from ..forms import successor_of
 from ..names import clean_name, clean_path, plain_class
 from ..runtime import Runner, left_alone, runner_of, runners_in
 from ..shard import walk
-from .describe import BucketFacts, bucket_facts
+from .describe import BucketFacts, bucket_facts, named_runners
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _runner_with(model: nn.Module, parameter: torch.Tensor) -> Runner:
 
 
 def _owned(model: nn.Module, runner: Runner) -> Owned:
-    path = next((path for path, module in model.named_modules() if runner_of(module) is runner), "")
+    path = next((path for path, other in named_runners(model) if other is runner), "")
     facts = tuple(bucket_facts(runner, bucket) for bucket in runner.unit.buckets)
     modules = tuple(runner.modules)
-    return Owned(clean_path(path) or "(root)", modules[0], modules, facts)
+    return Owned(path or "(root)", modules[0], modules, facts)

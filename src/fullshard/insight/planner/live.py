@@ -17,11 +17,12 @@ from torch import nn
 from ...api.wrapping import CustomPolicy
 from ...errors import ConfigError
 from ...forms import owner_of as unit_of
-from ...names import clean_name, clean_path
+from ...names import clean_name
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
-from ...runtime import Runner, runner_of
+from ...runtime import Runner
 from ...shard import settings_of
+from ..describe import named_runners
 from .optimizer import Optimizers, as_list
 from .plan import Plan, Planner
 from .profile import Step
@@ -50,7 +51,7 @@ def plan_changes(
     Raises:
         ConfigError: see `fullshard.plan`; or `build` makes another model.
     """
-    units = {clean_path(path): runner for path, runner in _units(model)}
+    units = dict(named_runners(model))
     root = units.get("")
     if root is None or not root.unit.buckets:
         root = next(iter(units.values()))
@@ -71,16 +72,6 @@ def plan_changes(
     peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
     saved = {words: now.peak - peak for words, peak in peaks.items()}
     return now, dict(sorted(saved.items(), key=lambda change: change[1]))
-
-
-def _units(model: nn.Module) -> list[tuple[str, Runner]]:
-    """Each unit's runner, with the path of its first module."""
-    found: dict[int, tuple[str, Runner]] = {}
-    for path, module in model.named_modules():
-        runner = runner_of(module)
-        if runner is not None:
-            found.setdefault(id(runner), (path, runner))
-    return list(found.values())
 
 
 def _strategy(units: Mapping[str, Runner], root: Runner, built: nn.Module, micro_batch: int) -> Strategy:
