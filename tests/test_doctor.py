@@ -51,6 +51,7 @@ def write(folder: Path, *ranks: dict[str, Any], time: float = NOW + 21, name: st
     return folder
 
 
+REDUCES = {"did": "called torch.distributed.all_reduce", "at": "train.py:7", "waits": True, "in_pass": False}
 ENDED = {"gone": "it ended by itself", "state": "gone"}
 CAUSES = {
     "raised": (
@@ -70,7 +71,7 @@ CAUSES = {
     "GIL": (behind(2), "elsewhere", ("sleeps", "GIL", "py-spy dump --native --pid 102")),
     "disk": (behind(2, state="D"), "elsewhere", ("cannot be interrupted", "/proc/102/stack")),
     "collective": (
-        behind(2, stack='File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce'),
+        behind(2, call=REDUCES, stack='File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce'),
         "elsewhere",
         ("collective that is not the engine's", "rank == 0"),
     ),
@@ -93,6 +94,14 @@ def test_who_is_to_blame_and_what_to_do(tmp_path: Path, case: str) -> None:
     if kind in ("gone", "data"):
         assert "event 9: rank 2: nothing yet; ranks 0-1, 3: gather of blocks.2" in str(found)
         assert "2026-11-21 22:56:48.000  rank 2 issued its last event" in str(found)
+
+
+def test_a_rank_that_computes_with_dtensors_is_in_no_collective(tmp_path: Path) -> None:
+    """The doctor says of a rank what its watcher says of it."""
+    frame = 'File "/x/torch/distributed/tensor/_dispatch.py", line 3 in dispatch'
+    computing = behind(2, state="R", call={**REDUCES, "did": "was in train", "waits": False}, stack=frame)
+    text = str(doctor(write(tmp_path, status(0), status(1), computing)))
+    assert "rank 2 did not arrive, and computes elsewhere" in text and "in a collective" not in text
 
 
 def test_nobody_is_blamed_where_nobody_can_be(tmp_path: Path) -> None:

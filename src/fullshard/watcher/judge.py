@@ -234,6 +234,11 @@ def stands(status: Status) -> bool:
     return status["waited"] is not None or status.get("own") is not None
 
 
+def in_own_collective(status: Status) -> bool:
+    """Whether the rank is in a collective of the program's own."""
+    return status.get("own") is not None or bool(status.get("call") and status["call"]["waits"])
+
+
 def has_raised(status: Status) -> bool:
     """Whether an error has ended the rank's program, or its last pass."""
     return bool(status["raised"]) and (status["gone"] is not None or status["waited"] is None)

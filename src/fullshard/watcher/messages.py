@@ -12,6 +12,7 @@ from .judge import (
     first_issued,
     grouped,
     has_raised,
+    in_own_collective,
     line_of_error,
     ranks_of,
     stands,
@@ -109,7 +110,7 @@ def _calling(status: Status, joint: str = "; ") -> str:
 def _elsewhere(status: Status) -> str:
     if status["state"] == "absent":
         return "has not built its model yet"
-    if status.get("own") is not None:
+    if in_own_collective(status):
         return "is elsewhere, in a collective that is not the engine's"
     return "computes elsewhere" if status["state"] == "R" else "is elsewhere, in code that is not the engine's"
 

@@ -203,7 +203,9 @@ def report_of(source: str, value: Any) -> WatcherReport:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
         if status["call"] is not None:
-            _check(status["call"], {"did": (str,), "at": (str,)}, f"the call of rank {status['rank']}")
+            _check(
+                status["call"], {"did": (str,), "at": (str,), "waits": (bool,)}, f"the call of rank {status['rank']}"
+            )
         if status["last"] is not None:
             _check(status["last"], {"time": _NUMBER}, f"the last record of rank {status['rank']}")
     if not value["ranks"]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from ...watcher.judge import BY_ITSELF, Status, Verdict, first_hand, first_issued, line_of_error, of_last_root, ranks_of
+from ...watcher.judge import (
+    BY_ITSELF,
+    Status,
+    Verdict,
+    first_hand,
+    first_issued,
+    in_own_collective,
+    line_of_error,
+    of_last_root,
+    ranks_of,
+)
 from ...watcher.messages import after, at
 
 # The reasons for a verdict.
@@ -104,6 +114,11 @@ def _standing(status: Status) -> tuple[list[str], tuple[str, ...]]:
     asleep = f"the operating system reports it as sleeping (state {status['state']}), and its stack did not change"
     line, steps = _STATES.get(status["state"], (asleep, _SLEEPS))
     innermost = status["stack"].strip().partition("\n")[0]
+    if in_own_collective(status):
+        return [
+            line,
+            f"it is in a collective that is not the engine's: its innermost frame is {innermost}",
+        ], _PROGRAM_COLLECTIVE
     for folders, action, specific_steps in _FRAMES:
         if any(folder in innermost for folder in folders):
             return [line, f"it {action}: its innermost frame is {innermost}"], specific_steps
@@ -341,7 +356,6 @@ _FRAMES = (
         "reads or writes a checkpoint",
         _CHECKPOINTING,
     ),
-    (("/torch/distributed/",), "is in a collective that is not the engine's", _PROGRAM_COLLECTIVE),
     (("/torch/_inductor", "/torch/_dynamo", "/triton/"), "compiles", _COMPILING),
     (("/torch/utils/data/",), "waits for data", _DATA),
 )
