@@ -96,13 +96,11 @@ class Incident:
         halves: the parts of a network that was cut: ranks that reached each other but not the others, which were alive;
             empty if it was not cut.
         reports: the merged reports, oldest first.
-        older: the number of reports of earlier incidents.
     """
 
     statuses: tuple[Status, ...]
     halves: tuple[tuple[int, ...], ...]
     reports: tuple[WatcherReport, ...]
-    older: int
 
 
 def _newest_incident(reports: Sequence[WatcherReport]) -> Incident:
@@ -120,7 +118,7 @@ def _newest_incident(reports: Sequence[WatcherReport]) -> Incident:
             if earlier is None or (earlier["state"] in UNKNOWN and status["state"] not in UNKNOWN):
                 best[status["rank"]] = status
     statuses = tuple(best[rank] for rank in sorted(best))
-    return Incident(statuses, _halves(merged, best), tuple(merged), len(reports) - len(merged))
+    return Incident(statuses, _halves(merged, best), tuple(merged))
 
 
 def _same_run(report: WatcherReport, other: WatcherReport) -> bool:
@@ -212,8 +210,8 @@ def _recorder_sections(evidence: Evidence, differing: Sequence[Mismatch]) -> Sec
 
 def _sources(evidence: Evidence, incident: Incident | None) -> list[str]:
     lines = [f"{report.source}: a watcher's report" for report in (incident.reports if incident else ())]
-    if incident and incident.older:
-        lines.append(f"left out: {incident.older} older report(s) of other incidents; pass a report's path to read it")
+    if incident and (older := len(evidence.reports) - len(incident.reports)):
+        lines.append(f"left out: {older} older report(s) of other incidents; pass a report's path to read it")
     if evidence.dumps:
         lines.append(f"dumps of the flight recorder of {ranks_of([dump.rank for dump in evidence.dumps])}")
     return [*lines, *[f"left out: {text}" for text in evidence.left_out]]

@@ -285,16 +285,16 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy, hook: Hook | No
         unit.showing.show_unsharded()
     comm.sent = {}
     hooked = HookComm(comm, *hook) if hook is not None else comm
-    first, partial_bytes, (buffer, scratch, received, between, _) = _reduce(unit, comm, hooked)
-    again, _, (_, scratch_again, _, _, passing) = _reduce(unit, comm, hooked)
-    assert first == again, "a unit reduces as much in every backward"
+    buffer, scratch, received, between, _ = _reduce(unit, comm, hooked)
+    _, scratch_again, _, _, passing = _reduce(unit, comm, hooked)
+    between_replicas = [g for g in unit.gradients if g.bucket.trains and g.bucket.axes.replicate is not None]
     return UnitCosts(
         name="",
         strategy=strategy,
         elements=sum(layout.parameter_numel for layout in layouts),
         padding=sum(layout.gathered_numel - layout.parameter_numel for layout in layouts),
         parameters=sum(part.nbytes for b in buckets for shard in b.shard_tensors for part in plain_tensors(shard)),
-        gradients=first,
+        gradients=sum(gradients.held_bytes for gradients in unit.gradients),
         shards=tuple(
             (tuple(member.local.shape), bucket.storage_dtype, member.sharded.requires_grad)
             for bucket in buckets
@@ -309,7 +309,7 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy, hook: Hook | No
         scratch=scratch,
         scratch_again=scratch_again,
         received=received,
-        partial=partial_bytes,
+        partial=sum(g.bucket.layout.shard_numel * g.reduce_dtype.itemsize for g in between_replicas),
         residuals=sum(gradients.residual_bytes for gradients in unit.gradients),
         between=between,
         passing=passing,
@@ -330,14 +330,14 @@ def _gather(unit: Unit, comm: SilentComm, cast: int) -> GatherCosts:
     return GatherCosts(cast, in_flight, opening, sent, collectives)
 
 
-def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, tuple[int, int, int, int, int]]:
+def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, int, int, int]:
     """Reduce one gradient of every parameter that trains.
 
     Args:
         hooked: `comm`, or a hook around it.
 
     Returns:
-        Bytes of slices; of those over the shard axis only; those of buffers, scratch, received, between, passing.
+        Bytes: `buffer`, `scratch`, `received`, `between` and `passing` of `UnitCosts`.
     """
     ledger, before = unit.ledger, unit.ledger.reducing
     trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
@@ -367,13 +367,4 @@ def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, tuple
             comm.counted_as = None
             passing = max(passing, tracker.peak - kept)
         gradients.deliver(False)
-    partial_bytes = sum(
-        gradients.bucket.layout.shard_numel * gradients.reduce_dtype.itemsize
-        for gradients in trained
-        if gradients.bucket.axes.replicate is not None
-    )
-    return (
-        sum(gradients.held_bytes for gradients in trained),
-        partial_bytes,
-        (buffer, scratch, received, between, passing),
-    )
+    return buffer, scratch, received, between, passing
