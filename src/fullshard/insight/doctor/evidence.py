@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Entry:
     call: str
     done: bool
     time: float
-    stack: tuple[str, ...] = ()
+    stack: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Dump:
 
     rank: int
     entries: tuple[Entry, ...]
-    names: dict[str, str] = field(default_factory=dict)
-    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    names: dict[str, str]
+    members: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Evidence:
     """The contents of all usable files; `left_out`: one line for every other file, with its name."""
 
-    reports: tuple[WatcherReport, ...] = ()
-    dumps: tuple[Dump, ...] = ()
-    left_out: tuple[str, ...] = ()
+    reports: tuple[WatcherReport, ...]
+    dumps: tuple[Dump, ...]
+    left_out: tuple[str, ...]
 
 
 def read(path: Path) -> Evidence:
