@@ -118,22 +118,22 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         unused: Unused = "error",
         reduction: str = "mean",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in _OF_ROOT}
-        given["comm"] = make_comm(comm)
+        keywords = {name: value for name, value in locals().items() if name not in _OF_ROOT}
+        keywords["comm"] = make_comm(comm)
         for name in ("ignored_modules", "ignored_states"):  # an iterator can be read once, and all instances read it
-            given[name] = list(given[name]) if isinstance(given[name], Iterable) else given[name]
-        arguments = check_arguments(module, given)
+            keywords[name] = list(keywords[name]) if isinstance(keywords[name], Iterable) else keywords[name]
+        arguments = check_arguments(module, keywords)
         super().__init__()
-        plan = Plan(module, given, arguments, *checked(check, unused))
+        plan = Plan(module, keywords, arguments, *checked(check, unused))
         blocks = [] if auto_wrap_policy is None else plan_blocks(plan, auto_wrap_policy, type(self))
         check_plans([*blocks, plan])
         for note in arguments.notes:
             warnings.warn(note, stacklevel=2)
         for block in blocks:
-            put_in_place(module, block.module, type(self)(block.module, **block.given))
+            put_in_place(module, block.module, type(self)(block.module, **block.keywords))
         materialise(module, param_init_fn, arguments.axes.device, arguments.ignored_modules)
         if sync_module_states:
-            broadcast_states(own_modules(module), arguments.axes, given["comm"], arguments.ignored)
+            broadcast_states(own_modules(module), arguments.axes, keywords["comm"], arguments.ignored)
         self._arguments = arguments
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval

@@ -47,13 +47,13 @@ class Plan:
 
     Attributes:
         module: the module that it will wrap.
-        given: the constructor's arguments, by name, without those of the root alone; `comm` is a `Comm`.
+        keywords: the constructor's arguments, by name, without those of the root alone; `comm` is a `Comm`.
         arguments: those that are checked, with defaults filled in.
         when, unused: the arguments `check` and `unused`.
     """
 
     module: nn.Module
-    given: Mapping[str, Any]
+    keywords: Mapping[str, Any]
     arguments: Arguments
     when: Check = "first"
     unused: Unused = "error"
@@ -61,7 +61,7 @@ class Plan:
     @property
     def flat(self) -> bool:
         """Whether it shows a single `FlatParameter`."""
-        return not self.given["use_orig_params"]
+        return not self.keywords["use_orig_params"]
 
     def build_settings(self) -> BuildSettings:
         """The settings with which its unit is built."""
@@ -69,7 +69,7 @@ class Plan:
         offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
         return BuildSettings(
             arguments.axes,
-            self.given["comm"],
+            self.keywords["comm"],
             policy_of(arguments, self.module),
             "flat",
             form=FlatParameterForm if self.flat else LocalForm,
@@ -89,11 +89,11 @@ class Plan:
         backward = 0 if arguments.backward_prefetch is None else 1
         late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         return UnitSettings(
-            self.given["comm"],
+            self.keywords["comm"],
             policy,
             arguments.axes,
             arguments.strategy in FULL_SHARD,
-            reduce=ReduceSettings(reduction=self.given["reduction"]),
+            reduce=ReduceSettings(reduction=self.keywords["reduction"]),
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
             check=self.when,
@@ -110,7 +110,7 @@ class Plan:
         Raises:
             ConfigError, LayoutError: names the parameter.
         """
-        check_reduction(self.given["reduction"], self.given["comm"])
+        check_reduction(self.keywords["reduction"], self.keywords["comm"])
         for draft in drafts:
             draft.name = clean_name(draft.name)
         check_parameters(drafts, self.arguments.axes, "flat", wrapper=True)
@@ -146,7 +146,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
         drafts = rehearsal.add([plan.module], plan.ignored())
         plan.check(drafts)
         plan_unit(drafts, plan.build_settings())
-        check_initialisable(plan.module, plan.given["param_init_fn"], plan.arguments.ignored_modules, wrapped)
+        check_initialisable(plan.module, plan.keywords["param_init_fn"], plan.arguments.ignored_modules, wrapped)
         wrapped.append(plan.module)
 
 
@@ -191,10 +191,10 @@ def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> lis
         unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        given = {**root.given, **overrides[id(child)]}
-        arguments = check_arguments(child, given)
-        given["comm"] = make_comm(given["comm"])
-        blocks.append(Plan(child, given, arguments))
+        keywords = {**root.keywords, **overrides[id(child)]}
+        arguments = check_arguments(child, keywords)
+        keywords["comm"] = make_comm(keywords["comm"])
+        blocks.append(Plan(child, keywords, arguments))
     return blocks
 
 

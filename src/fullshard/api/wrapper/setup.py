@@ -45,12 +45,12 @@ class Arguments:
     notes: tuple[str, ...] = ()
 
 
-def check_arguments(module: Any, given: Mapping[str, Any]) -> Arguments:
+def check_arguments(module: Any, keywords: Mapping[str, Any]) -> Arguments:
     """Check the constructor's arguments and fill in defaults. Changes nothing.
 
     Args:
         module: the module.
-        given: the other arguments, by name.
+        keywords: the other arguments, by name.
 
     Raises:
         ConfigError: invalid or conflicting arguments.
@@ -58,12 +58,12 @@ def check_arguments(module: Any, given: Mapping[str, Any]) -> Arguments:
     if not isinstance(module, nn.Module):
         raise messages.not_a_module(type(module).__name__)
     chosen, notes = ShardingStrategy.FULL_SHARD, list[str]()
-    if given["sharding_strategy"] is not None:
-        chosen = accept(given["sharding_strategy"], ShardingStrategy, "sharding_strategy")
-    device_mesh, process_group = given["device_mesh"], given["process_group"]
+    if keywords["sharding_strategy"] is not None:
+        chosen = accept(keywords["sharding_strategy"], ShardingStrategy, "sharding_strategy")
+    device_mesh, process_group = keywords["device_mesh"], keywords["process_group"]
     if device_mesh is not None and process_group is not None:
         raise messages.group_and_mesh()
-    device = _device(given["device_id"])
+    device = _device(keywords["device_id"])
     hybrid = chosen in HYBRID
     if device_mesh is not None:
         refuse_misread(device_mesh)
@@ -77,10 +77,10 @@ def check_arguments(module: Any, given: Mapping[str, Any]) -> Arguments:
     elif axes.shard.size == 1 and not hybrid:
         notes.append(messages.switches_to_no_shard(chosen))
         chosen, axes = ShardingStrategy.NO_SHARD, unsharded_axes(axes)
-    prefetch, offload, mixed = (given[name] for name in ("backward_prefetch", "cpu_offload", "mixed_precision"))
+    prefetch, offload, mixed = (keywords[name] for name in ("backward_prefetch", "cpu_offload", "mixed_precision"))
     if prefetch is not None:
         prefetch = accept(prefetch, BackwardPrefetch, "backward_prefetch")
-    modules, ignored = _ignored(given["ignored_modules"], given["ignored_states"])
+    modules, ignored = _ignored(keywords["ignored_modules"], keywords["ignored_states"])
     if module in modules:
         notes.append(messages.root_is_ignored())
     return Arguments(
