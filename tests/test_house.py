@@ -120,6 +120,26 @@ def test_there_are_no_circles() -> None:
     depths(set(MODULES))
 
 
+def test_a_package_exports_what_others_import() -> None:
+    """The `__init__` of a package of the engine lists its face by importing it; what nobody imports is not on it."""
+    tests = Path(__file__).parent
+    files = [*FILES, *tests.rglob("*.py"), *(tests.parent / "benchmarks").glob("*.py")]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    for package in ("layout", "mesh", "comm", "forms", "shard", "agreement"):
+        face = SOURCE / package / "__init__.py"
+        exports = {
+            alias.name for node in trees[face].body if isinstance(node, ast.ImportFrom) and node.level
+            for alias in node.names
+        }  # fmt: skip
+        for path, tree in trees.items():
+            if not path.is_relative_to(face.parent):
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.ImportFrom) and (node.module or "").removeprefix("fullshard.") == package:
+                        exports -= {alias.name for alias in node.names}
+        exports -= {node.id for node in ast.walk(trees[face]) if isinstance(node, ast.Name)}  # used there
+        assert not exports, f"{face} imports {sorted(exports)}, which nobody imports from there"
+
+
 def test_no_underscore_name_is_imported_from_another_file() -> None:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -16,22 +16,3 @@ from .stale import Stale
 from .start_alike import broadcast_states
 from .use import UseAgreement
 from .weights import check_same_weights
-
-__all__ = [
-    "LEAVE",
-    "NOTHING",
-    "VERB",
-    "Every",
-    "FirstPass",
-    "Line",
-    "Position",
-    "SharedOrder",
-    "Stale",
-    "UseAgreement",
-    "arrive",
-    "broadcast_states",
-    "check_same_model",
-    "check_same_weights",
-    "checked",
-    "meet",
-]

@@ -21,21 +21,18 @@ from .meeting import apart_of, can_open, new_name, own_lines
 from .messages import not_a_comm
 from .objects import object_from, objects_of_all, objects_to_first
 from .packing import Packing, packed, packed_bytes, rounded
-from .power_sgd import GradientSlice, PowerSGDState, Residuals, powerSGD_hook
+from .power_sgd import PowerSGDState, Residuals, powerSGD_hook
 from .protocol import (
     DONE,
-    Call,
     Comm,
     Costs,
     Gathers,
     NullComm,
     Pending,
-    RecordingComm,
     Several,
     exchange_of,
     gathers_of,
     reduction_of,
-    wait_all,
 )
 from .torch_comm import TorchComm
 from .values import reduce_value, values_of_all
@@ -54,58 +51,3 @@ def make_comm(kind: "str | Comm") -> Comm:
     if isinstance(kind, str) or not hasattr(kind, "gather"):
         raise not_a_comm(kind)
     return kind
-
-
-__all__ = [
-    "DONE",
-    "ONE_STREAM",
-    "AllGather",
-    "Call",
-    "Comm",
-    "Costs",
-    "CustomComm",
-    "Gathers",
-    "GradientSlice",
-    "GroupMemory",
-    "HookComm",
-    "Lanes",
-    "NullComm",
-    "OneStream",
-    "Packing",
-    "Pending",
-    "PowerSGDState",
-    "RecordingComm",
-    "ReduceScatter",
-    "Residuals",
-    "Several",
-    "TorchComm",
-    "Turns",
-    "apart_of",
-    "begin_copy_to_host",
-    "can_open",
-    "captures",
-    "copy_to_host",
-    "custom",
-    "exchange_of",
-    "gathers_of",
-    "has_streams",
-    "host_buffer",
-    "lanes_of",
-    "make_comm",
-    "new_name",
-    "object_from",
-    "objects_of_all",
-    "objects_to_first",
-    "own_lines",
-    "packed",
-    "packed_bytes",
-    "powerSGD_hook",
-    "reduce_value",
-    "reduction_of",
-    "rounded",
-    "separate_group",
-    "timed_event",
-    "turns_on",
-    "values_of_all",
-    "wait_all",
-]

@@ -16,24 +16,3 @@ from .axes import (
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
 from .lines import Lines, cut_all_lines, lines_of, open_lines
 from .names import refuse_misread
-
-__all__ = [
-    "Axis",
-    "DataParallelMeshDims",
-    "Lines",
-    "MeshAxes",
-    "ShardPlacementResult",
-    "axes_of_groups",
-    "backend_of",
-    "check_smaller_groups",
-    "cut_all_lines",
-    "data_parallel_mesh",
-    "device_of",
-    "device_type_of",
-    "lines_of",
-    "open_lines",
-    "refuse_misread",
-    "resolve_mesh",
-    "subdivide",
-    "unsharded_axes",
-]

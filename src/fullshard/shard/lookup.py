@@ -38,14 +38,6 @@ def members_of(model: nn.Module) -> list[tuple[Bucket, Gradients, Member]]:
     ]
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Return the qualified names of `model`'s parameters, by id; a tied parameter has its first name."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), name)
-    return names
-
-
 def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether every rank gets a gradient for any of these parameters of `unit`, when all of them have gradients."""
     ids, count = {id(parameter) for parameter in parameters}, 0
