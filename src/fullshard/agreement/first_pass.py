@@ -23,6 +23,7 @@ from ..mesh import MeshAxes
 from ..shard import Unit
 from ..watcher import END, RANK, word
 from .aside import agree_on
+from .late import sum_over
 from .log import ENTER, LEAVE
 from .messages import different_orders
 
@@ -155,9 +156,7 @@ def differing(units: Sequence[Unit], comm: Comm) -> list[list[Member]]:
     """
     with torch.no_grad():
         flags = torch.cat([unit.differs() for unit in units]).to(torch.int32)
-        axes = largest(units)
-        for axis in axes.all:
-            if axis.size > 1 and comm.communicates:
-                comm.all_reduce(axis, flags, False).wait()
+        if comm.communicates:
+            sum_over(flags, largest(units), comm)
     counts = iter(flags.tolist())
     return [[member for member in unit.members if next(counts)] for unit in units]
