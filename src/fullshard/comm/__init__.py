@@ -1,7 +1,7 @@
 """Communication: the `Comm` protocol and its implementations."""
 
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
-from .group_memory import GroupMemory
+from .group_memory import GatherInGroupMemory, ReduceInGroupMemory
 from .hook import HookComm
 from .lanes import (
     ONE_STREAM,

@@ -7,6 +7,7 @@ The public alternative is `torch.distributed`'s default memory, which is used un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .messages import no_group_memory
 
 
 class GroupMemory:
-    """A gather and a reduce-scatter (`comm.custom.AllGather`, `ReduceScatter`) through the backend's own memory.
+    """A collective (`comm.custom.AllGather`, `ReduceScatter`) through the backend's own memory.
 
     Args:
         axis: whose group communicates.
@@ -39,24 +40,13 @@ class GroupMemory:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of `size` in the backend's memory."""
-        numel = 1
-        for length in size:
-            numel *= length
+        numel = math.prod(size)
         buffer: torch.Tensor = self.backend.allocate_tensor(numel, dtype=dtype, device=device)
         return buffer.view(tuple(size))
 
-    def gather(self) -> _Gather:
-        """The all-gather."""
-        return _Gather(self)
 
-    def reduce(self) -> _Reduce:
-        """The reduce-scatter."""
-        return _Reduce(self)
-
-
-class _Gather:
-    def __init__(self, memory: GroupMemory) -> None:
-        self.allocate = memory.allocate
+class GatherInGroupMemory(GroupMemory):
+    """The all-gather."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -64,9 +54,8 @@ class _Gather:
         return all_gather(output_tensor, input_tensor, group)()
 
 
-class _Reduce:
-    def __init__(self, memory: GroupMemory) -> None:
-        self.allocate = memory.allocate
+class ReduceInGroupMemory(GroupMemory):
+    """The reduce-scatter."""
 
     def __call__(
         self,

@@ -9,7 +9,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
+from ...comm import (
+    AllGather,
+    CustomComm,
+    GatherInGroupMemory,
+    ReduceInGroupMemory,
+    ReduceScatter,
+    custom,
+    separate_group,
+)
 from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
@@ -305,8 +313,8 @@ class FSDPModule:
         if isinstance(comm, CustomComm) and comm.replaces:
             raise messages.group_memory_beside_collective()
         axes = runner.unit.buckets[0].axes
-        memory = GroupMemory(axes.shard, axes.device)
-        runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
+        gather, reduce = [kind(axes.shard, axes.device) for kind in (GatherInGroupMemory, ReduceInGroupMemory)]
+        runner.set(comm=custom(comm, all_gather=gather, reduce_scatter=reduce), group_memory=True)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Accepted for programs written for PyTorch; has no effect, which is logged once.
