@@ -215,10 +215,6 @@ class Delivery:
             ]
         )
 
-    def asks(self) -> bool:
-        """Whether this rank needs to know which parameters other ranks used."""
-        return bool(self.undecided or self.aside)
-
     def lacking(self) -> list[str]:
         """Names of parameters without a gradient here, whose gradients depend on whether any rank has one."""
         members = self.bucket.members
