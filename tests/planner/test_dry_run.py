@@ -56,6 +56,33 @@ def test_a_script_that_asks_for_nccl_and_a_mesh(tmp_path):
     assert ran.returncode == 1 and "ended before step 3" in ran.stderr
 
 
+PYTORCHS = SHARDED.replace("from fullshard import", "from torch.distributed.fsdp import").replace("mesh=mesh", "")
+PLAIN = SHARDED.replace("fully_shard(torch.nn.Linear(8, 8), mesh=mesh)", "torch.nn.Linear(8, 8)")
+
+
+@pytest.mark.parametrize(("text", "words"), [(PYTORCHS, "fullshard.adopt()"), (PLAIN, "before the optimizer is built")])
+def test_a_program_that_shards_nothing_here(tmp_path, text, words):
+    (tmp_path / "train.py").write_text(text)
+    ran = dry_run("--world=16", f"{tmp_path}/train.py", "5")
+    assert ran.returncode == 1 and "No model was sharded by Fullshard" in ran.stderr and words in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ('init_device_mesh("cpu", (4,))', "over more than 4 of the 16 ranks"),
+        ('init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))["dp"]', ""),
+    ],
+)
+def test_a_mesh_smaller_than_the_world_is_told_of(tmp_path, mesh, said):
+    """But not a slice of one that covers it."""
+    lines = [f"mesh = {mesh}" if line.startswith("mesh =") else line for line in SHARDED.splitlines()]
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    ran = dry_run("--world=16", f"{tmp_path}/train.py", "5")
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout and ("of the 16 ranks" in ran.stdout) is bool(said)
+
+
 def test_errors_of_the_program_are_shown(tmp_path):
     """A world that no mesh of the program's divides is found before a cluster is booked."""
     (tmp_path / "train.py").write_text(SHARDED.replace("// 4)", "// 4 + 1)"))

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..errors import ConfigError
 from ..events import Event, stream
 from ..names import size
 from ..runtime import all_roots
 from ..torch_private.fake_group import pretended
+from ..torch_private.root_mesh import ranks_around
 from .describe import describe
 from .memory import memory_use
 
@@ -29,13 +32,14 @@ class Steps:
 
     Args:
         limit: ends the program, by raising `Enough`, after this step.
+        world: number of ranks.
 
     Attributes:
         report: describes the last step; empty before it.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.taken, self.report = limit, 0, ""
+    def __init__(self, limit: int, world: int) -> None:
+        self.limit, self.world, self.taken, self.report = limit, world, 0, ""
         self._sent: dict[str, list[int]] = {}  # verb -> calls, bytes
 
     def record(self, event: Event) -> None:
@@ -54,18 +58,36 @@ class Steps:
         self._sent.clear()
 
     def _describe(self, optimizer: torch.optim.Optimizer) -> str:
-        lines = []
+        lines: list[str] = []
+        ranks: set[int] = set()  # of all meshes
         for root in all_roots():
             for model in root.top.modules:
                 lines += [describe(model, plans=True), "", str(memory_use(model, optimizer)), ""]
+            for bucket in [bucket for runner in root.units for bucket in runner.unit.buckets]:
+                ranks.update(ranks_around(bucket.axes.mesh))
         if not lines:
-            return "No model was sharded: neither fully_shard nor FullyShardedDataParallel was used before the step."
+            raise self._not_sharded(optimizer)
+        if ranks and len(ranks) < self.world:
+            lines.append(f"No model is sharded over more than {len(ranks)} of the {self.world} ranks.\n")
         names = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
         lines += [
             f"{names[verb]} in a step: {count}, of {size(nbytes)} together"
             for verb, (count, nbytes) in self._sent.items()
         ]
         return "\n".join(lines)
+
+    @staticmethod
+    def _not_sharded(optimizer: torch.optim.Optimizer) -> ConfigError:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = any(isinstance(parameter, DTensor) for parameter in parameters)
+        return ConfigError(
+            "No model was sharded by Fullshard before the optimizer's step.",
+            got="DTensors of another library" if others else "an optimizer of parameters that are whole on each rank",
+            remedy="import fully_shard or FullyShardedDataParallel from fullshard, not from torch.distributed.fsdp; or "
+            "call fullshard.adopt() before the program does"
+            if others
+            else "shard the model with fullshard.fully_shard before the optimizer is built",
+        )
 
 
 def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
@@ -80,9 +102,10 @@ def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
         A report on the last step; empty if the program ended before it.
 
     Raises:
+        ConfigError: no model was sharded before the step.
         Exception: any error that the program raises.
     """
-    taken = Steps(steps)
+    taken = Steps(steps, world)
     with pretended(world):
         hook = register_optimizer_step_post_hook(taken.end_step)
         stream.listeners.append(taken.record)

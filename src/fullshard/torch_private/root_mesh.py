@@ -1,9 +1,9 @@
-"""The mesh that combines the dims of two meshes with a common root.
+"""The mesh from which a mesh was sliced, and the mesh that combines the dims of two meshes with a common root.
 
 Private torch API: `DeviceMesh._get_root_mesh` and `DeviceMesh._concatenate`. There is no public alternative: a sliced
 mesh does not expose its root, and two meshes cannot be joined. Without the first, tensor-parallel parameters are
-refused; without the second, those on meshes that were unflattened separately from one root, as in torchtitan.
-`tests/test_private_api.py` fails when they are gone.
+refused, and `dry-run` counts the ranks of a slice alone; without the second, those on meshes that were unflattened
+separately from one root, as in torchtitan. `tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
         'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
         topic="mesh-dims",
     )
+
+
+def ranks_around(mesh: DeviceMesh) -> list[int]:
+    """The ranks of the mesh from which `mesh` was sliced, or of `mesh` itself."""
+    ranks: list[int] = (mesh._get_root_mesh() if HAS_ROOT else mesh).mesh.flatten().tolist()
+    return ranks
 
 
 def _concatenated(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
