@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,24 @@ from torch import nn
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.shard import ask_at_backward, ask_at_rest, units_of
+from fullshard.shard import CHECKS, When, ask, units_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(fullshard.__file__).parent
 
 
-def test_files_that_the_table_names_are_there():
-    """What users may touch, in docs/architecture.md: each row ends with the file that looks at it."""
-    rows = re.findall(r"^\|.*\| `([a-z_]+/[a-z_]+\.py)` \|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
-    assert len(rows) == 10
-    assert not [file for file in rows if not (SOURCE / file).is_file()]
+def table() -> str:
+    rows = [f"| {c.name} | {c.compares} | {c.when.value} | {c.does} | `{c.where}` |" for c in CHECKS]
+    return "\n".join(["| users | compared | when | what follows | file |", "|---|---|---|---|---|", *rows])
+
+
+def test_the_page_shows_the_table():
+    assert f"\n{table()}\n" in (DOCS / "architecture.md").read_text(), f"docs/architecture.md is to have:\n{table()}"
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_files_that_check_are_there(check):
+    assert (SOURCE / check.where).is_file()
 
 
 def test_each_moment_runs_its_own_checks(fake_world):
@@ -30,10 +36,11 @@ def test_each_moment_runs_its_own_checks(fake_world):
     model(torch.ones(1, 4)).sum().backward()
     units = units_of(model)
     model.weight.requires_grad_(False)
+    ask(When.GATHER, units)
     assert units[0].members[0].unsharded.requires_grad
-    ask_at_backward(units)
+    ask(When.BACKWARD, units)
     assert not units[0].members[0].unsharded.requires_grad
     fullshard.park(model)
-    ask_at_backward(units)
+    ask(When.BACKWARD, units)
     with pytest.raises(fullshard.PhaseError, match="parked"):
-        ask_at_rest(units)
+        ask(When.REST, units)

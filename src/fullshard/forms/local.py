@@ -20,24 +20,32 @@ from ..mesh import MeshAxes
 from ..torch_private.local_tensor import read_device, read_dtype, read_is_meta, same_memory
 from .changes import Untouched
 from .flat_shard import FlatShard
+from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .messages import does_not_fit_local
-from .protocol import Form
 from .row_shard import full_of
 from .rows import refuse_tie
 from .run import Run, take_run
 
 
-class LocalForm(Form):
-    """See the module's docstring, and `Form`."""
+class LocalForm:
+    """See the module's docstring, and `Form`.
 
+    Args:
+        layout: flat.
+        axes: the mesh.
+        apart: whether shards are on a different device than the mesh (offloading).
+    """
+
+    plain = True
     keeps_originals = True
     counts = True
+    follows = False
     gives_empty = False
     shows_kept = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
-        super().__init__(layout, axes, apart)
+        self.layout, self.axes, self.apart = layout, axes, apart
         self.split = layout.world > 1
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
@@ -132,12 +140,21 @@ class LocalForm(Form):
                 sharded.data = shown
             member.local = shown
 
+    def follow(self, members: Sequence[Member]) -> None:
+        """Do nothing: users see the members' sharded parameters themselves."""
+
     def succeed(self, old: Member, new: Member) -> None:
         if self.keeps_originals:
             old.sharded.data = new.local
             new.sharded = old.sharded
         else:
             old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
+
+    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
+        return PlainFull(self.layout, members, device, dtype)
+
+    def copied(self) -> LocalForm:
+        return type(self)(self.layout, self.axes, self.apart)
 
 
 _SHARDED, _LOCAL = attrgetter("sharded"), attrgetter("local")

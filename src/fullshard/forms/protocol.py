@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..layout import Layout, Part, Slot
-from ..mesh import MeshAxes
+from ..layout import Part, Slot
 from .changes import Untouched
-from .full import Full, PlainFull
+from .full import Full
 from .member import Member
 
 
-class Form:
+class Form(Protocol):
     """How the parameters of a bucket appear while sharded. One object per bucket; a new form is a new file.
 
     A **local** is this rank's part of a member, in the shape of `member.part`, in any buffer laid out as the shard
     (the shard itself, a reduced gradient, optimizer state). The tensor that users see for it is **shown**.
-
-    Args:
-        layout: of the bucket.
-        axes: the mesh.
-        apart: whether shards are on a different device than the mesh (offloading).
 
     Attributes:
         plain: whether the shard is a plain 1-D tensor.
@@ -36,51 +30,39 @@ class Form:
         gives_empty: whether a parameter of which this rank has no elements gets an (empty) `.grad`.
     """
 
-    plain = True
+    plain: bool
     keeps_originals: bool
     counts: bool
-    follows = False
+    follows: bool
     gives_empty: bool
     shows_kept: bool
 
-    def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
-        self.layout, self.axes, self.apart = layout, axes, apart
-
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
         """Copy this rank's `part` of the original's values into `local`."""
-        raise NotImplementedError
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
         """Create a member's sharded parameter over `member.local`, which replaces `original`."""
-        raise NotImplementedError
 
     def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         """The shown tensor (not a Parameter) of a local; shares memory."""
-        raise NotImplementedError
 
     def local(self, member: Member, shown: torch.Tensor) -> torch.Tensor:
         """The local inside a shown tensor; shares memory."""
-        raise NotImplementedError
 
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         """The whole value from every rank's local, over all kinds of parallelism. Collective."""
-        raise NotImplementedError
 
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value, as a local; shares memory with `whole` where possible."""
-        raise NotImplementedError
 
     def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         """A check that the sharded parameters, their storage and dtype are still those that this form created."""
-        raise NotImplementedError
 
     def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Tensors whose version counters count in-place changes, besides the shard itself."""
-        return ()
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         """Whether sharded parameters have memory outside of `shard`. Called only if the form `counts`."""
-        return False
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Adopt the objects with which users replaced sharded parameters; returns the current locals.
@@ -88,23 +70,18 @@ class Form:
         Raises:
             ConfigError: a replacement that is not this parameter's shard: wrong shape, mesh, placement or type.
         """
-        raise NotImplementedError
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
         """Make the sharded parameters views of `shard`, which has the right values already."""
-        raise NotImplementedError
 
     def follow(self, members: Sequence[Member]) -> None:
-        """Copy the `requires_grad` that users set on shown tensors to the members, if users do not see these."""
+        """Copy the `requires_grad` that users set on shown tensors to the members."""
 
     def succeed(self, old: Member, new: Member) -> None:
         """Let `new`, of this form, replace `old` of a different bucket: keep the object, or record its successor."""
-        raise NotImplementedError
 
     def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
         """The bucket's full buffers."""
-        return PlainFull(self.layout, members, device, dtype)
 
-    def copied(self) -> Any:
+    def copied(self) -> Form:
         """A form for a copy of the bucket, without this form's state."""
-        return type(self)(self.layout, self.axes, self.apart)

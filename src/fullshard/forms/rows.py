@@ -10,22 +10,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..layout import Part, Slot
+from ..layout import Layout, Part, Slot
+from ..mesh import MeshAxes
 from ..torch_private.local_tensor import around_local, keep_mesh, local_of, local_part, same_memory, set_local
 from .changes import Untouched
+from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .messages import replaced_by_another, tied_after_sharding
-from .protocol import Form
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 
-class RowsForm(Form):
-    """See the module's docstring, and `Form`."""
+class RowsForm:
+    """See the module's docstring, and `Form`.
 
+    Args:
+        layout: of kind rows.
+        axes: the mesh.
+        apart: whether shards are on a different device than the mesh (offloading).
+    """
+
+    plain = True
     keeps_originals = False
-    counts = False  # assignments to `.data` are recorded (`assign_data`)
+    counts = False
+    follows = False
     gives_empty = True
     shows_kept = False
+
+    def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
+        self.layout, self.axes, self.apart = layout, axes, apart
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
         local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
@@ -92,6 +104,12 @@ class RowsForm(Form):
         inside = [(partial(local_of, member.sharded), member.local) for member in members]
         return Untouched([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
 
+    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        return ()
+
+    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        return False  # assignments to `.data` are recorded (`assign_data`)
+
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:
@@ -119,8 +137,17 @@ class RowsForm(Form):
             self._dress(member, member.sharded)
             member.local = local_of(member.sharded)
 
+    def follow(self, members: Sequence[Member]) -> None:
+        """Do nothing: users see the members' sharded parameters themselves."""
+
     def succeed(self, old: Member, new: Member) -> None:
         old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
+
+    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
+        return PlainFull(self.layout, members, device, dtype)
+
+    def copied(self) -> RowsForm:
+        return type(self)(self.layout, self.axes, self.apart)
 
 
 def refuse_tie(member: Member, shown: Any, members: Sequence[Member], rank: int) -> None:

@@ -15,7 +15,7 @@ from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder,
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
-from ..shard import State, ask_at_backward, ask_at_rest, has_gradient
+from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access, read_version
 from ..torch_private.profiler import recording
@@ -226,7 +226,7 @@ class Root:
         if self._lent:
             self.take_units()
         top.before_pass()
-        ask_at_rest(self._unit_list)
+        ask(When.REST, self._unit_list)
         self.position.compare_sizes()
         if self.additions.changed:
             self.top.find_root(self.top)
@@ -341,7 +341,7 @@ class Root:
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
-        ask_at_backward(self._unit_list)  # `requires_grad` may have changed since the forward
+        ask(When.BACKWARD, self._unit_list)  # `requires_grad` may have changed since the forward
         self.position.compare_sizes()
         on_device = has_streams(self.top.settings.axes.device)  # there autograd calls hooks on its own thread
         self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())

@@ -1,6 +1,6 @@
 """Units, buckets and gradients: shards and gathered memory. Owns every long-lived tensor."""
 
-from .asked import ask_at_backward, ask_at_rest
+from .asked import CHECKS, When, ask
 from .bucket import Bucket
 from .build import BuildSettings, build_unit, plan_unit, policy_of, settings_of, share_over
 from .checks import check_parameters
