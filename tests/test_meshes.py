@@ -198,3 +198,23 @@ def test_a_process_group_that_was_made_again_is_the_one_that_is_asked(fake_world
         wholes = {name: value.full_tensor() for name, value in model.state_dict().items()}
         assert wholes["weight"].shape == (4, 4)
         dist.destroy_process_group()
+
+
+def experts_on_meshes_of_different_sizes() -> bool:
+    """The expert of rank 2 is on a mesh of its own: it has one axis with other ranks where ranks 0 and 1 have two."""
+    rank = dist.get_rank()
+    pair, single = dist.new_group([0, 1]), dist.new_group([2])
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+    fully_shard(model[1], mesh=DeviceMesh.from_group(pair if rank < 2 else single, "cpu"))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+def test_experts_on_meshes_of_different_sizes(run_ranks):
+    assert all(run_ranks(experts_on_meshes_of_different_sizes, world=3))

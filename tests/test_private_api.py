@@ -515,6 +515,15 @@ def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
     assert dcp_files.StorageInfo("file", 1, 2).relative_path == "file"
 
 
+def test_a_name_in_metadata_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imports some of its submodules when they are first looked up."""
+    looked_up: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", looked_up.append)
+    with pytest.raises(fullshard.CheckpointError, match="nothing was executed"):
+        read_index(b"\x80\x02ctorch\n_never_imported\n.", {}, "here")
+    assert not looked_up
+
+
 class CallsBase(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)

@@ -549,8 +549,9 @@ def test_what_it_refuses(run_ranks):
         assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]
 
 
-def clipped_differently() -> str:
+def clipped_differently(freezes: bool) -> str:
     model = sharded()
+    next(model.parameters()).requires_grad_(not freezes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = fullshard.step_in_backward(optimizer, max_norm=1.0 + dist.get_rank())
     try:
@@ -565,8 +566,9 @@ def clipped_differently() -> str:
     return ""
 
 
-def test_ranks_that_clip_differently(run_ranks):
-    for error in run_ranks(clipped_differently, world=2):
+@pytest.mark.parametrize("freezes", [False, True])
+def test_ranks_that_clip_differently(run_ranks, freezes):
+    for error in run_ranks(clipped_differently, freezes, world=2):
         assert "optimizers stepped differently" in error and "max_norm=1.0, clip='two passes'" in error, error
         assert "max_norm=2.0" in error
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import StateDictType
+from fullshard.wrap import CustomPolicy
 from ways import (
     WRAPPERS,
     adam,
@@ -247,4 +248,13 @@ def test_an_iterator_of_what_to_ignore_is_read_once(fake_world, argument: str) -
     ignored = model[0][0]
     items = ignored.parameters() if argument == "ignored_states" else (module for module in [ignored])
     FSDP(model, auto_wrap_policy={nn.Sequential}, use_orig_params=True, device_id="cpu", **{argument: items})
+    assert [tuple(parameter.shape) for parameter in ignored.parameters()] == [(4, 4), (4,)]
+
+
+def test_an_iterator_that_a_policy_returns_for_a_block(fake_world) -> None:
+    fake_world(2)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    block, ignored = model[0], model[0][0]
+    policy = CustomPolicy(lambda module: {"ignored_states": ignored.parameters()} if module is block else False)
+    FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id="cpu", ignored_states=[*ignored.parameters()])
     assert [tuple(parameter.shape) for parameter in ignored.parameters()] == [(4, 4), (4,)]

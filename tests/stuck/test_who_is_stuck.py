@@ -99,6 +99,14 @@ def waits_longer(look: int) -> Status:
     return status(0, waited=5 * LIMIT, call=FORWARD)
 
 
+def test_devices_that_wait_for_each_other_do_not_sleep() -> None:
+    """Their hosts are in a forward or backward; one that is outside of both may sleep."""
+    apart = [{**POINT, "turn": turn, "unit": f"blocks.{turn}"} for turn in (3, 4)]
+    inside = [status(rank, idle=True, waited=5 * LIMIT, call=FORWARD, last=apart[rank]) for rank in range(2)]
+    assert not may_sleep(inside, HARD)
+    assert may_sleep([inside[0], elsewhere(1, idle=True)], HARD)
+
+
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_rank_that_gets_on_is_waited_for(case: str) -> None:
     assert not judged(waits if "does not answer in its first" in case else waits_longer, HEALTHY[case])

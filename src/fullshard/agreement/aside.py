@@ -56,7 +56,12 @@ def agree_on(
     """
     row = [axes.global_rank, token, axes.global_rank, token, flags]  # two ranks, with different tokens if any differ
     for axis in axes.all if comm.communicates else ():
-        rows = rows_of_all([row], [axis], comm, axes.device)
+        if axis is axes.shard:
+            ranks = axis.ranks or range(axis.size)
+            sent = zip(ranks, rows_of_all([row[3:]], [axis], comm, axes.device), strict=True)
+            rows = [[rank, rank_token, rank, rank_token, rank_flags] for rank, (rank_token, rank_flags) in sent]
+        else:
+            rows = rows_of_all([row], [axis], comm, axes.device)
         pairs = [[*rows[0][:2], *other[:2]] for other in rows]
         pair = next((pair for pair in [*(row[:4] for row in rows), *pairs] if pair[1] != pair[3]), pairs[0])
         row = [*pair, reduce(or_, [rank_flags for *_, rank_flags in rows])]
@@ -74,11 +79,13 @@ def raise_on_all(error: DivergenceError | None, axes: Iterable[Axis], comm: Comm
 
     Args:
         error: found by this rank, over any of the axes.
-        axes: all those over which ranks compared.
+        axes: all those over which ranks compared. Ranks may have different ones, of which those that they share are in
+            the same order.
         device: of the axes' mesh.
     """
-    several = [axis for axis in axes if axis.size > 1] if comm.communicates else []
-    for axis in several if len(several) > 1 else ():
+    for axis in axes if comm.communicates else ():
+        if axis.size == 1:  # on this rank: others may have a longer axis here
+            continue
         found = [bool(flag) for (flag,) in rows_of_all([[error is not None]], [axis], comm, device)]
         if any(found):
             error = pickle.loads(bytes_from(found.index(True), pickle.dumps(error), axis, comm, device))

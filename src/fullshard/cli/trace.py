@@ -46,6 +46,9 @@ class Arguments:
     """print one JSON object, for programs"""
 
 
+_SHOWN = 8  # ranks in a message
+
+
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     return terminal.run(Arguments, "trace", arguments, _analyze)
@@ -59,7 +62,8 @@ def _analyze(options: Arguments) -> int:
         return refuse("trace needs a folder: fullshard trace PATH")
     trace = read(list(options.path))
     if trace.missing:
-        print(f"fullshard: no file of {ranks_of(trace.missing)}; what these did is unknown", file=sys.stderr)
+        missing = ranks_of(trace.missing[:_SHOWN]) + (", ..." if len(trace.missing) > _SHOWN else "")
+        print(f"fullshard: no file of {missing}; what these did is unknown", file=sys.stderr)
     analysis = analyse(trace)
     try:
         if options.chrome is not None:

@@ -113,8 +113,8 @@ _PLAIN = (int, float, bool, str, tuple, type(None))
 
 def _clipping(groups: Sequence[dict[str, Any]]) -> str:
     """How gradients are clipped if the parameters step in the backward; else empty."""
-    parameter = next((p for group in groups for p in group["params"]), None)
-    steps = getattr(parameter, "__dict__", {}).get(STEPPED_KEY)
+    stepped = (getattr(p, "__dict__", {}).get(STEPPED_KEY) for group in groups for p in group["params"])
+    steps = next((steps for steps in stepped if steps is not None), None)  # frozen parameters have none
     return "" if steps is None or steps.max_norm is None else f", max_norm={steps.max_norm!r}, clip={steps.clip!r}"
 
 

@@ -698,13 +698,13 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Copy the new values from the owners into the shards of all replicas. Collective."""
         owned: list[Entry] = []
         for param in stepped:
-            cut, whole, target = param.cut, param.whole.detach(), param.local
+            cut, whole = param.cut, param.whole.detach()
             if not param.in_replica:
                 continue
             if isinstance(cut, OtherCut):
-                target.copy_(piece_of(param.tensor, whole))
+                param.local.copy_(piece_of(param.tensor, whole))
             elif cut is None:
-                target = param.run(target) if self.elementwise else target
+                target = param.run(param.local) if self.elementwise else param.local
                 if whole.data_ptr() != target.data_ptr():
                     target.copy_(whole)
             else:

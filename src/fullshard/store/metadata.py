@@ -69,7 +69,7 @@ def _find_class(module: str, name: str) -> Any:
         return type(name, (_Properties if name == "TensorProperties" else _Record,), {})
     if (module, name) == ("collections", "OrderedDict"):
         return dict
-    value = getattr(torch, name, None) if module == "torch" else None
+    value = vars(torch).get(name) if module == "torch" else None  # `getattr` would import submodules
     if value is torch.Size or isinstance(value, torch.dtype):
         return value
     raise CheckpointError(

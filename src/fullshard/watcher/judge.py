@@ -79,8 +79,12 @@ def may_sleep(now: Sequence[Status], hard: float) -> bool:
         hard: seconds; a wait that is longer counts as stuck in any case.
     """
     waits = [status["waited"] or 0.0 for status in now]
-    asleep = [status for status in now if not _waits(status) and status.get("own") is None]
-    return bool(asleep) and not sure(now) and max(waits) <= hard and not any(s["state"] in UNKNOWN for s in now)
+    return (
+        not all(map(stands, now))
+        and not sure(now)
+        and max(waits) <= hard
+        and not any(s["state"] in UNKNOWN for s in now)
+    )
 
 
 def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> bool:

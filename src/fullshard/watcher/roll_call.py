@@ -398,12 +398,12 @@ class Watcher:
         limit, hard = self.rank.limits()
         is_stuck = stuck(statuses, self.before, limit, hard)
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
-        if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
-            return ""
-        if self.rank.settings.limit is None and may_sleep(statuses, hard):
+        if is_stuck and self.rank.settings.limit is None and may_sleep(statuses, hard):
             if self._warned < self._since:
                 self._warned = time.time()
                 sys.stderr.write(messages.may_sleep(statuses, hard))
+            return ""
+        if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
             return ""
         report = messages.report(statuses)
         if self.rank.settings.folder is not None:

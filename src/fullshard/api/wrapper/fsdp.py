@@ -38,7 +38,16 @@ from ...runtime import (
 )
 from ..gradients import register_hook
 from . import messages
-from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
+from .instances import (
+    Plan,
+    check_plans,
+    flat_of,
+    mixed_precision_of,
+    plan_blocks,
+    policy_of,
+    put_in_place,
+    without_iterators,
+)
 from .markers import Markers, mark_wrapped
 from .model_state import StateDictMethods, default_settings
 from .optimizer_state import OptimizerStateMethods
@@ -118,10 +127,10 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         unused: Unused = "error",
         reduction: str = "mean",
     ) -> None:
-        keywords = {name: value for name, value in locals().items() if name not in _OF_ROOT}
-        keywords["comm"] = make_comm(comm)
-        for name in ("ignored_modules", "ignored_states"):  # an iterator can be read once, and all instances read it
-            keywords[name] = list(keywords[name]) if isinstance(keywords[name], Iterable) else keywords[name]
+        keywords = dict(locals())
+        for name in _OF_ROOT:
+            keywords.pop(name, None)
+        keywords = without_iterators({**keywords, "comm": make_comm(comm)})
         arguments = check_arguments(module, keywords)
         super().__init__()
         plan = Plan(module, keywords, arguments, *checked(check, unused))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,11 @@ def check_plans(plans: Sequence[Plan]) -> None:
 # Instances that replace submodules.
 
 
+def without_iterators(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """These arguments, with lists in place of iterators, which only the first reader could read."""
+    return {name: list(value) if isinstance(value, Iterator) else value for name, value in keywords.items()}
+
+
 def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> list[Plan]:
     """Plan the instances of submodules of the root's module, innermost first.
 
@@ -191,7 +196,7 @@ def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> lis
         unknown = sorted(name for name in overrides[id(child)] if name not in parameters and not takes_any)
         if unknown:
             raise messages.unknown_block_arguments(type(child).__name__, unknown)
-        keywords = {**root.keywords, **overrides[id(child)]}
+        keywords = without_iterators({**root.keywords, **overrides[id(child)]})
         arguments = check_arguments(child, keywords)
         keywords["comm"] = make_comm(keywords["comm"])
         blocks.append(Plan(child, keywords, arguments))
