@@ -54,21 +54,14 @@ def agree_on(
     Returns:
         The bits set on any rank.
     """
-    row = [axes.global_rank, token, axes.global_rank, token, flags]  # two ranks, with different tokens if any differ
-    for axis in axes.all if comm.communicates else ():
-        if axis is axes.shard:
-            ranks = axis.ranks or range(axis.size)
-            sent = zip(ranks, rows_of_all([row[3:]], [axis], comm, axes.device), strict=True)
-            rows = [[rank, rank_token, rank, rank_token, rank_flags] for rank, (rank_token, rank_flags) in sent]
-        else:
-            rows = rows_of_all([row], [axis], comm, axes.device)
-        pairs = [[*rows[0][:2], *other[:2]] for other in rows]
-        pair = next((pair for pair in [*(row[:4] for row in rows), *pairs] if pair[1] != pair[3]), pairs[0])
-        row = [*pair, reduce(or_, [rank_flags for *_, rank_flags in rows])]
-    first, first_token, other, other_token, flags = row
-    if first_token != other_token:
-        raise make_error((first, other), (first_token, other_token))
-    return flags
+    if not comm.communicates:
+        return flags
+    rows = rows_of_all([(token, flags)], axes.all, comm, axes.device)
+    other = next((i for i, (rank_token, _) in enumerate(rows) if rank_token != rows[0][0]), None)
+    if other is not None:
+        ranks = axes.mesh.mesh.flatten().tolist()  # [replicate, shard], as the rows
+        raise make_error((ranks[0], ranks[other]), (rows[0][0], rows[other][0]))
+    return reduce(or_, [rank_flags for _, rank_flags in rows])
 
 
 def raise_on_all(error: DivergenceError | None, axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:

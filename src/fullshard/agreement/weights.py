@@ -41,7 +41,7 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
             at_home = bucket.home is not None and bucket.home.for_good  # not read from the device
             if bucket.form.plain and not at_home:
                 by_axes.setdefault(bucket.axes, []).extend((bucket, member) for member in bucket.members)
-    errors: list[DivergenceError | None] = [None]
+    errors: list[DivergenceError | None] = []
     compared: dict[int, Axis] = {}
     with torch.no_grad():
         for axes, pairs in by_axes.items():
@@ -59,7 +59,7 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
             if axes.replicate is not None:
                 errors.append(_compare(axes.replicate, part, torch.ones_like(part), None, members, comm))
             errors.append(_compare(axes.shard, whole, as_made, writes, members, comm))
-        for axes in [*by_axes][:1]:
+        if by_axes:
             raise_on_all(next(filter(None, errors), None), compared.values(), comm, axes.device)
     for unit in units:
         for member in unit.members:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from ..errors import DivergenceError, message
+from ..errors import ConfigError, DivergenceError, message
 from .judge import (
     Status,
     Verdict,
@@ -218,6 +218,26 @@ def stuck_ranks(report: str) -> DivergenceError:
     )
 
 
+def not_a_time(name: str, value: object) -> ConfigError:
+    """The error for a `limit` or `grace` that is not a positive time."""
+    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
+
+
+def not_a_bool(enabled: object) -> ConfigError:
+    """The error for `enabled` that is not a bool."""
+    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled))
+
+
+def not_a_path(folder: object) -> ConfigError:
+    """The error for `folder` that is not a path."""
+    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=repr(folder))
+
+
+def is_a_file(path: str) -> ConfigError:
+    """The error for `folder` that is a file."""
+    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=f"the file {path}")
+
+
 def reported_earlier(report: str) -> str:
     """The note on a backend's own error that ends a rank after the watchers' report."""
     return f"fullshard reported earlier: {report}"
@@ -226,8 +246,8 @@ def reported_earlier(report: str) -> str:
 # roll_call.py
 
 
-def may_sleep(statuses: Sequence[Status], hard: float) -> str:
-    """Printed once in a wait that may be for a rank that sleeps: whatever it waits for may still come."""
+def waits_long(statuses: Sequence[Status], hard: float) -> str:
+    """Printed once in a wait that may be for a rank that sleeps (`judge.may_sleep`)."""
     longest = max(status["waited"] or 0.0 for status in statuses)
     lines = "".join(f"  {line}\n" for line in lines_of(statuses))
     return (

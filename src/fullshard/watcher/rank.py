@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..errors import ConfigError, DivergenceError, FullshardError
+from ..errors import DivergenceError, FullshardError
 from . import messages
 from .log import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
 from .process import frames_of_trace
@@ -318,15 +318,14 @@ def watch(
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not fits and not (name == "limit" and value is None):
-            raise ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
+            raise messages.not_a_time(name, value)
     if not isinstance(enabled, bool):
-        raise ConfigError("watch(enabled=) must be True or False.", got=repr(enabled))
-    is_path = isinstance(folder, (str, os.PathLike)) and bool(os.fspath(folder))
-    path = os.path.abspath(folder) if folder is not None and is_path else None
-    is_file = path is not None and os.path.exists(path) and not os.path.isdir(path)
-    if is_file or (folder is not None and not is_path):
-        got = f"the file {path}" if is_file else repr(folder)
-        raise ConfigError("watch() takes the path of a folder, which is created when needed.", got=got)
+        raise messages.not_a_bool(enabled)
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
+        raise messages.not_a_path(folder)
+    path = None if folder is None else os.path.abspath(folder)
+    if path is not None and os.path.exists(path) and not os.path.isdir(path):
+        raise messages.is_a_file(path)
     RANK.settings = WatchSettings(enabled, limit, grace, path)
 
 

@@ -401,7 +401,7 @@ class Watcher:
         if is_stuck and self.rank.settings.limit is None and may_sleep(statuses, hard):
             if self._warned < self._since:
                 self._warned = time.time()
-                sys.stderr.write(messages.may_sleep(statuses, hard))
+                sys.stderr.write(messages.waits_long(statuses, hard))
             return ""
         if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
             return ""
