@@ -212,6 +212,24 @@ def different_steps(build: Any) -> tuple[str, int]:
     return raised.value.what.partition(":")[0], len(done)
 
 
+def stepped_later() -> str:
+    """Rank 1 leaves a step out and makes up for it: by the time that the ranks read it, all have taken the same."""
+    model = block_by_block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with on_a_device(), pytest.raises(fullshard.DivergenceError) as raised:
+        for number in range(6):
+            loss_of(model, number).backward()
+            for _ in range(1 if dist.get_rank() == 0 else (1, 0, 2, 1, 1, 1)[number]):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return str(raised.value)
+
+
+def test_ranks_that_stepped_at_different_times(run_ranks):
+    for text in run_ranks(stepped_later, world=2):
+        assert "the others: the same by now, but not when a backward began" in text, text
+
+
 # One object for one mesh, and groups that are made once.
 
 

@@ -20,7 +20,7 @@ from ..shard import Bucket, Unit, follow_views
 from ..torch_private.local_tensor import inside, local_part, read_grad
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
-"""Attribute of parameters that an optimizer steps during the backward: its `StepsInBackward`."""
+"""Attribute of an optimizer that steps during the backward, and of its parameters: its `StepsInBackward`."""
 Groups = Sequence[dist.ProcessGroup]
 """The process groups that the elements of a gradient are split over, one per mesh axis; empty if it is not split."""
 

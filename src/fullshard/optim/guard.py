@@ -94,7 +94,7 @@ class Checked:
     def step(self, optimizer: Optimizer) -> None:
         """Notify the units of a step. Ranks compare their steps at the end of the next backward."""
         groups = optimizer.param_groups
-        settings = *[tuple([v for v in group.values() if type(v) in _PLAIN]) for group in groups], _clipping(groups)
+        settings = *[tuple([v for v in group.values() if type(v) in _PLAIN]) for group in groups], _clipping(optimizer)
         if settings != self.settings or not self.words:
             self.settings, self.words = settings, _described(optimizer)
             self.number = zlib.crc32(self.words.encode())
@@ -111,10 +111,9 @@ class Checked:
 _PLAIN = (int, float, bool, str, tuple, type(None))
 
 
-def _clipping(groups: Sequence[dict[str, Any]]) -> str:
-    """How gradients are clipped if the parameters step in the backward; else empty."""
-    stepped = (getattr(p, "__dict__", {}).get(STEPPED_KEY) for group in groups for p in group["params"])
-    steps = next((steps for steps in stepped if steps is not None), None)  # frozen parameters have none
+def _clipping(optimizer: Optimizer) -> str:
+    """How gradients are clipped if the optimizer steps in the backward; else empty."""
+    steps = optimizer.__dict__.get(STEPPED_KEY)
     return "" if steps is None or steps.max_norm is None else f", max_norm={steps.max_norm!r}, clip={steps.clip!r}"
 
 
@@ -123,7 +122,7 @@ def _described(optimizer: Optimizer) -> str:
     for group in optimizer.param_groups:
         settings = [f"{key}={group[key]!r}" for key in sorted(group) if key != "params" and type(group[key]) in _PLAIN]
         groups.append(", ".join(settings))
-    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))}{_clipping(optimizer.param_groups)})"
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))}{_clipping(optimizer)})"
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -61,6 +61,7 @@ class StepsInBackward:
         self._counts: dict[Unit, int] = {}  # how many of a unit's parameters the optimizer steps
         self._handles: list[Any] = []
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.__dict__[STEPPED_KEY] = self
         for parameter in self._parameters:
             unit = owner_of(parameter)
             if unit is not None and parameter.requires_grad:  # if unfrozen later, `optimizer.step()` steps it
@@ -76,8 +77,8 @@ class StepsInBackward:
         self._finish()
         for handle in self._handles:
             handle.remove()
-        for parameter in self._parameters:
-            parameter.__dict__.pop(STEPPED_KEY, None)
+        for stepped in (self.optimizer, *self._parameters):
+            stepped.__dict__.pop(STEPPED_KEY, None)
         self._handles = []
 
     @contextmanager
