@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import timed_event, values_of_all
-from ...errors import ConfigError, DivergenceError, PhaseError
 from ...events import Event, stream
 from ...forms import owner_of
 from ...mesh import device_of
 from ...shard import members_of
 from ..memory import MemoryUse, memory_use
+from . import messages
 from .outputs import Outputs
 from .report import Report, Row, report_of
 
@@ -152,7 +152,7 @@ class Monitor:
             PhaseError: the monitor is closed.
         """
         if self._closed:
-            raise PhaseError("Monitor.step() was called after close().")
+            raise messages.closed()
         _check("tokens", tokens, "an int of at least 0", tokens is None or _is_int(tokens, 0))
         self._step += 1
         self._tokens += self._tokens_per_step if tokens is None else tokens
@@ -178,13 +178,7 @@ class Monitor:
         gathered = self._gather([*row, *astuple(memory_use(self._model, self._optimizer))])
         rows = [Row(*numbers[: len(row)]) for numbers in gathered]
         if len({row.step for row in rows}) > 1:
-            steps_of_ranks = list(zip(self._ranks, rows, strict=True))[:8]
-            raise DivergenceError(
-                "Ranks called Monitor.step() a different number of times.",
-                expected="the same step on all ranks",
-                got=", ".join(f"rank {rank}: step {int(row.step):,}" for rank, row in steps_of_ranks),
-                remedy="call step() once per optimizer step on every rank, with the same start_step and every",
-            )
+            raise messages.different_steps(self._ranks, [int(row.step) for row in rows])
         self._reports += 1
         report = report_of(
             rows,
@@ -277,7 +271,7 @@ class Waits:
 
 def _check(name: str, value: object, expected: str, valid: bool) -> None:
     if not valid:
-        raise ConfigError(f"Monitor: {name} must be {expected}, got {value!r}")
+        raise messages.invalid_argument(name, expected, value)
 
 
 def _is_int(value: object, minimum: int) -> bool:

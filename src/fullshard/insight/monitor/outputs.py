@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from . import messages
 from .report import Report
 
 STYLES = {r"^step +[\d,]+": "bold", r"loss [^ ]+": "green", r"late: .*": "yellow", r"memory .*?(?=  |$)": "dim"}
@@ -45,11 +45,7 @@ class Outputs:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ConfigError(
-                    "Monitor: tensorboard= needs TensorBoard, which is not installed.",
-                    got=str(error),
-                    remedy="pip install tensorboard",
-                ) from error
+                raise messages.no_tensorboard(error) from error
         if not is_first:
             return
         if line:
@@ -59,14 +55,14 @@ class Outputs:
                 Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
                 file = Path(jsonl).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by `close`
             except OSError as error:
-                raise _cannot_write("jsonl", jsonl, error) from error
+                raise messages.cannot_write("jsonl", jsonl, error) from error
             self._writes.append(lambda report: print(json.dumps(_as_json(asdict(report))), file=file))
             self._open_files.callback(file.close)
         if tensorboard is not None:
             try:
                 writer = SummaryWriter(os.fspath(tensorboard))
             except OSError as error:
-                raise _cannot_write("tensorboard", tensorboard, error) from error
+                raise messages.cannot_write("tensorboard", tensorboard, error) from error
 
             def write(report: Report) -> None:
                 for name, value in _scalars(asdict(report)):
@@ -83,10 +79,6 @@ class Outputs:
     def close(self) -> None:
         """Close files."""
         self._open_files.close()
-
-
-def _cannot_write(name: str, path: object, error: OSError) -> ConfigError:
-    return ConfigError(f"Monitor: {name} cannot be written.", got=f"{path}: {error.strerror or error}")
 
 
 def _printer() -> Callable[[Report], None]:

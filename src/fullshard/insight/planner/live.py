@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ...api.wrapping import CustomPolicy
-from ...errors import ConfigError
 from ...forms import owner_of as unit_of
 from ...names import clean_name
 from ...optim import OwnerOptimizer
@@ -23,6 +22,7 @@ from ...optim.owners import views_of
 from ...runtime import Runner
 from ...shard import settings_of
 from ..describe import named_runners
+from . import messages
 from .optimizer import Optimizers, as_list
 from .plan import Plan, Planner
 from .profile import Step
@@ -134,11 +134,7 @@ def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> d
 def _check_same(model: nn.Module, built: nn.Module) -> None:
     ours, theirs = ({clean_name(name) for name, _ in each.named_parameters()} for each in (model, built))
     if ours != theirs and not any(name.endswith("_flat_param") for name in ours):
-        raise ConfigError(
-            "explain_memory(): build makes a model with other parameters than the sharded one.",
-            parameter=", ".join(sorted(ours ^ theirs)[:3]),
-            expected="the function that built the model, before it was sharded",
-        )
+        raise messages.another_model(sorted(ours ^ theirs))
 
 
 def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from ...names import size, table
 from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
+from . import messages
 from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
 from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
 from .profile import Profile, Step, profile
@@ -34,7 +35,6 @@ from .strategy import (
     UnitStrategy,
     check_counts,
     node_size,
-    not_of_type,
     refines,
     strategies,
     with_fields,
@@ -299,11 +299,7 @@ def plan(
         searched = strategies(ranks, ranks_per_node, batch, policies, tensor_parallel)
         chosen = with_fields(searched, fixed, ranks, batch)
     elif fixed:
-        raise ConfigError(
-            "plan(): fixed is for a search, but a strategy was passed.",
-            got=f"fixed={dict(fixed)}",
-            remedy="set these fields in the strategy",
-        )
+        raise messages.fixed_without_search(fixed)
     else:
         chosen = _list_of(Strategy, "strategy", strategy)
         for choice in chosen:
@@ -354,11 +350,9 @@ def solve(
         ConfigError: see `plan`; or no `device_memory`.
     """
     if what not in ("micro-batch", "sequence", "world"):
-        raise ConfigError(
-            "solve() does not know what to solve for.", expected='"micro-batch", "sequence" or "world"', got=repr(what)
-        )
+        raise messages.not_to_solve_for(what)
     if device_memory is None:
-        raise ConfigError("solve() needs the memory of a device.", remedy="pass device_memory=80 * 2**30, for example")
+        raise messages.nothing_to_fit()
     node = 1 if ranks_per_node is None else ranks_per_node
     check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
     base, hook, tensor = strategy or Strategy(), _checked_hook(comm_hook), (tensor_parallel, parallelize)
@@ -413,16 +407,11 @@ class Planner:
         hook: Hook | None = None,
     ) -> None:
         if device not in RESERVE:
-            raise ConfigError("plan(): unknown device.", expected='"cuda" or "cpu"', got=repr(device))
+            raise messages.unknown_device(device)
         if device_memory is not None:
             check_counts(device_memory=device_memory)
         if rates is not None and not isinstance(rates, Rates):
-            raise ConfigError(
-                "plan(): rates must be a fullshard.Rates.",
-                expected="Rates(flops=..., bandwidth=..., between=..., latency=...), as fullshard.measure_rates() "
-                "returns",
-                got=type(rates).__name__,
-            )
+            raise messages.not_rates(rates)
         self.model, own_step = _built(model)
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.policy, self.device, self.device_memory, self.tensor = mp_policy, device, device_memory, tensor[0]
@@ -448,10 +437,7 @@ class Planner:
         blocks = [(name, overrides) for name, _, overrides in blocks_of(self.model, units)]
         for name, overrides in blocks:
             if "shard_placement_fn" in overrides:
-                raise ConfigError(
-                    f"plan(): the policy returns shard_placement_fn for {name!r}, which plan() does not know.",
-                    remedy="leave it out; meshes= says which parameters are split over other ranks",
-                )
+                raise messages.placement_of_a_block(name)
         return blocks
 
     def _profile(
@@ -463,14 +449,7 @@ class Planner:
         except FullshardError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
-                got=f"micro_batch={micro_batch}, sequence={sequence}",
-                remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the "
-                "model; by default the model gets token ids [micro_batch, sequence] and returns logits or an object "
-                "with .logits. Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels "
-                "take one dtype only: build the model in it (--dtype bfloat16)",
-            ) from error
+            raise messages.step_failed(error, micro_batch, sequence) from error
 
     def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
         axes = axes_of(shard, replicate, self.backend)
@@ -486,7 +465,7 @@ class Planner:
         try:
             return has_owners(self.make(sharded.parameters))
         except FullshardError as error:
-            raise _optimizer_failed(error) from error
+            raise messages.optimizer_failed(error) from error
         except Exception:  # it may need plain tensors, and is called with these then
             return False
 
@@ -505,23 +484,19 @@ class Planner:
             sharded = partial(self._sharded, units, shard, replicate)
             return owner_costs(sharded, self.make, shard * replicate, self.backend == "nccl")
         except Exception as error:
-            raise _optimizer_failed(error) from error
+            raise messages.optimizer_failed(error) from error
 
     def _optimizer(self, shards: tuple[Any, ...]) -> tuple[int, int]:
         try:
             return optimizer_bytes(shards, self.make)
         except Exception as error:
-            raise _optimizer_failed(error) from error
+            raise messages.optimizer_failed(error) from error
 
     def plan(self, strategy: Strategy, ranks: int, batch: int, sequence: int, node: int) -> Plan:
         """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
         for pattern, sizes in self.meshes.items():
             if ranks % (sizes[0] * sizes[1]):
-                raise ConfigError(
-                    f"plan(): meshes[{pattern!r}] does not fit the ranks.",
-                    expected=f"a pair (shard, replicate) whose product divides {ranks}",
-                    got=repr(sizes),
-                )
+                raise messages.mesh_does_not_divide(pattern, sizes, ranks)
         if self.device == "cpu":
             strategy = dataclasses.replace(strategy, offload=False)  # as `CPUOffloadPolicy`, which does nothing there
         shard = ranks // strategy.replicate
@@ -545,13 +520,7 @@ class Planner:
         owners = None
         if self.steps_shards():
             if strategy.step_in_backward or self.tensor > 1:
-                what = "step_in_backward" if strategy.step_in_backward else "tensor_parallel"
-                raise ConfigError(
-                    f"plan(): {what} does not go with an optimizer that has owners, or takes named parameters.",
-                    expected="steps of all parameters at once, on parameters that are split over the data-parallel "
-                    "ranks only",
-                    remedy=f"plan without {what}, or with an element-wise optimizer",
-                )
+                raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
             owners = self.owners(tuple(alike.items()), shard, strategy.replicate)
             state = owners.state if on_device else owners.state_on_device
             temporary = owners.temporary if on_device or owners.owns else 0
@@ -654,26 +623,14 @@ def _parallelize(model: nn.Module, given: bool, tensor_parallel: int, paralleliz
     """
     if parallelize is None and tensor_parallel == 1:
         return
-    if given:
-        raise ConfigError(
-            "plan(): parallelize= would change the model.", remedy="pass a function that builds the model"
-        )
-    if parallelize is None or tensor_parallel == 1:
-        raise ConfigError(
-            "plan(): tensor_parallel and parallelize belong together.",
-            expected="tensor_parallel=8, parallelize=function(model, mesh), which calls parallelize_module",
-            got=f"tensor_parallel={tensor_parallel!r}",
-        )
+    if parallelize is None or tensor_parallel == 1 or given:
+        raise messages.nothing_to_parallelize(tensor_parallel, given)
     try:
         parallelize(model, mesh_without_group((tensor_parallel,)))
     except FullshardError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"plan() could not parallelize the model: {type(error).__name__}: {error}",
-            expected=f"a function (model, mesh) that calls parallelize_module with a 1-D mesh of {tensor_parallel} "
-            "ranks",
-        ) from error
+        raise messages.parallelize_failed(error, tensor_parallel) from error
 
 
 def assumed_rates(device: str) -> Rates:
@@ -683,33 +640,23 @@ def assumed_rates(device: str) -> Rates:
 
 def _built(model: Any) -> tuple[nn.Module, Step | None]:
     step = None
-    if not isinstance(model, nn.Module) and callable(model):
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise messages.not_a_model(model)
         try:
             with torch.device("meta"):
                 model = model()
         except FullshardError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"plan() could not build the model: {type(error).__name__}: {error}",
-                expected="a function without arguments that returns an nn.Module; its tensors are made on the meta "
-                "device",
-            ) from error
+            raise messages.build_failed(error) from error
         if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
             model, step = model
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "plan() needs a model, or a function that returns one.",
-            expected="an nn.Module, or a callable without arguments",
-            got=type(model).__name__,
-        )
+        if not isinstance(model, nn.Module):
+            raise messages.not_a_model(model)
     for name, parameter in model.named_parameters():
         if owner_of(parameter) is not None:
-            raise ConfigError(
-                "plan() needs the model before it is sharded.",
-                parameter=name,
-                remedy="pass a function that builds the model; fullshard.describe and memory_use show a sharded one",
-            )
+            raise messages.sharded_already(name)
     return model, step
 
 
@@ -722,11 +669,7 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
         if isinstance(kind, type) and kind is not torch.optim.Optimizer and issubclass(kind, torch.optim.Optimizer)
     }
     if optimizer not in kinds:
-        raise ConfigError(
-            f"plan(): torch.optim has no optimizer {optimizer!r}.",
-            expected=", ".join(sorted(kinds)),
-            remedy="or pass a function: optimizer=lambda parameters: MyOptimizer(parameters)",
-        )
+        raise messages.unknown_optimizer(optimizer, sorted(kinds))
     kind = kinds[optimizer]
     many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # what its default is on a GPU
     options: dict[str, Any] = {"foreach": True} if many else {}
@@ -737,7 +680,7 @@ def _list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
     """One object of this class, or several."""
     listed = [value] if isinstance(value, kind) else value
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
-        raise not_of_type(name, f"a {kind.__name__}, or a list of some", value)
+        raise messages.not_of_type(name, f"a {kind.__name__}, or a list of some", value)
     return list(listed)
 
 
@@ -746,11 +689,7 @@ def _checked_hook(hook: Any) -> Hook | None:
     if hook is None:
         return None
     if not isinstance(hook, tuple) or len(hook) != 2 or not isinstance(hook[0], PowerSGDState) or not callable(hook[1]):
-        raise ConfigError(
-            "plan() knows the communication hook PowerSGD only.",
-            expected="comm_hook=(fullshard.comm_hooks.PowerSGDState(None, rank), fullshard.comm_hooks.powerSGD_hook)",
-            got=repr(hook),
-        )
+        raise messages.not_a_hook(hook)
     state = copy.copy(hook[0])
     state.start_powerSGD_iter = 0
     return state, hook[1]
@@ -761,25 +700,8 @@ def _checked_meshes(
 ) -> Mapping[str, tuple[int, int]]:
     for pattern, sizes in (meshes or {}).items():
         if not isinstance(sizes, tuple) or len(sizes) != 2:
-            raise ConfigError(
-                f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often "
-                "repeated.",
-                expected="a pair (shard, replicate)",
-                got=repr(sizes),
-            )
+            raise messages.not_a_mesh(pattern, sizes)
         check_counts(**{f"meshes[{pattern!r}]": min(sizes)})
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"plan(): no parameter's name matches meshes[{pattern!r}].",
-                expected="a pattern of fnmatch, such as *.experts.*",
-                got=", ".join([*names[:4], "..."]),
-            )
+            raise messages.mesh_of_nothing(pattern, names)
     return meshes or {}
-
-
-def _optimizer_failed(error: Exception) -> ConfigError:
-    return ConfigError(
-        f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
-        remedy="name another of torch.optim, or pass a function of a list of parameters that returns one optimizer, "
-        "or several: optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
-    )

@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from ...errors import ConfigError
 from .costs import GatherCosts, UnitCosts
+from .messages import not_a_rate
 from .profile import Live, Moment, Profile
 from .strategy import Strategy
 
@@ -80,14 +80,8 @@ class Rates:
             if value is None and name == "reduce":
                 continue
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name == "overlap" and not (number and 0 <= value <= 1):
-                raise ConfigError("Rates.overlap must be a number from 0 to 1.", got=repr(value))
-            if not number or not (name == "overlap" or 0 < value < math.inf):
-                raise ConfigError(
-                    f"Rates.{name} must be a positive number.",
-                    expected="units per second; seconds for latency",
-                    got=repr(value),
-                )
+            if not number or not (0 <= value <= 1 if name == "overlap" else 0 < value < math.inf):
+                raise not_a_rate(name, value)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ...api.functional.arguments import LAYOUTS, reshard_of
 from ...errors import ConfigError
 from ...layout import Blocks
 from ...policies import MixedPrecisionPolicy
+from . import messages
 
 ACCUMULATE = ("reduced", "partial", "whole")
 
@@ -23,14 +24,7 @@ def check_counts(least: int = 1, **counts: Any) -> None:
     """
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            kind = "a positive integer" if least else "an integer of at least 0"
-            expected = f"{least}, {least + 1}, {least + 2}, ..."
-            raise ConfigError(f"plan(): {name} must be {kind}.", expected=expected, got=repr(value))
-
-
-def not_of_type(name: str, expected: str, value: object) -> ConfigError:
-    """The error for an argument of `plan` of a wrong type."""
-    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
+            raise messages.not_positive(name, value, least)
 
 
 @dataclass(frozen=True)
@@ -96,34 +90,24 @@ class Strategy:
             ConfigError: a number is invalid.
         """
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
-            raise ConfigError(
-                "plan(): unknown layout.", expected=", ".join([*LAYOUTS, "or Blocks(...)"]), got=repr(self.layout)
-            )
+            raise messages.unknown_layout(self.layout, LAYOUTS)
         check_counts(least=0, prefetch=self.prefetch)
         for name in ("checkpointing", "offload", "step_in_backward"):
             if not isinstance(getattr(self, name), bool):
-                raise not_of_type(name, "True or False", getattr(self, name))
+                raise messages.not_of_type(name, "True or False", getattr(self, name))
         if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
-            raise not_of_type("mp_policy", "a MixedPrecisionPolicy or None", self.mp_policy)
+            raise messages.not_of_type("mp_policy", "a MixedPrecisionPolicy or None", self.mp_policy)
         for name, value, whole, total in (
             ("micro_batch", self.micro_batch, "batch", batch),
             ("replicate", self.replicate, "ranks", ranks),
         ):
             check_counts(**{name: value})
             if total % value:
-                divisors = [str(size) for size in range(1, total + 1) if total % size == 0]
-                shown = divisors if len(divisors) < 12 else [*divisors[:10], "...", str(total)]
-                raise ConfigError(
-                    f"plan(): {name} must divide {whole}.", expected=f"one of {', '.join(shown)}", got=value
-                )
+                raise messages.not_a_divisor(name, value, whole, total)
         if self.accumulate not in ACCUMULATE:
-            raise ConfigError("plan(): unknown accumulate.", expected=", ".join(ACCUMULATE), got=repr(self.accumulate))
+            raise messages.unknown_accumulation(self.accumulate, ACCUMULATE)
         if self.step_in_backward and self.micro_batch != batch and self.accumulate == "reduced":
-            raise ConfigError(
-                "plan(): step_in_backward steps in every backward that reduces gradients, not once a batch.",
-                got=f"{batch // self.micro_batch} micro-batches that are all reduced",
-                remedy='accumulate="whole", or micro_batch=batch',
-            )
+            raise messages.steps_in_every_backward(batch // self.micro_batch)
         reshard_of(self.reshard_after_forward, ranks // self.replicate)
 
     def by_unit(
@@ -220,7 +204,7 @@ def with_fields(candidates: Iterable[Strategy], fixed: Mapping[str, Any], ranks:
     """
     names = [field.name for field in fields(Strategy)]
     if unknown := [name for name in fixed if name not in names]:
-        raise ConfigError(f"plan(): a strategy has no field {unknown[0]!r}.", expected="one of " + ", ".join(names))
+        raise messages.unknown_field(unknown[0], names)
     valid: dict[Strategy, None] = {}
     error = None
     for candidate in candidates:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import ConfigError
+from .messages import no_files, not_a_trace, same_rank, two_runs
 from .record import COLUMNS, FORMAT
 
 
@@ -69,8 +69,7 @@ def read(paths: list[Path]) -> Run:
     """
     files = [file for path in paths for file in (sorted(path.glob("rank-*.json")) if path.is_dir() else [path])]
     if not files:
-        where = ", ".join(map(str, paths))
-        raise ConfigError(f"no trace in {where}: a folder of fullshard.trace has rank-*.json files")
+        raise no_files(paths)
     run: Any = None
     traces: dict[int, tuple[Path, RankTrace]] = {}
     for file in dict.fromkeys(files):
@@ -78,39 +77,35 @@ def read(paths: list[Path]) -> Run:
         run_of_file = content["run"], content["world"]
         run = run or run_of_file
         if run_of_file != run:
-            raise ConfigError(f"{file} is from a different run than {files[0]}: use a separate folder for each run")
+            raise two_runs(files[0], file)
         try:
             trace = _trace(content)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise _not_a_trace(file, f"{type(error).__name__}: {error}") from error
+            raise not_a_trace(file, f"{type(error).__name__}: {error}") from error
         if trace.rank in traces:
-            raise ConfigError(f"{traces[trace.rank][0]} and {file} are from the same rank")
+            raise same_rank(traces[trace.rank][0], file)
         traces[trace.rank] = file, trace
     ranks = [traces[rank][1] for rank in sorted(traces)]
     start = min(rank.begin for rank in ranks)
     return Run([_shifted(rank, -start) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces])
 
 
-def _not_a_trace(file: Path, why: str) -> ConfigError:
-    return ConfigError(f"{file} is not a file of fullshard.trace: {why}")
-
-
 def _content(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
-        raise _not_a_trace(file, error.strerror or str(error)) from error
+        raise not_a_trace(file, error.strerror or str(error)) from error
     except ValueError as error:
-        raise _not_a_trace(file, "not JSON, or truncated") from error
+        raise not_a_trace(file, "not JSON, or truncated") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise _not_a_trace(file, f"its format is not {FORMAT!r}")
+        raise not_a_trace(file, f"its format is not {FORMAT!r}")
     rank, world = content.get("rank"), content.get("world")
     if not isinstance(world, int) or not isinstance(rank, int) or "run" not in content:
-        raise _not_a_trace(file, "it does not name its run")
+        raise not_a_trace(file, "it does not name its run")
     if not 0 <= rank < world:
-        raise _not_a_trace(file, f"rank {rank} of {world}")
+        raise not_a_trace(file, f"rank {rank} of {world}")
     if content.get("columns") != list(COLUMNS):
-        raise _not_a_trace(file, f"columns are {content.get('columns')}")
+        raise not_a_trace(file, f"columns are {content.get('columns')}")
     return content
 
 

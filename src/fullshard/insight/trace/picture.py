@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
 from ...names import size
 from .analyse import OUTSIDE, Analysis
 from .merge import Run
+from .messages import no_matplotlib, nothing_to_draw, unknown_picture
 from .timeline import spans_of_transfer, spans_of_work
 
 KINDS = (".png", ".svg", ".pdf")
@@ -31,11 +31,11 @@ def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
         OSError: the file cannot be written.
     """
     if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"{path}: the file name of a picture must end in {', '.join(KINDS)}")
+        raise unknown_picture(path, KINDS)
     if not analysis.steps:
-        raise ConfigError("no step to draw: the trace has no step that all ranks recorded from start to end")
+        raise nothing_to_draw()
     if not find_spec("matplotlib"):
-        raise ConfigError("a picture needs matplotlib, which is not installed (pip install matplotlib)")
+        raise no_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

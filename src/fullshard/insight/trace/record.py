@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ...comm import objects_of_all, timed_event
-from ...errors import ConfigError
 from ...events import Event, record_events
 from ...mesh import device_of
 from ...store.in_place import replace_file
+from .messages import cannot_write, not_a_path
 
 FORMAT = "fullshard trace 1"
 COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
@@ -123,7 +123,7 @@ def trace(path: Path | str) -> Iterator[Recording]:
         DivergenceError: other ranks do not enter the context.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError("trace() needs a folder.", expected="a path", got=repr(path))
+        raise not_a_path(path)
     folder = Path(path)
     rank, world, run, offset, error = _meet(folder)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -152,16 +152,18 @@ def _meet(folder: Path) -> tuple[int, int, int, float, float]:
     Raises:
         ConfigError: a rank cannot write to the folder.
     """
-    group: Any = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    answer = (_problem(folder), time.time_ns())
-    answers = [answer] if group is None else objects_of_all(answer, group, "a trace")
-    for rank, (problem, _) in enumerate(answers):
+    problem = _problem(folder)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         if problem:
-            raise ConfigError(f"trace(): cannot write to {str(folder)!r} on rank {rank}.", rank=rank, got=problem)
-    world, run = len(answers), answers[0][1]
-    _remove_ranks_from(world, folder)  # no rank writes before all ranks have got here
-    if group is None:
-        return 0, world, run, 0.0, 0.0
+            raise cannot_write(folder, {0: problem})
+        _remove_ranks_from(1, folder)
+        return 0, 1, time.time_ns(), 0.0, 0.0
+    group: Any = dist.group.WORLD
+    answers = objects_of_all((problem, time.time_ns()), group, "a trace")
+    problems = {rank: answer for rank, (answer, _) in enumerate(answers) if answer}
+    if problems:
+        raise cannot_write(folder, problems)
+    _remove_ranks_from(dist.get_world_size(), folder)  # no rank writes before all ranks have got here
     rank, token, spans = dist.get_rank(), torch.zeros(1, device=device_of(group)), []
     for _ in range(ROUNDS):
         enter = time.perf_counter()
@@ -169,7 +171,7 @@ def _meet(folder: Path) -> tuple[int, int, int, float, float]:
         token.item()  # waits for the collective on an accelerator
         spans.append((enter, time.perf_counter()))
     first = objects_of_all(spans if rank == 0 else None, group, "a trace")[0]
-    return rank, world, run, *clock_offset(spans, first)
+    return rank, dist.get_world_size(), answers[0][1], *clock_offset(spans, first)
 
 
 def clock_offset(spans: list[tuple[float, float]], first: list[tuple[float, float]]) -> tuple[float, float]:

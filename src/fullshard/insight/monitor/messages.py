@@ -1,0 +1,41 @@
+"""The monitor's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import ConfigError, DivergenceError, PhaseError
+
+
+def invalid_argument(name: str, expected: str, got: object) -> ConfigError:
+    """The error for an invalid argument of `Monitor`."""
+    return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}")
+
+
+def cannot_write(name: str, path: object, error: OSError) -> ConfigError:
+    """The error for an output that cannot be written."""
+    return ConfigError(f"Monitor: {name} cannot be written.", got=f"{path}: {error.strerror or error}")
+
+
+def no_tensorboard(error: ImportError) -> ConfigError:
+    """The error for `tensorboard=` when TensorBoard is not installed."""
+    return ConfigError(
+        "Monitor: tensorboard= needs TensorBoard, which is not installed.",
+        got=str(error),
+        remedy="pip install tensorboard",
+    )
+
+
+def different_steps(ranks: Sequence[int], steps: Sequence[int]) -> DivergenceError:
+    """The error for ranks whose step numbers differ in a report."""
+    return DivergenceError(
+        "Ranks called Monitor.step() a different number of times.",
+        expected="the same step on all ranks",
+        got=", ".join(f"rank {rank}: step {step:,}" for rank, step in list(zip(ranks, steps, strict=True))[:8]),
+        remedy="call step() once per optimizer step on every rank, with the same start_step and every",
+    )
+
+
+def closed() -> PhaseError:
+    """The error for a step after `close()`."""
+    return PhaseError("Monitor.step() was called after close().")

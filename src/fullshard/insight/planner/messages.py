@@ -1,0 +1,205 @@
+"""The words of the planner's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...errors import ConfigError
+
+
+def not_positive(name: str, value: object, least: int = 1) -> ConfigError:
+    kind = "a positive integer" if least else "an integer of at least 0"
+    expected = f"{least}, {least + 1}, {least + 2}, ..."
+    return ConfigError(f"plan(): {name} must be {kind}.", expected=expected, got=repr(value))
+
+
+def not_of_type(name: str, expected: str, value: object) -> ConfigError:
+    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
+
+
+def not_a_divisor(name: str, value: int, whole: str, total: int) -> ConfigError:
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
+    shown = ", ".join(map(str, divisors if len(divisors) < 12 else [*divisors[:10], "...", total]))
+    return ConfigError(f"plan(): {name} must divide {whole}.", expected=f"one of {shown}", got=value)
+
+
+def unknown_field(name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"plan(): a strategy has no field {name!r}.", expected="one of " + ", ".join(known))
+
+
+def fixed_without_search(fixed: Mapping[str, object]) -> ConfigError:
+    return ConfigError(
+        "plan(): fixed is for a search, but a strategy was passed.",
+        got=f"fixed={dict(fixed)}",
+        remedy="set these fields in the strategy",
+    )
+
+
+def not_a_model(value: object) -> ConfigError:
+    return ConfigError(
+        "plan() needs a model, or a function that returns one.",
+        expected="an nn.Module, or a callable without arguments",
+        got=type(value).__name__,
+    )
+
+
+def sharded_already(name: str) -> ConfigError:
+    return ConfigError(
+        "plan() needs the model before it is sharded.",
+        parameter=name,
+        remedy="pass a function that builds the model; fullshard.describe and memory_use show a sharded one",
+    )
+
+
+def unknown_optimizer(name: str, known: list[str]) -> ConfigError:
+    return ConfigError(
+        f"plan(): torch.optim has no optimizer {name!r}.",
+        expected=", ".join(known),
+        remedy="or pass a function: optimizer=lambda parameters: MyOptimizer(parameters)",
+    )
+
+
+def not_rates(value: object) -> ConfigError:
+    return ConfigError(
+        "plan(): rates must be a fullshard.Rates.",
+        expected="Rates(flops=..., bandwidth=..., between=..., latency=...), as fullshard.measure_rates() returns",
+        got=type(value).__name__,
+    )
+
+
+def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigError:
+    return ConfigError(
+        f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
+        got=f"micro_batch={micro_batch}, sequence={sequence}",
+        remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model; "
+        "by default the model gets token ids [micro_batch, sequence] and returns logits or an object with .logits. "
+        "Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels take one dtype only: "
+        "build the model in it (--dtype bfloat16)",
+    )
+
+
+def optimizer_failed(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",
+        remedy="name another of torch.optim, or pass a function of a list of parameters that returns one optimizer, "
+        "or several: optimizer=lambda parameters: [fullshard.Muon(matrices), torch.optim.AdamW(others)]",
+    )
+
+
+def another_model(names: list[str]) -> ConfigError:
+    return ConfigError(
+        "explain_memory(): build makes a model with other parameters than the sharded one.",
+        parameter=", ".join(names[:3]),
+        expected="the function that built the model, before it was sharded",
+    )
+
+
+def owners_beside(what: str) -> ConfigError:
+    return ConfigError(
+        f"plan(): {what} does not go with an optimizer that has owners, or takes named parameters.",
+        expected="steps of all parameters at once, on parameters that are split over the data-parallel ranks only",
+        remedy=f"plan without {what}, or with an element-wise optimizer",
+    )
+
+
+def not_to_solve_for(value: object) -> ConfigError:
+    return ConfigError(
+        "solve() does not know what to solve for.", expected='"micro-batch", "sequence" or "world"', got=repr(value)
+    )
+
+
+def nothing_to_fit() -> ConfigError:
+    return ConfigError("solve() needs the memory of a device.", remedy="pass device_memory=80 * 2**30, for example")
+
+
+def unknown_device(device: object) -> ConfigError:
+    return ConfigError("plan(): unknown device.", expected='"cuda" or "cpu"', got=repr(device))
+
+
+def not_a_rate(name: str, value: object) -> ConfigError:
+    if name == "overlap":
+        return ConfigError("Rates.overlap must be a number from 0 to 1.", got=repr(value))
+    return ConfigError(
+        f"Rates.{name} must be a positive number.", expected="units per second; seconds for latency", got=repr(value)
+    )
+
+
+def not_a_hook(hook: object) -> ConfigError:
+    return ConfigError(
+        "plan() knows the communication hook PowerSGD only.",
+        expected="comm_hook=(fullshard.comm_hooks.PowerSGDState(None, rank), fullshard.comm_hooks.powerSGD_hook)",
+        got=repr(hook),
+    )
+
+
+def not_a_mesh(pattern: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",
+        expected="a pair (shard, replicate)",
+        got=repr(value),
+    )
+
+
+def mesh_does_not_divide(pattern: str, sizes: tuple[int, int], ranks: int) -> ConfigError:
+    return ConfigError(
+        f"plan(): meshes[{pattern!r}] does not fit the ranks.",
+        expected=f"a pair (shard, replicate) whose product divides {ranks}",
+        got=repr(sizes),
+    )
+
+
+def mesh_of_nothing(pattern: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"plan(): no parameter's name matches meshes[{pattern!r}].",
+        expected="a pattern of fnmatch, such as *.experts.*",
+        got=", ".join([*names[:4], "..."]),
+    )
+
+
+def unknown_layout(layout: object, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError("plan(): unknown layout.", expected=", ".join([*known, "or Blocks(...)"]), got=repr(layout))
+
+
+def build_failed(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"plan() could not build the model: {type(error).__name__}: {error}",
+        expected="a function without arguments that returns an nn.Module; its tensors are made on the meta device",
+    )
+
+
+def unknown_accumulation(value: object, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError("plan(): unknown accumulate.", expected=", ".join(known), got=repr(value))
+
+
+def steps_in_every_backward(micro_batches: int) -> ConfigError:
+    return ConfigError(
+        "plan(): step_in_backward steps in every backward that reduces gradients, not once a batch.",
+        got=f"{micro_batches} micro-batches that are all reduced",
+        remedy='accumulate="whole", or micro_batch=batch',
+    )
+
+
+def placement_of_a_block(name: str) -> ConfigError:
+    return ConfigError(
+        f"plan(): the policy returns shard_placement_fn for {name!r}, which plan() does not know.",
+        remedy="leave it out; meshes= says which parameters are split over other ranks",
+    )
+
+
+def nothing_to_parallelize(tensor: object, model_is_built: bool) -> ConfigError:
+    if model_is_built:
+        return ConfigError(
+            "plan(): parallelize= would change the model.", remedy="pass a function that builds the model"
+        )
+    return ConfigError(
+        "plan(): tensor_parallel and parallelize belong together.",
+        expected="tensor_parallel=8, parallelize=function(model, mesh), which calls parallelize_module",
+        got=f"tensor_parallel={tensor!r}",
+    )
+
+
+def parallelize_failed(error: Exception, tensor: int) -> ConfigError:
+    return ConfigError(
+        f"plan() could not parallelize the model: {type(error).__name__}: {error}",
+        expected=f"a function (model, mesh) that calls parallelize_module with a 1-D mesh of {tensor} ranks",
+    )
