@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 import importlib
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_extensions import train as train_extensions
+from torch import nn
 
 import fullshard
-from fullshard import Blocks
+from fullshard import Blocks, DivergenceError
 from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
 from fullshard.torch_private.local_tensor import plain_tensors
@@ -294,3 +298,32 @@ def test_hooks_and_checkpoints(tmp_path: Path) -> list[str]:
     problems += compare_tensors("gradient", full_gradients(empty), full_gradients(model), 0.0)
     assert not any(unit.buckets[0].home is None for unit in units_of(empty)), "a unit lost its home"
     return problems
+
+
+@on_ranks
+def test_starting_weights_are_compared() -> None:
+    """Ranks drew different ones, or one of them loaded some, or wrote to its shards since."""
+
+    def build(loads: bool = False) -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if loads and dist.get_rank() == 0:
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        for layer in model:
+            fullshard.fully_shard(layer)
+        return fullshard.fully_shard(model)
+
+    batch = torch.ones(2, 4)
+    for home in (forced, partial(simulated, offload=True)):
+        with by_nccl(), home():
+            with pytest.warns(UserWarning, match=r"(?s)start from different weights.*parameter: +0\.weight"):
+                build()(batch)
+            with pytest.raises(DivergenceError, match="start from different weights"):
+                build(loads=True)(batch)
+            model = build()
+            with torch.no_grad():
+                for parameter in model.parameters() if dist.get_rank() == 0 else ():
+                    parameter.zero_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model(batch)

@@ -2,8 +2,8 @@
 
 When a unit is built every rank still has whole values, and records a fingerprint of each; the first forward compares
 these over the shard axis. Not compared are parameters whose slice has changed since on any rank (a loaded checkpoint),
-parameters that had no values then (meta), and units whose shards lie on the host (offloading). Over the replicate axis,
-where ranks have the same slices, the slices themselves are compared.
+and parameters that had no values then (meta). Over the replicate axis, where ranks have the same slices, the slices
+themselves are compared.
 
 Replicas that differ are an error: they would never be the same model. Over the shard axis it depends on the cause. A
 program without a seed draws different random weights on every rank; the slices of random draws are a random draw
@@ -38,8 +38,7 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
     by_axes: dict[MeshAxes, list[tuple[Bucket, Member]]] = {}
     for unit in units:
         for bucket in unit.buckets:
-            at_home = bucket.home is not None and bucket.home.for_good  # not read from the device
-            if bucket.form.plain and not at_home:
+            if bucket.form.plain:
                 by_axes.setdefault(bucket.axes, []).extend((bucket, member) for member in bucket.members)
     errors: list[DivergenceError | None] = []
     compared: dict[int, Axis] = {}

@@ -124,7 +124,7 @@ class Bucket:
                 self.form.take(slot, part, original, local)
         member = Member(slot, part, list(draft.places), original, local, draft.split)
         has_bits = not original.is_meta and not is_fake(original)
-        if self.form.plain and has_bits and self.axes.world > 1 and self.home is None:
+        if self.form.plain and has_bits and self.axes.world > 1:
             whole = original.to_local() if isinstance(original, DTensor) else original
             writes = 0 if original.is_inference() else original._version
             member.birth = fingerprint(whole), fingerprint(local), writes

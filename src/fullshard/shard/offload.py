@@ -24,12 +24,7 @@ class Home:
         device: the device of the memory.
         compute: the compute device.
         pinned: whether the memory is page-locked; needs an accelerator.
-
-    Attributes:
-        for_good: whether shards stay here during training, not only for a while.
     """
-
-    for_good = True
 
     def __init__(self, device: torch.device, compute: torch.device, pinned: bool = False) -> None:
         self.device, self.compute, self.pinned = device, compute, pinned

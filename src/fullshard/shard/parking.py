@@ -44,7 +44,6 @@ class Parking(Home):
 
     def __init__(self, compute: torch.device, pinned: bool, before: Home | None, apart: bool) -> None:
         super().__init__(torch.device("cpu"), compute, pinned)
-        self.for_good = before is not None
         self.before, self.apart = before, apart
 
     def begin(self, unit: str) -> None:
