@@ -55,6 +55,7 @@ def test_process_groups_have_the_methods_that_collectives_are_called_on() -> Non
         "torch_private/collectives.py falls back to the public functions, 3 to 10 us slower per call"
     )
     assert direct.HAS_BACKEND, "torch_private/collectives.py passes through torch's dispatcher, 3 us slower per call"
+    assert direct.HAS_WITHOUT_VIEWS, "autograd tracks the slices that collectives cut, 8 us slower per call at 64 ranks"
 
 
 def test_views_know_their_base() -> None:

@@ -32,7 +32,6 @@ _of_tensor: Any = torch.Tensor
 # More of the same, for use in every step: C functions, to be mapped over many tensors.
 read_requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
 read_version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
-read_layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
 read_dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
 read_device: Callable[[torch.Tensor], torch.device] = _of_tensor.device.__get__
 read_is_meta: Callable[[torch.Tensor], bool] = _of_tensor.is_meta.__get__
