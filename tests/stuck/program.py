@@ -180,6 +180,7 @@ def catches(model: Model, sharded: nn.Module, batch: torch.Tensor) -> None:
 
 GO_WRONG: dict[str, Callable[[Model, nn.Module, torch.Tensor], object]] = {
     "skips a layer": lambda model, *_: model.skipped.add(2),
+    "freezes a block": lambda model, *_: model.blocks[2].requires_grad_(False),
     "raises in forward": lambda model, *_: setattr(model, "trouble", planted),
     "catches in forward": catches,
     "exits": lambda *_: os._exit(7),

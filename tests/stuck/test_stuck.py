@@ -57,6 +57,12 @@ FORWARD = "{others} ran the model's forward (program.py:"
 CALLED = "{last} called "
 FAULTS = {
     "skips a layer": Fault(("{last}", "blocks.2", "step 3"), "departed", its_own=("{last}", "blocks.2"), world=4),
+    "freezes a block": Fault(
+        ("{last}", "left the order", "ran a backward (program.py:"),
+        "departed",
+        its_own=("{last}",),
+        front_end="wrapper",
+    ),
     "step skipped": Fault(("{last}", "4 steps", "3 steps"), its_own=("3 steps",)),
     "clips alone": Fault(
         ("{last}", "values of all ranks", "called ", "clip_grad_norm_ (program.py:"), "calls", front_end="wrapper"

@@ -122,7 +122,8 @@ def _about_to(token: int, names: Sequence[str]) -> str:
         return f"{VERBS[verb]} of {named(index, names)}"
     return {
         FORWARD: f"begins a forward of {named(index // 2, names)} with{'' if index % 2 else 'out'} gradients",
-        BACKWARD: f"begins a backward with{'' if index else 'out'} gradient sync",
+        BACKWARD: f"begins a backward with{'' if index % 2 else 'out'} gradient sync, in units whose parameters train "
+        f"according to requires_grad (checksum {index >> 1:08x})",
         KEEP: f"begins keep_gathered of {index % MOST_UNITS} units from {named(index // MOST_UNITS, names)} on",
         ENTER: f"runs {named(index, names)}",
         LEAVE: f"has reached the end of {named(index, names)}",
@@ -191,6 +192,25 @@ def different_units_reduced(rank: int) -> DivergenceError:
         got="different units (compared at the end of backward)",
         remedy="let every rank run the same units, or call set_reduce_scatter_unused_params(True) if ranks "
         "run different ones; call zero_grad() before you continue",
+        topic="ranks-differ",
+    )
+
+
+def different_parameters_train(parameter: str, ranks: Sequence[int], trains: Sequence[bool]) -> DivergenceError:
+    """The error for ranks that differ in `requires_grad`.
+
+    Args:
+        parameter: the first that differs.
+        ranks: two ranks on which it differs.
+        trains: whether it trains on each of them.
+    """
+    return DivergenceError(
+        "ranks differ in which parameters train: this step's gradients are wrong.",
+        parameter=parameter,
+        expected="the same requires_grad on all ranks",
+        got=" and ".join(f"{flag} on rank {rank}" for rank, flag in zip(ranks, trains, strict=True))
+        + " (compared at the end of backward)",
+        remedy="set requires_grad alike on all ranks, between the same two steps; call zero_grad() before you continue",
         topic="ranks-differ",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
@@ -14,10 +15,11 @@ from ..containers import drain
 from ..errors import DivergenceError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
-from .aside import raise_on_all, texts_of_all
+from .aside import raise_on_all, rows_of_all, texts_of_all
 from .late import LateSums, sum_over
 from .messages import (
     changed_before_backward,
+    different_parameters_train,
     different_steps,
     different_units_reduced,
     steps_counted,
@@ -28,15 +30,16 @@ from .position import Position
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
 _DELIVERY, _GRADIENTS = attrgetter("delivery"), attrgetter("gradients")
 _NOBODY, _VIEWS = attrgetter("nobody"), attrgetter("views")
-_AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
+_AXES, _STEPS, _FLAGS = attrgetter("bucket.axes"), attrgetter("touched.steps"), attrgetter("bucket.followed")
 
 
 class UseAgreement:
     """Which parameters had a gradient on any rank, and whether all ranks gathered and reduced in the same order.
 
     A small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, a number for
-    every unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order
-    of gathers and reductions since the last backward, because gathers of equal sizes would silently swap two units.
+    every unit (whether its weights were changed between its forward and this backward), and a fingerprint: of
+    `requires_grad`, and of the order of gathers and reductions since the last backward, because gathers of equal sizes
+    would silently swap two units.
     Only a rank that lacks gradients for some parameters has to read the result at once. All else is compared at once
     on a CPU, where that costs nothing, and a few backwards later on an accelerator (`late.py`): in the same backward on
     all ranks, without a host waiting.
@@ -84,8 +87,8 @@ class UseAgreement:
             The sharded parameters that received a gradient, and views over them.
 
         Raises:
-            DivergenceError: ranks gathered or reduced different units, or in different orders: gradients are wrong, or
-                outputs of forwards without a backward were.
+            DivergenceError: ranks differ in `requires_grad`; or they gathered or reduced different units, or in
+                different orders: gradients are wrong, or outputs of forwards without a backward were.
             UsageError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
         changed, self._changed = [*map(self._changed.__contains__, range(len(units)))], set()
@@ -132,28 +135,43 @@ class UseAgreement:
             refuse_undecided(group)
             refuse_changed(units, changed)
             return used
-        steps = self._steps
+        steps, fingerprint = self._steps, zlib.crc32(bytes(chain.from_iterable(map(_FLAGS, group))), fingerprint)
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64, device="cpu")
         if not on_device:
             sum_over(vector, axes, self.comm)
-            self._compare(vector[len(used) :], fingerprint, steps, axes, units)
+            self._compare(vector[len(used) :], fingerprint, steps, group, units)
             return [bool(count) for count in vector[: len(used)].tolist()] if asks else used
         late = self._late.get(axes.groups)
         if late is None:
             late = self._late[axes.groups] = LateSums(axes, self.comm)
         if (arrived := late.due()) is not None:
             result, (sent_fingerprint, sent_steps) = arrived
-            self._compare(result[-(len(units) + 2) :], sent_fingerprint, sent_steps, axes, units)
+            self._compare(result[-(len(units) + 2) :], sent_fingerprint, sent_steps, group, units)
         sums = late.send(vector, (fingerprint, steps))
         return [bool(count) for count in sums[: len(used)].tolist()] if asks else used
 
-    def _compare(self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
+    def _compare(
+        self, tail: torch.Tensor, fingerprint: int, steps: int, group: Sequence[Delivery], units: Sequence[Unit]
+    ) -> None:
+        axes = group[0].bucket.axes
         *changed, total, stepped = tail.tolist()
         if total != fingerprint * axes.world:
+            self._refuse_flags(group, axes)
             raise different_units_reduced(axes.global_rank)
         if stepped != steps * axes.world:
             self._refuse_steps(axes, units)
         refuse_changed(units, changed)
+
+    def _refuse_flags(self, group: Sequence[Delivery], axes: MeshAxes) -> None:
+        """Raise if ranks differ in `requires_grad`. Collective."""
+        rows = rows_of_all([[*chain.from_iterable(map(_FLAGS, group))]], axes.all, self.comm, axes.device)
+        other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
+        if other is not None:
+            names = [member.name for delivery in group for member in delivery.bucket.members]
+            first, second = rows[0], rows[other]
+            at = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+            ranks = axes.mesh.mesh.flatten().tolist()
+            raise different_parameters_train(names[at], (ranks[0], ranks[other]), (bool(first[at]), bool(second[at])))
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
         """Raise, with details: ranks' optimizers stepped differently since the model was built. Collective."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, repeat, takewhile
+from itertools import chain, compress, repeat, takewhile
 from operator import attrgetter, call, is_not, or_
 from threading import get_ident
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 
@@ -33,7 +34,7 @@ ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 
 
 _STATE, _PHASE, _KEPT_AXIS = attrgetter("unit.state"), attrgetter("phase"), attrgetter("kept_axis")
-_SUMMONED = attrgetter("showing.summoned")
+_SUMMONED, _BUCKETS, _TRAINS = attrgetter("showing.summoned"), attrgetter("buckets"), attrgetter("trains")
 SHARDED = State.SHARDED
 _SHARDED, _IDLE = repeat(SHARDED), repeat(Phase.IDLE)
 
@@ -346,7 +347,9 @@ class Root:
         on_device = has_streams(self.top.settings.axes.device)  # there autograd calls hooks on its own thread
         self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
         self.ahead.clear()
-        self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
+        # A backward that reduces other buckets, since `requires_grad` changed, is one of another kind.
+        trains = crc32(bytes(map(_TRAINS, chain.from_iterable(map(_BUCKETS, self._unit_list)))))
+        self.position.begin(BACKWARD, self.top.settings.reduce.sync | trains << 1, self._gathered())
         self.usual_forward = False
         self.usual_backward = (
             self.guide.in_step is None and not self._every and not recording() and not torch.is_grad_enabled()

@@ -51,7 +51,9 @@ class ReduceSettings:
     @property
     def fact(self) -> str:
         """The part of these settings that ranks compare; empty if it is the default."""
-        return "" if self.reduction == "mean" else f", reduction {self.reduction}"
+        reduction = "" if self.reduction == "mean" else f", reduction {self.reduction}"
+        divided = "" if self.divide_factor is None else f", divided by {self.divide_factor:g}"
+        return f"{reduction}{divided}{', with sums forced' if self.force_sum else ''}"
 
 
 @dataclass(frozen=True)
