@@ -65,7 +65,6 @@ class Device:
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.streams: list[Stream] = []
-        self.used_by: list[tuple[Tensor, Stream]] = []  # memory that returns to its own stream only after this one
         self.asked: set[str] = set()
         self.compute = self.current = Stream("compute", self)
         self.passes = {"forward": 0, "backward": 0}
@@ -292,7 +291,6 @@ def simulated(offload: bool = False) -> Iterator[Device]:
         mock.patch.object(torch, "empty", allocated),
         mock.patch.object(Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor.untyped_storage())),
         mock.patch.object(torch.UntypedStorage, "is_pinned", is_pinned),
-        mock.patch.object(Tensor, "record_stream", lambda tensor, stream: device.used_by.append((tensor, stream))),
     ]
     patches += [mock.patch.object(module, "get_ident", other_thread) for module in (root, autograd_task)]
     patches += [

@@ -22,6 +22,7 @@ from fullshard.runtime.root import Root
 from fullshard.shard import Unit
 from happens_before import Event, InFlight, Stream, World, muted, watched
 from models import Example, blocks_of
+from quantised import GatheredInt8
 from training import Options, shard
 from wrapped import Wrapping, wrap_example
 
@@ -42,13 +43,22 @@ class Tower(nn.Module):
         return self.head(x)
 
 
+class Quantised(Tower):
+    """With weights of a class that is sent as int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0].weight = nn.Parameter(GatheredInt8(block[0].weight.detach()))
+
+
 EXAMPLE = Example(Tower, blocks_of, kind="vectors", width=4)
+SUBCLASSES = replace(EXAMPLE, build=Quantised)
 MIXED = Options(layout="flat", precision="bf16")
 SGD = {"lr": 1e-2, "momentum": 0.9, "foreach": False}
 
 
-def build(options: Options | Wrapping) -> nn.Module:
-    example = EXAMPLE
+def build(options: Options | Wrapping, example: Example = EXAMPLE) -> nn.Module:
     if isinstance(options, Wrapping):
         return wrap_example(fullshard, example.make(), example, options)
     return shard(fullshard, example.make(torch.float32), example, options)
@@ -403,10 +413,12 @@ OTHERWISE = {  # than `MIXED`, of two ranks
 }
 
 
-def races_in(scenario: str, options: Options, offload: bool, mutation: str | None = None) -> list[str]:
+def races_in(
+    scenario: str, options: Options, offload: bool, mutation: str | None = None, example: Example = EXAMPLE
+) -> list[str]:
     with watched(offload) as world:
         with muted(world):
-            model = build(options)
+            model = build(options, example)
         with nullcontext() if mutation is None else MUTATIONS[mutation][0]():
             for runner in runners_in(model):
                 runner.unit.drop_plans()  # bound methods, from before the mutation

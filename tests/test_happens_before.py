@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from happens_before import muted, watched
-from streams import MIXED, MUTATIONS, OTHERWISE, SCENARIOS, build, races_in, train
+from streams import MIXED, MUTATIONS, OTHERWISE, SCENARIOS, SUBCLASSES, build, races_in, train
 from training import Options
 from wrapped import Wrapping
 
@@ -57,6 +57,19 @@ def test_no_races(fake_world: Callable, case: str, offload: bool) -> None:
 def test_no_races_in_scenario(fake_world: Callable, scenario: str, offload: bool) -> None:
     fake_world(2)
     assert not races_in(scenario, MIXED, offload)
+
+
+@offloads
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_races_of_tensor_subclasses(fake_world: Callable, scenario: str, offload: bool) -> None:
+    fake_world(2)
+    assert not races_in(scenario, Options(), offload, example=SUBCLASSES)
+
+
+@pytest.mark.parametrize("wait", ["inward waits for compute", "a gather waits for the copy in"])
+def test_a_wait_that_is_taken_out_is_missed_of_tensor_subclasses(fake_world: Callable, wait: str) -> None:
+    fake_world(2)
+    assert races_in("plain", Options(), True, wait, SUBCLASSES), "no race was reported"
 
 
 @pytest.mark.parametrize("wait", MUTATIONS)

@@ -107,8 +107,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state are stored in host memory; gathers go through the device.
 
-    For parameters of every kind. A tensor subclass that defines its own gather is copied to the device first, each of
-    its tensors, on the stream that computes; other shards are copied beside the computation.
+    For parameters of every kind. Shards are copied to the device beside the computation. Of a tensor subclass that
+    defines its own gather each tensor is copied, and its `fsdp_pre_all_gather` runs beside the computation too.
 
     Attributes:
         pin_memory: whether the host memory is page-locked, which makes copies faster and asynchronous.

@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_extensions import train as train_extensions
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fullshard
 from fullshard import Blocks, DivergenceError
@@ -27,7 +32,8 @@ from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
 from fullshard.torch_private.local_tensor import plain_tensors
 from models import EXAMPLES
-from simulated import by_nccl, simulated
+from quantised import GatheredInt8
+from simulated import Stream, by_nccl, simulated
 from test_step_in_backward import CLIPS_SOME, differences
 from test_tensor_parallel import batch, data_rank, parallel_model
 from test_tensor_parallel import train as train_parallel
@@ -68,18 +74,16 @@ class LateHome(Home):
         super().__init__(torch.device("cpu"), torch.device("cpu"))
         self.late: list[tuple] = []
 
-    def to_device(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def to_device(self, tensors: list[torch.Tensor], prepare: Callable[..., Any]) -> Any:
         here.crossings["to_device"] += 1
-        copied = super().to_device(shard, cast)
-        assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
-        return copied
 
-    def fetch_ahead(self, tensor: torch.Tensor) -> torch.Tensor:
-        here.crossings["to_device"] += 1
-        copied = super().fetch_ahead(tensor)
-        for one, other in zip(plain_tensors(copied), plain_tensors(tensor), strict=True):
-            assert not one.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-        return copied
+        def prepared(*copies: torch.Tensor) -> Any:
+            for copied, tensor in zip(copies, tensors, strict=True):
+                for one, other in zip(plain_tensors(copied), plain_tensors(tensor), strict=True):
+                    assert not one.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+            return prepare(*copies)
+
+        return super().to_device(tensors, prepared)
 
     def bring(self, target, reduced, turns, then=None) -> None:
         here.crossings["bring"] += 1
@@ -165,11 +169,9 @@ def test_tensor_subclasses(run_ranks, layout, options):
 def page_locked(layout: str) -> list[str]:
     """On a simulated device, whose copies from page-locked memory are ordered by streams and events."""
     losses, values = train_extensions(fullshard, {}, layout=layout)
-    with by_nccl(), simulated(offload=True) as device:
+    with by_nccl(), simulated(offload=True):
         offloaded_losses, offloaded_values = train_extensions(fullshard, {}, layout=layout)
     problems = [] if losses == offloaded_losses else [f"losses {offloaded_losses}, not {losses}"]
-    if not device.used_by or any(stream is not device.compute for _, stream in device.used_by):
-        problems.append("the allocator was not told that the compute stream reads the copies")
     return problems + compare_tensors("parameter", offloaded_values, values, 0.0)
 
 
@@ -177,6 +179,83 @@ def page_locked(layout: str) -> list[str]:
 @pytest.mark.gloo("processes")
 def test_tensor_subclasses_in_page_locked_memory(run_ranks, layout):
     assert_same(run_ranks(page_locked, layout))
+
+
+KINDS = "plain", "subclass", "tensor parallel"
+Order = tuple[list[tuple[str, str]], list[tuple[int, str]], list[str]]
+
+
+def order_of_a_step(kind: str, offload: bool = True) -> tuple[Order, list[torch.Tensor]]:
+    """Of a steady step: what units do; after how many of these one stream waits for another; what the host waits for.
+
+    And the weights after it.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    waits, prepared = [], set()
+
+    def waiting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(stream: Stream, other: Any) -> None:
+            waits.append((len(events), f"{stream.name} for {getattr(other, 'stream', other).name}"))
+            original(stream, other)
+
+        return mock.patch.object(Stream, name, wait)
+
+    class Told(GatheredInt8):
+        @classmethod
+        def __tensor_unflatten__(cls, inner, meta, size, stride):
+            return cls(inner["values"])
+
+        def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
+            prepared.add(device.current.name)
+            return super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
+
+    with by_nccl(), simulated(offload) as device:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(4)])
+        if kind == "tensor parallel":
+            parallelize_module(model, mesh["tp"], {"*": ColwiseParallel(output_layouts=Replicate())})
+        for layer in model:
+            if kind == "subclass":
+                layer.weight = torch.nn.Parameter(Told(layer.weight.detach()))
+            fullshard.fully_shard(layer, mesh=mesh["dp"])
+        fullshard.fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            waits.clear(), device.waits.clear()
+            with (
+                fullshard.record_events() as events,
+                waiting("wait_stream", Stream.wait_stream),
+                waiting("wait_event", Stream.wait_event),
+            ):
+                model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [plain.clone() for parameter in model.parameters() for plain in plain_tensors(parameter)]
+    assert prepared == ({"inward" if offload else "compute"} if kind == "subclass" else set())
+    return ([(event.verb, event.unit) for event in events], waits, sorted(device.waits)), weights
+
+
+def orders() -> dict[str, Order]:
+    result = {}
+    for kind in KINDS:
+        result[kind], weights = order_of_a_step(kind)
+        _, expected = order_of_a_step(kind, offload=False)
+        assert all(map(torch.equal, weights, expected)), kind
+    return result
+
+
+@pytest.mark.gloo("processes")
+def test_copies_of_every_kind_are_beside_the_computation(run_ranks):
+    """In the same order as those of plain parameters: the compute stream waits for a copy where it uses the unit."""
+    for kinds in run_ranks(orders, world=4):
+        events, waits, of_host = kinds["plain"]
+        assert kinds["subclass"] == kinds["tensor parallel"] == kinds["plain"]
+        assert of_host == ["wait for inward by lanes.py: settle"] * 2 + ["wait for outward by lanes.py: settle"]
+        copied = [at for at, what in waits if what == "inward for compute"]
+        used = [at for at, what in waits if what == "compute for inward"]
+        assert len(copied) == len(used) == 2 * 4  # for the forward and the backward of each unit
+        assert [events[at] for at in copied] == [event for event in events if event[0] == "gather"]
+        assert [events[at - 1] for at in used] == [event for event in events if event[0] == "wait_gather"]
 
 
 def tensor_parallel(shape: tuple[int, ...]) -> list[str]:

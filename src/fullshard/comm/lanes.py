@@ -18,8 +18,9 @@ whatever other streams still do with it. So code that frees memory first lets th
 - The full buffers of a gather are allocated under the compute stream, as always, and freed there once that has waited
   for the collective.
 - A lane's copies of shards are allocated under the lane and return to it. Only the lane reads the copy in storage
-  dtype. The collective reads the one that is cast or packed, which stays referenced (`Bucket`) until the compute stream
-  waits for the collective; and a lane begins every use by waiting for the compute stream.
+  dtype. The collective reads the one that is cast, packed, or made by a tensor subclass, which stays referenced
+  (`Bucket`, `SubclassFull`) until the compute stream waits for the collective; and a lane begins every use by waiting
+  for the compute stream.
 - Tensors that are copied out stay referenced until the streams that their memory may return to wait for the copy.
 - For memory that several streams use in turn, see `Turns`.
 """
@@ -30,12 +31,14 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ..mesh import Axis
-from ..torch_private.local_tensor import plain_tensors
 from .protocol import Gathers, Pending
+
+T = TypeVar("T")
 
 MOST_LEAVING = 2
 """Slices being copied out at once: one is copied while the next is reduced."""
@@ -222,32 +225,17 @@ class Lanes:
         self._read: torch.Event | None = None  # after the last copy in; None once the host has waited for it
         self._leaving: deque[_Leaving] = deque()  # oldest first
 
-    def copy_in(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Copy `shard` [n], which is page-locked, to the device, and `cast` it. For use on `inward` (`gathering`).
+    def copy_in(self, tensors: Iterable[torch.Tensor], prepare: Callable[..., T]) -> T:
+        """Copy page-locked tensors of any class to the device, and return what `prepare` makes of the copies.
 
-        The lane first waits for the compute stream, because work queued there may still use memory that the lane or the
-        following gather will reuse.
+        For use on `inward` (`gathering`), on which `prepare` runs. The lane first waits for the compute stream, because
+        work queued there may still use memory that the lane or the following gather will reuse.
         """
         self.inward.wait_stream(current_stream(self.device))
         with self.inward:
-            copied = shard.to(self.device, non_blocking=True, copy=True)
+            copies = [tensor.to(self.device, non_blocking=True, copy=True) for tensor in tensors]
             self._read = self.inward.record_event()
-            return cast(copied)
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a page-locked tensor of any class to the device, for use on the current stream, which waits for that.
-
-        The copy is allocated under the lane, which need not wait for the compute stream: its memory returns to the lane
-        only when both streams are done with it.
-        """
-        now = current_stream(self.device)
-        with self.inward:
-            copied = tensor.to(self.device, non_blocking=True, copy=True)
-            self._read = self.inward.record_event()
-        now.wait_event(self._read)
-        for plain in plain_tensors(copied):
-            plain.record_stream(now)
-        return copied
+            return prepare(*copies)
 
     def gathering(self, comm: Gathers) -> Gathers:
         """Wrap `comm` to issue gathers from `inward`: they wait for the copy; the compute stream waits for neither."""

@@ -74,12 +74,12 @@ class Chunks:
         tensors: the chunks, in the same order.
     """
 
-    __slots__ = ("_by_slot", "_fetch", "tensors")
+    __slots__ = ("_by_slot", "_to_device", "tensors")
 
     def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [*tensors]
         self._by_slot = dict(zip(slots, self.tensors, strict=True))
-        self._fetch: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._to_device: Callable[[list[torch.Tensor], Callable[..., Any]], Any] | None = None
 
     def of(self, slot: Slot) -> torch.Tensor:
         """The chunk of a parameter."""
@@ -89,18 +89,19 @@ class Chunks:
         """`Chunks` of the same parameters with these tensors."""
         return Chunks([*self._by_slot], [*tensors])
 
-    def fetched_by(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
-        """`Chunks` of the same tensors, which gathers copy to the device by `fetch`."""
+    def copied_by(self, to_device: Callable[[list[torch.Tensor], Callable[..., Any]], Any]) -> Chunks:
+        """`Chunks` of the same tensors, which gathers copy to the device by `to_device`, a home's."""
         chunks = self.replaced(self.tensors)
-        chunks._fetch = fetch
+        chunks._to_device = to_device
         return chunks
 
-    def on_device(self) -> tuple[list[torch.Tensor], int]:
-        """The tensors on the compute device, and the bytes that were copied there."""
-        if self._fetch is None:
-            return self.tensors, 0
-        tensors = [*map(self._fetch, self.tensors)]
-        return tensors, sum([plain.nbytes for tensor in tensors for plain in plain_tensors(tensor)])
+    def on_device(self, prepare: Callable[..., object]) -> int:
+        """Call `prepare` with the tensors on the compute device; returns the bytes that were copied there."""
+        if self._to_device is None:
+            prepare(*self.tensors)
+            return 0
+        self._to_device(self.tensors, prepare)
+        return sum([plain.nbytes for tensor in self.tensors for plain in plain_tensors(tensor)])
 
     def clone(self) -> Chunks:
         """A copy in separate memory."""
@@ -203,8 +204,9 @@ class SubclassFull:
     The result is rank-major: a single kernel copies it out, the rows of all ranks into a buffer per tensor.
 
     Ownership: the buffers are created at the first gather, and again when a sent tensor changes its shape or dtype.
-    Those of the collective are allocated from `begins` to `fills`; those per tensor from `fills` to `ends` if the
-    subclass copied the data it needs, else to `frees`.
+    Those of the collective are allocated from `begins` to `fills` (`_send`, for chunks in host memory, under the copy
+    stream: see `comm/lanes.py`); those per tensor from `fills` to `ends` if the subclass copied the data it needs, else
+    to `frees`.
 
     Args:
         form: of the bucket.
@@ -246,19 +248,22 @@ class SubclassFull:
         to.varying.append(self)
 
     def _begin(self, comm: Gathers, axis: Axis, mesh: DeviceMesh, source: Chunks) -> None:
-        with torch.no_grad():
-            chunks, fetched_bytes = source.on_device()
-            sent = [
-                gathered.tensors_to_send(chunk, mesh, self.form.policy)
-                for gathered, chunk in zip(self._gathered, chunks, strict=True)
-            ]
-            sizes = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in sent]
-            if sizes != self._sizes:
-                self._arrange(comm, axis, sizes)
-            self.passing_bytes = self._send.nbytes + self._receive.nbytes + fetched_bytes
-            self._send.allocate()
-            self._receive.allocate()
-            copy_all(self._targets, [_octets(tensor) for tensors in sent for tensor in tensors if tensor.numel()])
+        copied_bytes = source.on_device(partial(self._prepare, comm, axis, mesh))
+        self.passing_bytes = self._send.nbytes + self._receive.nbytes + copied_bytes
+        self._receive.allocate()
+
+    @torch.no_grad()
+    def _prepare(self, comm: Gathers, axis: Axis, mesh: DeviceMesh, *chunks: torch.Tensor) -> None:
+        """Fill `_send`. Of chunks in host memory this runs on the copy stream, beside the computation."""
+        sent = [
+            gathered.tensors_to_send(chunk, mesh, self.form.policy)
+            for gathered, chunk in zip(self._gathered, chunks, strict=True)
+        ]
+        sizes = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in sent]
+        if sizes != self._sizes:
+            self._arrange(comm, axis, sizes)
+        self._send.allocate()
+        copy_all(self._targets, [_octets(tensor) for tensors in sent for tensor in tensors if tensor.numel()])
 
     def _gather(self, comm: Gathers, axis: Axis) -> Pending:
         return comm.gather(axis, self._receive.tensor[: self.nbytes], self._send.tensor)

@@ -255,11 +255,13 @@ class Bucket:
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
                 axis, source, to.comm, gather_dtype = kept_axis, self.kept, None, None  # kept as unpacked
-            elif home is not None and self.form.plain:
-                source, gathers, to.comm = home.to_device(source, self._as_sent), home.gathering(comm), None
-                to.passing_bytes += source.numel() * source.element_size()
             elif home is not None:
-                source = source.fetched_by(home.fetch_ahead)
+                gathers = home.gathering(comm)
+                if self.form.plain:
+                    source, to.comm = home.to_device([source], self._as_sent), None
+                    to.passing_bytes += source.numel() * source.element_size()
+                else:
+                    source = source.copied_by(home.to_device)
             over = apart_of(axis, comm) if apart else axis
             self.full.plan(to, gathers, over, source, self.keeps_storage, gather_dtype)
 

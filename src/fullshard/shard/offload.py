@@ -9,12 +9,15 @@ The host waits at the end of a pass or backward (`settle`), before anyone reads 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 from ..comm import Gathers, Lanes, OneStream, Turns, lanes_of
 from ..policies import CPUOffloadPolicy, OffloadPolicy
 from ..torch_private.local_tensor import plain_tensors
+
+T = TypeVar("T")
 
 
 class Home:
@@ -53,11 +56,14 @@ class Home:
     def begin(self, unit: str) -> None:
         """Called before a gather of this unit; may refuse it."""
 
-    def to_device(self, shard: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `cast` makes of a copy of `shard` [shard_numel] on the compute device; only for `gathering`."""
+    def to_device(self, tensors: Iterable[torch.Tensor], prepare: Callable[..., T]) -> T:
+        """Return what `prepare` makes of copies of a shard's tensors, of any class, on the compute device.
+
+        The result is only for `gathering`; the host may write to the tensors after `settle`.
+        """
         if (lanes := self._lanes) is not None:
-            return lanes.copy_in(shard, cast)
-        return cast(shard.to(self.compute, copy=True))
+            return lanes.copy_in(tensors, prepare)
+        return prepare(*[tensor.to(self.compute, copy=True) for tensor in tensors])
 
     def gathering(self, comm: Gathers) -> Gathers:
         """Return collectives that gather the copies made by `to_device`."""
@@ -66,12 +72,6 @@ class Home:
     def fetch(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a copy of `shard` on the compute device, made on the compute stream; the host waits for it."""
         return shard.to(self.compute, copy=True)
-
-    def fetch_ahead(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `fetch`, of any class, for a gather; the host waits for nothing, and may write to it after `settle`."""
-        if (lanes := self._lanes) is not None:
-            return lanes.fetch(tensor)
-        return self.fetch(tensor)
 
     def bring(
         self,
