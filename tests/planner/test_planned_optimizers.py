@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -21,7 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import ConfigError, MixedPrecisionPolicy, Plan, Strategy, comm_hooks, plan
 from fullshard.cli.main import main
+from fullshard.optim import replicas
 
+owner_module = importlib.import_module("fullshard.optim.owner_optimizer")
 SEQUENCE = 24
 
 
@@ -68,10 +71,10 @@ def trained(name: str, layout: str, shape: tuple[int, ...]) -> tuple[nn.Module, 
     return model, made if isinstance(made, list) else [made], mesh
 
 
-def planned(name: str, layout: str, shape: tuple[int, ...], device: str) -> Plan:
+def planned(name: str, layout: str, shape: tuple[int, ...], device: str, **fields: Any) -> Plan:
     replicate = shape[0] if len(shape) > 1 else 1
     how = {"ranks": math.prod(shape), "sequence": SEQUENCE, "step": language, "device": device}
-    strategy = Strategy(layout=layout, replicate=replicate)
+    strategy = Strategy(layout=layout, replicate=replicate, **fields)
     return plan(build, **how, strategy=strategy, optimizer=MAKES[name]).best
 
 
@@ -138,6 +141,49 @@ def test_the_peak_with_owners_is_what_the_allocator_reports(in_a_process, name, 
     assert best.owners is not None
     peak = in_a_process(peak_of_a_rank, name, layout, shape, best.owners.rank)
     assert best.peak == pytest.approx(peak, rel=0.03)
+
+
+def step_of_a_rank(name: str, layout: str, shape: tuple[int, ...], rank: int) -> int:
+    """State of a rank, and the most bytes that its second step takes besides, where every piece goes to a device.
+
+    That device is "cpu:0": torch takes it for another one than "cpu", copies to it, and has the copy there.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    elsewhere = {"device_of": lambda group: torch.device("cpu", 0)}
+    owners, spread = (mock.patch.multiple(module, **elsewhere) for module in (owner_module, replicas))
+    with watch() as watched, owners, spread:
+        model, (optimizer,), _ = trained(name, layout, shape)
+        for step in range(2):
+            language(model, 1, SEQUENCE).backward()
+            with mark(str(step)):
+                optimizer.step()
+            model.zero_grad()
+    step = watched.windows["1"]
+    return step.peak - step.start + fullshard.memory_use(model, optimizer).optimizer
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("name", "layout"), [("AdamW", "rows"), ("AdamW", "flat"), ("Adafactor", "rows")])
+def test_pieces_of_offloaded_units_are_counted_on_the_device(in_a_process, name, layout, shape):
+    """An owner's state is on the device, as it assembles whole parameters there; and so are copies of the pieces."""
+    best, here = (planned(name, layout, shape, "cuda", offload=offload) for offload in (True, False))
+    measured = in_a_process(step_of_a_rank, name, layout, shape, best.owners.rank)
+    assert best.owners.state + best.owners.temporary == pytest.approx(measured, rel=0.01)
+    assert best.owners.state == here.owners.state and best.owners.temporary > here.owners.temporary
+    assert best.sent == here.sent
+    assert best.memory["optimizer"] >= best.owners.state
+
+
+def test_state_of_elements_stays_with_offloaded_units():
+    """Stepped where they are: on the host. Muon's momentum is there too; what it orthogonalizes comes to the device."""
+    elements, muon = (planned(name, "rows", (2, 2), "cuda", offload=True) for name in ("elementwise", "Muon"))
+    counts = 4 * len([*build().parameters()])  # of steps
+    assert 0 < elements.owners.state <= counts and muon.owners.state <= counts
+    here = planned("Muon", "rows", (2, 2), "cuda")
+    assert here.owners.state > muon.owners.state and muon.owners.temporary > muon.sent["owners"]
 
 
 def test_a_list_of_optimizers_without_owners():

@@ -64,7 +64,7 @@ class _Param:
 
     tensor: torch.Tensor
     elementwise: bool
-    whole: nn.Parameter
+    whole: nn.Parameter = field(init=False)
     owner: int | None = None
     replica: int | None = None
     bounds: Sequence[int] = ()
@@ -82,6 +82,12 @@ class _Param:
             return None
         cut = cut_of(self.tensor)
         return OtherCut() if cut is not None and self.axes is None else cut
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stepped: parameters in host memory are assembled on the device of their group."""
+        apart = self.cut is None or isinstance(self.cut, OtherCut)
+        return self.local.device if apart else device_of(self.cut.group)
 
     @property
     def replicas(self) -> Axis | None:
@@ -547,8 +553,9 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             local = inside(parameter.detach())
             shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
-            wholes.append(nn.Parameter(local.new_zeros(()).expand(shape), parameter.requires_grad))
-            self._params[id(parameter)] = _Param(parameter, self.elementwise, wholes[-1])
+            param = self._params[id(parameter)] = _Param(parameter, self.elementwise)
+            param.whole = nn.Parameter(local.new_zeros((), device=param.device).expand(shape), parameter.requires_grad)
+            wholes.append(param.whole)
         return wholes
 
     def _copy_settings_back(self) -> None:

@@ -11,7 +11,7 @@ from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, refuse_meta, units_of
 from .messages import tokens_not_counted
-from .offload import home_of, settle
+from .offload import Home, home_of, settle
 from .optimizer_view import FlatView
 from .parking import Mover, is_parked, offload_unit, park_unit, refuse_parked, resume_unit
 from .reduce_buffer import PlannedReduction

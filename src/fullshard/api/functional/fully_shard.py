@@ -110,7 +110,7 @@ def fully_shard(
             parameters have separate meshes is freed whole after forward, even if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
         offload_policy: None or `OffloadPolicy()`: no offloading. `CPUOffloadPolicy()`: sharded parameters, gradients
-            and optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
+            and optimizer state live in host memory (on a CPU mesh they do anyway).
         ignored_params: parameters that are neither sharded, moved nor reduced, by this unit or units around it.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
             may be DTensors on that mesh, replicated on its data-parallel dims.

@@ -18,10 +18,10 @@ from torch import nn
 from ...comm import DONE, Comm, HookComm, Pending, TorchComm
 from ...forms import with_parts
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
-from ...shard import BuildSettings, Found, GradState, ReduceSettings, Unit, build_unit, find_parameters
+from ...shard import BuildSettings, Found, GradState, Home, ReduceSettings, Unit, build_unit, find_parameters
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
-from .profile import Tracker
+from .profile import HOST, Tracker
 from .strategy import UnitStrategy
 
 Hook = tuple[object, Callable[..., object]]
@@ -222,7 +222,10 @@ def _settings(
 ) -> Callable[[UnitStrategy], BuildSettings]:
     """How units of a strategy are built; `separate`: see `_separate`."""
     placement = (lambda p: separate.get(id(p))) if separate else None
-    return lambda strategy: BuildSettings(axes, comm, strategy.policy, strategy.layout, placement)
+    home = Home(HOST, axes.device)
+    return lambda strategy: BuildSettings(
+        axes, comm, strategy.policy, strategy.layout, placement, home=home if strategy.offload else None
+    )
 
 
 def _separate(outline: nn.Module, meshes: Mapping[str, MeshAxes] | None) -> dict[int, ShardPlacementResult]:

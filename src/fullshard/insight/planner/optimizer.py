@@ -25,7 +25,7 @@ from ...optim.owners import Ownership, axes_of
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import AbsentGroup
-from .profile import Tracker
+from .profile import HOST, Tracker
 
 Shard = tuple[tuple[int, ...], torch.dtype, bool]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -37,15 +37,14 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What an optimizer costs the rank that needs the most. Bytes, unless stated otherwise.
+    """What an optimizer costs the rank that needs the most. Bytes on the device, unless stated otherwise.
 
     Attributes:
-        state: most of a rank, between steps.
+        state: most of a rank, between steps. Without that of shards in host memory: what owners assemble is on the
+            device, and so is its state.
         temporary: what a step allocates besides, so that the sum is the most of a rank.
         sent: by verb ("owners": over the shard axis; "replicas"), what that rank sends in a step, and in how many
             exchanges.
-        state_on_device: of the state, what lies on the device if parameters are in host memory: that of whole
-            parameters, which owners assemble on the device.
         owns: whether any of the optimizers has owners.
         rank: that rank; 0 if all need the same.
         imbalance: the largest load of an owner over the mean; 1 without owners.
@@ -54,7 +53,6 @@ class OptimizerCosts:
     state: int
     temporary: int
     sent: Mapping[str, tuple[int, int]]
-    state_on_device: int
     owns: bool
     rank: int
     imbalance: float
@@ -157,12 +155,7 @@ def owner_costs(
     runs = [_run_as(rank, parameters_of(rank), make, foreach) for rank in _busiest(parameters_of, make, ranks)]
     needs_most = max(runs, key=lambda run: (run.state + run.temporary, -run.rank))
     most = max(run.state for run in runs)
-    return replace(
-        needs_most,
-        state=most,
-        temporary=needs_most.state + needs_most.temporary - most,
-        state_on_device=max(run.state_on_device for run in runs),
-    )
+    return replace(needs_most, state=most, temporary=needs_most.state + needs_most.temporary - most)
 
 
 def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> list[int]:
@@ -220,12 +213,10 @@ def _run_as(rank: int, sharded: Sharded, make: MakeOptimizer, foreach: bool) -> 
     for verb, exchanges in groups:
         nbytes, count = sent.get(verb, (0, 0))
         sent[verb] = nbytes + sum(exchanges.sent), count + len(exchanges.sent)
-    assembling = [o for o in optimizers if isinstance(o, OwnerOptimizer) and not o.elementwise]
     return OptimizerCosts(
-        state=sum(t.nbytes for p in stepped for t in _state_of(optimizers, p)),
+        state=sum(t.nbytes for p in stepped for t in _state_of(optimizers, p) if t.device != HOST),
         temporary=temporary,
         sent=sent,
-        state_on_device=sum(t.nbytes for p in stepped for t in _state_of(assembling, p)),
         owns=has_owners(optimizers),
         rank=rank,
         imbalance=max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]]),

@@ -521,9 +521,9 @@ class Planner:
         if self.steps_shards():
             if strategy.step_in_backward or self.tensor > 1:
                 raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
-            owners = self.owners(tuple(alike.items()), shard, strategy.replicate)
-            state = owners.state if on_device else owners.state_on_device
-            temporary = owners.temporary if on_device or owners.owns else 0
+            placed = {name: dataclasses.replace(u, offload=how[name].offload) for name, u in alike.items()}
+            owners = self.owners(tuple(placed.items()), shard, strategy.replicate)
+            state, temporary = owners.state, owners.temporary
         else:
             state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}

@@ -214,8 +214,12 @@ SENT = {
 """What a rank sends in a functional collective, over the bytes of its input: around a ring (see `SilentComm`)."""
 
 
+HOST = torch.device("cpu", 1)
+"""Of fake tensors: host memory. The device on which ranks that do not exist compute is "cpu"."""
+
+
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of storages that operations allocate, as long as anything refers to them.
+    """Counts the bytes of storages that operations allocate on the device, as long as anything refers to them.
 
     Args:
         uncounted: tensors that exist already and do not count.
@@ -252,7 +256,7 @@ class Tracker(TorchDispatchMode):
                 self.sent += round(args[0].nbytes * share(self._ranks))
                 self.collectives += 1
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device != HOST:
                 self._add(leaf.untyped_storage())
         return result
 
