@@ -17,7 +17,7 @@ from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..shard import Unit, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
-from ..torch_private.step_hooks import needs_closure, step_without_hooks
+from ..torch_private.step_hooks import needs_closure, step_part
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .guard import check_parameters
 from .owner_optimizer import OwnerOptimizer
@@ -225,13 +225,8 @@ class StepsInBackward:
 
     def _step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step only these parameters. Group settings that count steps change in `optimizer.step()` alone."""
-        optimizer, chosen = self.optimizer, {id(parameter) for parameter in parameters}
-        groups = [
-            {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
-            for group in optimizer.param_groups
-        ]
-        step_without_hooks(optimizer, groups)
-        if (move := optimizer.__dict__.get(AFTER_STEP_KEY)) is not None:
+        step_part(self.optimizer, parameters)
+        if (move := self.optimizer.__dict__.get(AFTER_STEP_KEY)) is not None:
             move(parameters)
         note_change(parameters)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -24,23 +24,28 @@ from ..forms.run import Run
 from ..mesh import Axis, device_of
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside
-from ..torch_private.step_hooks import needs_closure
+from ..torch_private.step_hooks import needs_closure, step_part
 from .owners import (
+    Finish,
     OtherCut,
     Owners,
     Ownership,
+    agree,
     axes_of,
     balanced,
+    batches_of,
     check_alike,
     check_gradient,
     cut_of,
+    in_turns,
     keep,
     ownership,
     ownership_of_elements,
     piece_of,
     places_of,
+    token_of,
 )
-from .probe import treats_elements, treats_parameters
+from .probe import steps_in_parts, treats_elements, treats_parameters
 from .replicas import element_bounds, is_dense, like_order, run_of, spread
 
 State = dict[str, Any]  # of one parameter, by key
@@ -220,6 +225,39 @@ class _Param:
 
 Entry = tuple[_Param, str, torch.dtype]
 """A tensor to exchange: its parameter; "value", "gradient" or a key of the state; its dtype."""
+Exchange = tuple[Owners, torch.device, list[Entry]]
+"""Entries of one kind, dtype and group, whose owner is in this replica; where these ranks exchange them."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Parameters that are whole, and step, at the same time.
+
+    Attributes:
+        params: in this order.
+        is_last: whether the inner optimizer then takes its own step, which counts.
+        gathers, scatters: of values and gradients to the owners; of new values.
+    """
+
+    params: list[_Param]
+    is_last: bool
+    gathers: list[Exchange]
+    scatters: list[Exchange]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """How to step some parameters.
+
+    Attributes:
+        batches: at least one.
+        compared: token, parameters and groups of those that ranks compare; see `agree`.
+        how: the optimizer, and the number of batches, which ranks compare.
+    """
+
+    batches: list[_Batch]
+    compared: list[tuple[int, list[torch.Tensor], Any, Any]]
+    how: str
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -295,6 +333,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._ownerships: list[Ownership] = []  # see `ownerships`
         self._are_assigned = False  # whether parameters have owners
         self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
+        self._in_parts: bool | None = None  # see `_steps_in_parts`; None: not tried
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
@@ -328,7 +367,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         is_built = hasattr(self, "_inner")
         if is_built:
             self.share_state()
-            self._are_assigned = False
+            self._are_assigned, self._in_parts = False, None
             self._plans.clear()
         super().add_param_group(param_group)
         self._in_order = []
@@ -362,17 +401,17 @@ class OwnerOptimizer(torch.optim.Optimizer):
             inner_group.clear()
             inner_group.update({**_settings(group), "params": wholes})
         stepped = [param for param in self._ordered() if param.tensor.grad is not None]
-        self._agree(stepped)
+        for param in stepped:
+            assert param.tensor.grad is not None
+            check_gradient(param.tensor, param.tensor.grad)
         try:
-            self._gather(stepped)
-            inner.step()
-            for param in stepped:
-                param.whole.grad = None  # before the pieces to return are allocated
-            self._scatter(stepped)
+            in_turns(self._agreed(stepped).batches, self._gather, self._step_batch, self._scatter)
+            self._spread([(param, param.local) for param in stepped])
         finally:
             for param in stepped:
                 _empty(param.whole)
         for param in stepped:
+            increment_version(param.tensor)
             state = inner.state.get(param.whole)
             self.state[param.tensor] = {} if state is None else state
         self._copy_settings_back()
@@ -413,7 +452,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     param.run(target).copy_(flat[param][key])
         for owners, home, entries in self._exchanges(elements):
             wholes = [flat[entries[at][0]][entries[at][1]].detach() for at in owners.mine]
-            _scatter(owners, home, wholes, [inside(shared[param][key]) for param, key, _ in entries])
+            _scattered(owners, home, wholes, [inside(shared[param][key]) for param, key, _ in entries])()
         self._spread(tensors)
         self._inner.state.clear()
         self.state.clear()
@@ -604,25 +643,73 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._assign_owners()
         return self._ownerships
 
-    def _agree(self, stepped: Sequence[_Param]) -> None:
-        """Check that replicas are about to step the same parameters, once for each set of them. Collective then.
+    def _agreed(self, stepped: Sequence[_Param]) -> _Step:
+        """How to step these parameters, once ranks are found to be about to step the same ones. Collective.
 
         If elementwise, ranks of a shard axis exchange nothing, and may have gradients of different parts.
         """
         self._assign_owners()
-        key = "stepped", tuple(stepped)
-        if key in self._plans:
-            return
+        key = "step", *[(param, param.tensor.grad.dtype) for param in stepped]  # type: ignore[union-attr]
+        known = key in self._plans
+        if not known:
+            keep(self._plans, key, self._new_step(stepped))
+        step: _Step = self._plans[key]
+        for token, parameters, group, replicas in step.compared:
+            agree(token, parameters, group, replicas, step.how, known)
+        return step
+
+    def _new_step(self, stepped: Sequence[_Param]) -> _Step:
+        batches = self._batches(stepped)
+        how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
+        how += f", in {len(batches)} batches" if len(batches) > 1 else ""
         by_ranks: dict[tuple[Any, Any], list[torch.Tensor]] = {}
         chosen = set(stepped)
         for param in self._ordered():
-            if param.axes is not None and (axis := param.replicas) is not None:
+            cut, axis = param.cut, param.replicas
+            if axis is None and (cut is None or isinstance(cut, OtherCut)):
+                continue  # nothing is exchanged, or by its own collectives
+            if axis is None:
+                groups = cut.group, None
+            else:
+                assert param.axes is not None
                 groups = (axis.group, None) if self.elementwise else (param.axes[0].group, axis.group)
-                by_ranks.setdefault(groups, []).extend([param.tensor] if param in chosen else [])
-        how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
-        for (group, replicas), parameters in by_ranks.items():
-            check_alike(parameters, group, replicas, how)
-        keep(self._plans, key, [])
+            by_ranks.setdefault(groups, []).extend([param.tensor] if param in chosen else [])
+        compared = [(token_of(parameters, how), parameters, *groups) for groups, parameters in by_ranks.items()]
+        return _Step(batches, compared, how)
+
+    def _batches(self, stepped: Sequence[_Param]) -> list[_Batch]:
+        """Batches of parameters; a single one if the inner optimizer has to step all at once."""
+        by_ranks: dict[Any, list[_Param]] = {}
+        for param in stepped:
+            cut, axis = param.cut, param.replicas
+            is_split = isinstance(cut, OtherCut)
+            ranks: Any = cut and ((param.tensor.device_mesh,) if is_split else (cut.group, axis and axis.group))
+            by_ranks.setdefault(ranks, []).append(param)
+        by_number: dict[int, list[_Param]] = {}
+        for ranks, params in by_ranks.items():
+            nbytes = [0 if ranks is None else param.tensor.numel() * param.tensor.itemsize for param in params]
+            for param, number in zip(
+                params, batches_of(nbytes, [(param.owner, param.replica) for param in params]), strict=True
+            ):
+                by_number.setdefault(number, []).append(param)
+        batches = [by_number[number] for number in sorted(by_number)]
+        if len(batches) < 2 or not self._steps_in_parts():
+            batches = [list(stepped)]
+        last = len(batches) - 1
+        return [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
+
+    def _step_exchanges(self, params: Sequence[_Param]) -> tuple[list[Exchange], list[Exchange]]:
+        """The exchanges of a step of these parameters: values and gradients to owners, and new values."""
+        exchanged = [param for param in params if param.cut is not None and not isinstance(param.cut, OtherCut)]
+        values: list[Entry] = [(param, "value", param.tensor.dtype) for param in exchanged]
+        gradients: list[Entry] = [(param, "gradient", param.tensor.grad.dtype) for param in exchanged]  # type: ignore[union-attr]
+        return self._by_kind([*values, *gradients]), self._by_kind(values)
+
+    def _steps_in_parts(self) -> bool:
+        """Whether the inner optimizer may step some parameters at a time, with the same bits as all at once."""
+        if self._in_parts is None:
+            self._in_parts = steps_in_parts(self.optimizer_class, self._arguments, self.param_groups) is True
+        return self._in_parts
 
     def _spread(self, tensors: Sequence[tuple[_Param, torch.Tensor]]) -> None:
         """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.
@@ -648,63 +735,74 @@ class OwnerOptimizer(torch.optim.Optimizer):
             if any(by_replica):
                 spread(axis, by_replica)
 
-    def _exchanges(self, entries: Sequence[Entry]) -> Iterator[tuple[Owners, torch.device, list[Entry]]]:
-        """The exchanges in this replica, of entries whose owner is in it: for each its owners, device and entries."""
+    def _exchanges(self, entries: Sequence[Entry]) -> list[Exchange]:
+        """The exchanges of these entries of the state. Collective if they are new."""
         self._assign_owners()
-        entries = [entry for entry in entries if entry[0].in_replica]
         key = tuple(entries)
-        plans = self._plans.get(key)
-        if plans is None:
-            by_kind: dict[Any, list[int]] = {}  # values and gradients separately, to save memory
-            for index, (param, kind, dtype) in enumerate(entries):
-                by_kind.setdefault((param.cut.group, kind, dtype), []).append(index)
-            plans = []
-            for (group, *_), indices in by_kind.items():
-                params = [entries[index][0] for index in indices]
-                check_alike([param.tensor for param in params], group)
-                of_params: list[Any] = [param.owner for param in params]
-                plans.append((Owners([param.cut for param in params], of_params), device_of(group), indices))
-            keep(self._plans, key, plans)
-        for owners, home, indices in plans:
-            yield owners, home, [entries[index] for index in indices]
+        if key not in self._plans:
+            exchanges = self._by_kind(entries)
+            for owners, _, those in exchanges:
+                check_alike([param.tensor for param, *_ in those], owners.group)
+            keep(self._plans, key, exchanges)
+        exchanges = self._plans[key]
+        return exchanges
+
+    def _by_kind(self, entries: Sequence[Entry]) -> list[Exchange]:
+        """The exchanges of entries whose owner is in this replica: values and gradients separately, to save memory."""
+        by_kind: dict[Any, list[Entry]] = {}
+        for entry in entries:
+            param, kind, dtype = entry
+            if param.in_replica:
+                by_kind.setdefault((param.cut.group, kind, dtype), []).append(entry)
+        exchanges = []
+        for (group, *_), those in by_kind.items():
+            ranks: list[Any] = [param.owner for param, *_ in those]
+            exchanges.append((Owners([param.cut for param, *_ in those], ranks), device_of(group), those))
+        return exchanges
 
     # The exchanges of a step.
 
-    def _gather(self, stepped: Sequence[_Param]) -> None:
-        """Fill the whole parameters that this rank owns with values and gradients. Collective."""
-        owned: list[Entry] = []
-        for param in stepped:
-            parameter, cut, whole = param.tensor, param.cut, param.whole
-            gradient = parameter.grad
-            assert gradient is not None
-            check_gradient(parameter, gradient)
-            if not param.in_replica:
-                continue
-            if self.elementwise:
-                whole.data, whole.grad = param.run(param.local), param.run(like_order(inside(gradient), param.local))
-            elif cut is None:
-                whole.data, whole.grad = param.local, inside(gradient)
-            elif isinstance(cut, OtherCut):
-                full: Any = parameter.detach()
-                whole.data, whole.grad = full.full_tensor().clone(), gradient.full_tensor()  # type: ignore[attr-defined]
-            else:
-                owned += [(param, "value", parameter.dtype), (param, "gradient", gradient.dtype)]
-        for owners, home, entries in self._exchanges(owned):
+    def _gather(self, batch: _Batch, ahead: bool) -> Finish:
+        """Start to fill the whole parameters of a batch that this rank owns with values and gradients. Collective.
+
+        Args:
+            ahead: whether the exchanges may be under way together; else one after another, which takes less memory.
+        """
+        arriving: list[tuple[Exchange, Callable[[], list[torch.Tensor]]]] = []
+        for exchange in batch.gathers:
+            owners, home, entries = exchange
             sources: list[Any] = [
                 param.tensor.detach() if kind == "value" else param.tensor.grad for param, kind, _ in entries
             ]
-            wholes = owners.gather([inside(source).to(home) for source in sources])
-            for at, value in zip(owners.mine, wholes, strict=True):
-                param, kind, _ = entries[at]
-                if kind == "value":
-                    param.whole.data = value
-                else:
-                    param.whole.grad = value
+            arriving.append((exchange, owners.gather([inside(source).to(home) for source in sources])))
+            if not ahead:
+                _fill(*arriving.pop())
 
-    def _scatter(self, stepped: Sequence[_Param]) -> None:
-        """Copy the new values from the owners into the shards of all replicas. Collective."""
-        owned: list[Entry] = []
-        for param in stepped:
+        def finish() -> None:
+            for exchange, arrive in arriving:
+                _fill(exchange, arrive)
+            for param in batch.params if not self.elementwise else ():
+                if param.in_replica and (param.cut is None or isinstance(param.cut, OtherCut)):
+                    param.whole.data, param.whole.grad = _whole(param.tensor)
+            for param in batch.params if self.elementwise else ():
+                local, gradient = param.local, inside(param.tensor.grad)
+                if param.in_replica:
+                    param.whole.data, param.whole.grad = param.run(local), param.run(like_order(gradient, local))
+
+        return finish
+
+    def _step_batch(self, batch: _Batch) -> None:
+        """Step the whole parameters of a batch, and free their gradients."""
+        if batch.is_last:
+            self._inner.step()  # settings and attributes that count steps change in this one
+        else:
+            step_part(self._inner, [param.whole for param in batch.params if param.whole.grad is not None])
+        for param in batch.params:
+            param.whole.grad = None  # before the pieces to return are allocated
+
+    def _scatter(self, batch: _Batch) -> Finish:
+        """Start to copy the new values of a batch from the owners into the shards of this replica. Collective."""
+        for param in batch.params:
             cut, whole = param.cut, param.whole.detach()
             if not param.in_replica:
                 continue
@@ -714,14 +812,19 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 target = param.run(param.local) if self.elementwise else param.local
                 if whole.data_ptr() != target.data_ptr():
                     target.copy_(whole)
-            else:
-                owned.append((param, "value", param.tensor.dtype))
-        for owners, home, entries in self._exchanges(owned):
+        leaving = []
+        for owners, home, entries in batch.scatters:
             wholes = [entries[at][0].whole.detach() for at in owners.mine]
-            _scatter(owners, home, wholes, [param.local for param, *_ in entries])
-        self._spread([(param, param.local) for param in stepped])
-        for param in stepped:
-            increment_version(param.tensor)
+            targets = [param.local for param, *_ in entries]
+            leaving.append(_scattered(owners, home, wholes, targets))
+        for param in batch.params:
+            _empty(param.whole)
+
+        def finish() -> None:
+            for leave in leaving:
+                leave()
+
+        return finish
 
     # State: whole on owners, or sharded.
 
@@ -764,7 +867,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 if param.is_owned:
                     states[param][key] = param.run_of_state(value) if self.elementwise else value
         for owners, home, entries in self._exchanges(elements):
-            wholes = owners.gather([inside(self.state[p.tensor][key]).to(home) for p, key, _ in entries])
+            wholes = owners.gather([inside(self.state[p.tensor][key]).to(home) for p, key, _ in entries])()
             for at, whole in zip(owners.mine, wholes, strict=True):
                 param, key, _ = entries[at]
                 states[param][key] = whole
@@ -809,13 +912,35 @@ def _empty(whole: nn.Parameter) -> None:
     whole.data = whole.new_zeros(()).expand(whole.shape)
 
 
-def _scatter(
+def _fill(exchange: Exchange, arrive: Callable[[], list[torch.Tensor]]) -> None:
+    """Give whole parameters that this rank owns the values or gradients that arrive."""
+    owners, _, entries = exchange
+    for at, value in zip(owners.mine, arrive(), strict=True):
+        param, kind, _ = entries[at]
+        if kind == "value":
+            param.whole.data = value
+        else:
+            param.whole.grad = value
+
+
+def _whole(parameter: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and gradient of a parameter that is whole on this rank, or which all ranks that share it gather."""
+    if cut_of(parameter) is None:
+        return inside(parameter.detach()), inside(parameter.grad)
+    return parameter.detach().full_tensor().clone(), parameter.grad.full_tensor()
+
+
+def _scattered(
     owners: Owners, home: torch.device, wholes: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> None:
-    """Copy this rank's pieces of the owners' whole tensors into `targets`. Collective."""
-    pieces = owners.scatter(wholes, [target.to(home) for target in targets])
-    for target, piece in zip(targets, pieces, strict=True):
-        target.copy_(piece)
+) -> Finish:
+    """Start to copy this rank's pieces of the owners' whole tensors into `targets`. Collective."""
+    arrive = owners.scatter(wholes, targets[0].dtype, home)
+
+    def finish() -> None:
+        for target, piece in zip(targets, arrive(), strict=True):
+            target.copy_(piece.view(target.shape))
+
+    return finish
 
 
 def _only_rank(run: Run) -> int | None:

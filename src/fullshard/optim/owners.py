@@ -2,12 +2,21 @@
 
 One all-to-all brings all pieces to the owners and another brings the results back. A rank sends exactly its pieces,
 without padding; the whole tensors that it owns have about as many elements as its shards.
+
+Many tensors are exchanged in batches, so that only a few batches are whole at a time, and one computes while the next
+one and the results of the last are under way:
+
+    batch 0   pieces to owners | compute           | results back
+    batch 1                    | pieces to owners  | compute           | results back
+    batch 2                                        | pieces to owners  | compute           | results back
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
@@ -15,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..comm import objects_of_all
+from ..comm import has_streams, objects_of_all, reduce_value
 from ..errors import ConfigError, DivergenceError
 from ..forms import NAME_KEY, FlatShard, owner_of
 from ..forms.run import Run
-from ..mesh import Axis
+from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
+from ..torch_private.mesh_without_group import AbsentGroup
 from .replicas import exchange
 
 
@@ -190,6 +200,46 @@ def axes_of(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:
     return shard, replicate if replicate is not None and replicate.size > 1 else None
 
 
+def agree(
+    token: int,
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+    how: str,
+    known: bool,
+) -> None:
+    """Check that all ranks of a mesh are about to exchange the same parameters, by `token_of` these. Collective.
+
+    On CPUs that is one small all-reduce per axis and step. On accelerators, where the host would wait for the device,
+    only parameters that are new to this rank are compared.
+
+    Args:
+        token: see `token_of`.
+        known: whether this rank has stepped these parameters together before.
+
+    Raises:
+        DivergenceError: see `check_alike`.
+    """
+    if isinstance(group, AbsentGroup) or (known and has_streams(device_of(group))):
+        return
+    most = torch.tensor([token, -token], dtype=torch.int64, device="cpu")
+    for axis in (group, replicas):
+        if axis is not None and dist.get_world_size(axis) > 1:
+            reduce_value(most, dist.ReduceOp.MAX, axis, "optimizers' state")
+    largest, negated = most.tolist()
+    if largest != -negated:
+        check_alike(parameters, group, replicas, how)
+
+
+def token_of(parameters: Iterable[torch.Tensor], how: str) -> int:
+    """A number for the names and shapes of these parameters and how they are stepped: the same on ranks that agree."""
+    return int.from_bytes(blake2b(repr(_named(parameters, how)).encode(), digest_size=7).digest())
+
+
+def _named(parameters: Iterable[torch.Tensor], how: str) -> list[str]:
+    return [f"{name_of(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
+
+
 def check_alike(
     parameters: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
@@ -206,8 +256,8 @@ def check_alike(
     Raises:
         DivergenceError: they differ. Every rank of both axes names the first difference.
     """
-    names = [f"{name_of(parameter)}, {tuple(parameter.shape)}{how}" for parameter in parameters]
-    rank = dist.get_rank() if dist.is_initialized() else 0  # a planned step has no ranks
+    names = _named(parameters, how)
+    rank = dist.get_rank() if dist.is_initialized() else 0  # a planned load has no ranks
     lines: list[tuple[int, list[str]]] = [(rank, names)]
     for axis in (replicas, group):
         if axis is not None:
@@ -243,6 +293,59 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
         owners[index] = min(range(world), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += costs[index]
     return owners
+
+
+BATCH = 2**24
+"""Bytes of whole tensors that an owner has in a batch, if its tensors are smaller: below, exchanges take longer."""
+
+
+def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
+    """The batch of each of some tensors: an owner's are spread evenly over batches, of `BATCH` bytes and a tensor.
+
+    Args:
+        nbytes: of each whole tensor, in the order of exchanges.
+        owners: of each tensor. All ranks that share the tensors know all owners, and get the same batches.
+    """
+    loads: Counter[Hashable] = Counter()
+    for size, owner in zip(nbytes, owners, strict=True):
+        loads[owner] += size
+    count = max([1, *[-(-load // BATCH) for load in loads.values()]])
+    before: Counter[Hashable] = Counter()
+    batches = []
+    for size, owner in zip(nbytes, owners, strict=True):
+        batches.append(before[owner] * count // max(loads[owner], 1))
+        before[owner] += size
+    return batches
+
+
+Finish = Callable[[], None]
+"""Ends an exchange that is under way, and frees its memory. Called once."""
+
+
+def in_turns(
+    batches: Sequence[Any],
+    gather: Callable[[Any, bool], Finish],
+    compute: Callable[[Any], object],
+    scatter: Callable[[Any], Finish],
+) -> None:
+    """Gather, compute and scatter each batch, so that the exchanges of its neighbours are under way while one computes.
+
+    Args:
+        gather: starts to assemble a batch; also gets whether another batch computes meanwhile.
+        compute: changes an assembled batch.
+        scatter: starts to return its results.
+    """
+    arrive, leave = gather(batches[0], False), None
+    for batch, following in zip_longest(batches, batches[1:]):
+        arrive()
+        if following is not None:
+            arrive = gather(following, True)
+        compute(batch)
+        if leave is not None:
+            leave()
+        leave = scatter(batch)
+    if leave is not None:
+        leave()
 
 
 @dataclass(frozen=True)
@@ -353,25 +456,43 @@ class Owners:
         self._piece_sizes = [sum(cuts[index].numel(self.rank) for index in indices) for indices in by_owner]
         self._owned_sizes = [sum(cuts[index].numel(rank) for index in self.mine) for rank in range(self.world)]
 
-    def gather(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Assemble the whole tensors that this rank owns from all ranks' pieces. Collective."""
-        sent = torch.cat([pieces[index].reshape(-1) for index in self._order])
-        received = self._exchange(sent, self._piece_sizes, self._owned_sizes)
-        del sent  # before the whole tensors are allocated
-        wholes = [self.cuts[index].empty(received) for index in self.mine]
-        self._copy_parts(wholes, received, lambda part, chunk: part.copy_(chunk.view_as(part)))
-        return wholes
+    def gather(self, pieces: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to send this rank's pieces to the owners, and to receive others'. Collective.
 
-    def scatter(self, wholes: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's pieces of the owners' tensors, each with the shape of its entry in `like`. Collective."""
-        sent = torch.empty(sum(self._owned_sizes), dtype=like[0].dtype, device=like[0].device)
+        Returns:
+            A function that waits, and returns the whole tensors that this rank owns.
+        """
+        sent = torch.cat([pieces[index].reshape(-1) for index in self._order])
+        arrive = self._exchange(sent, self._piece_sizes, self._owned_sizes)
+
+        def finish() -> list[torch.Tensor]:
+            received = arrive()
+            wholes = [self.cuts[index].empty(received) for index in self.mine]
+            self._copy_parts(wholes, received, lambda part, chunk: part.copy_(chunk.view_as(part)))
+            return wholes
+
+        return finish
+
+    def scatter(
+        self, wholes: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start to return the owners' tensors, of this dtype and on this device. Collective.
+
+        Returns:
+            A function that waits, and returns this rank's pieces, 1-D.
+        """
+        sent = torch.empty(sum(self._owned_sizes), dtype=dtype, device=device)
         laid_out = [self.cuts[index].laid_out(whole) for index, whole in zip(self.mine, wholes, strict=True)]
         self._copy_parts(laid_out, sent, lambda part, chunk: chunk.view_as(part).copy_(part))
         del laid_out  # before this rank's pieces are allocated
-        received = self._exchange(sent, self._owned_sizes, self._piece_sizes)
-        parts = received.split([like[index].numel() for index in self._order])
-        by_index = dict(zip(self._order, parts, strict=True))
-        return [by_index[index].view(piece.shape) for index, piece in enumerate(like)]
+        arrive = self._exchange(sent, self._owned_sizes, self._piece_sizes)
+
+        def finish() -> list[torch.Tensor]:
+            parts = arrive().split([self.cuts[index].numel(self.rank) for index in self._order])
+            by_index = dict(zip(self._order, parts, strict=True))
+            return [by_index[index] for index in range(len(self.cuts))]
+
+        return finish
 
     def _copy_parts(self, wholes: Sequence[torch.Tensor], flat: torch.Tensor, copy: Callable[..., object]) -> None:
         """Call `copy(part, chunk)` with each part of the whole tensors and its chunk of `flat`, which is exchanged."""
@@ -380,7 +501,9 @@ class Owners:
             for index, whole in zip(self.mine, wholes, strict=True):
                 copy(self.cuts[index].part(whole, rank), next(chunks))
 
-    def _exchange(self, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
+    def _exchange(
+        self, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         if self.world == 1:
-            return sent
+            return [sent].pop
         return exchange(self.group, sent, sizes, expected)

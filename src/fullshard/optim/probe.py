@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from ..torch_private.step_hooks import without_step_hooks
+from ..torch_private.step_hooks import step_part, without_step_hooks
 
 STEPS = 30  # some need whole tensors only in later steps
 LR = 0.05
@@ -41,6 +42,8 @@ COUPLED = frozenset(
 )
 """Names of optimizers that compute one number (a step size) from all parameters."""
 Settings = Mapping[str, Any]
+Take = Callable[[torch.optim.Optimizer, Sequence[nn.Parameter]], None]
+"""Takes a step of all parameters, which have gradients."""
 Cut = Callable[[Sequence[torch.Tensor]], list[list[torch.Tensor | None]]]
 """Splits tensors into those of one optimizer each; None stands for a parameter that it has but does not step."""
 
@@ -74,6 +77,20 @@ def treats_parameters(
     return _verdict(optimizer_class, settings, _distinct(groups), _alone)
 
 
+def steps_in_parts(
+    optimizer_class: type[torch.optim.Optimizer], settings: Settings, groups: Sequence[Settings]
+) -> bool | None:
+    """Whether one step is, bit for bit, a `step_part` of each parameter and a step without gradients.
+
+    That of one which counts steps in place, in what its parts share, is not. None if it cannot be determined.
+    """
+    if names_of(optimizer_class) & COUPLED:
+        return False
+    if _is_element_wise(optimizer_class):
+        return True
+    return _verdict(optimizer_class, settings, _distinct(groups), _together, _in_parts)
+
+
 def names_of(optimizer_class: type) -> set[str]:
     """The names of a class and its base classes."""
     return {base.__name__ for base in optimizer_class.__mro__}
@@ -103,25 +120,43 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor | None]]:
     return [[run] for run in flat.split([11, flat.numel() - 11])]
 
 
+def _at_once(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    optimizer.step()
+
+
+def _in_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Step the last parameter first, so that it is the first of its group; a second group is empty."""
+    if len(optimizer.param_groups) == 1:
+        optimizer.add_param_group({**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(2, 2))]})
+    for parameter in reversed(parameters):
+        step_part(optimizer, [parameter])
+        parameter.grad = None
+    optimizer.step()
+
+
 def _distinct(groups: Sequence[Settings]) -> list[Settings]:
     plain = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
     return list({repr(group): group for group in plain}.values())
 
 
 def _verdict(
-    optimizer_class: type[torch.optim.Optimizer], defaults: Settings, groups: Sequence[Settings], cut: Cut
+    optimizer_class: type[torch.optim.Optimizer],
+    defaults: Settings,
+    groups: Sequence[Settings],
+    cut: Cut,
+    take: Take = _at_once,
 ) -> bool | None:
     if "Distributed" in optimizer_class.__name__ or "ZeroRedundancy" in optimizer_class.__name__:
         return None  # they communicate
     accepted = inspect.signature(optimizer_class).parameters
     accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     arguments = {key: value for key, value in defaults.items() if accepts_all or key in accepted}
-    verdicts = [_of_group(optimizer_class, arguments, group, cut) for group in groups]
+    verdicts = [_of_group(optimizer_class, arguments, group, cut, take) for group in groups]
     return None if None in verdicts else all(verdicts)
 
 
 def _of_group(
-    optimizer_class: type[torch.optim.Optimizer], arguments: Settings, group: Settings, cut: Cut
+    optimizer_class: type[torch.optim.Optimizer], arguments: Settings, group: Settings, cut: Cut, take: Take
 ) -> bool | None:
     for shapes in SHAPES:
         generator = torch.Generator("cpu").manual_seed(0)
@@ -132,24 +167,26 @@ def _of_group(
             [mean + torch.randn(mean.shape, generator=generator, device="cpu") for mean in means] for _ in range(STEPS)
         ]
 
-        def flat(cut: Cut, seed: int, values: Any = values, gradients: Any = gradients) -> torch.Tensor:
+        def flat(cut: Cut, seed: int, take: Take, values: Any = values, gradients: Any = gradients) -> torch.Tensor:
             """All elements after the steps."""
             each = zip(cut(values), *map(cut, gradients), strict=True)
-            stepped = [_stepped(optimizer_class, arguments, group, seed, values, *tensors) for tensors in each]
+            stepped = [_stepped(optimizer_class, arguments, group, seed, take, values, *tensors) for tensors in each]
             return torch.cat([tensor.reshape(-1) for tensors in stepped for tensor in tensors])
 
         try:
-            whole = flat(_together, 0)
-            if not torch.equal(whole, flat(_together, 1)):
+            whole = flat(_together, 0, _at_once)
+            if not torch.equal(whole, flat(_together, 1, _at_once)):
                 return None  # random
         except Exception:  # any error of the user's class: try the next shapes
             continue
         try:
-            other = flat(cut, 0)
+            other = flat(cut, 0, take)
         except Exception:  # it fails on anything but whole parameters
             return False
         moved = (whole - torch.cat([value.reshape(-1) for value in values])).norm()
-        return bool((whole - other).norm() <= SAME * moved) if moved > 0 and moved.isfinite() else None
+        if not (moved > 0 and moved.isfinite()):
+            return None
+        return torch.equal(whole, other) if take is _in_parts else bool((whole - other).norm() <= SAME * moved)
     return None
 
 
@@ -158,12 +195,14 @@ def _stepped(
     arguments: Settings,
     group: Settings,
     seed: int,
+    take: Take,
     all_values: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor | None],
     *gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """The `values` after the steps of a new optimizer. Where a value is None, it has that of `all_values` unstepped."""
     parameters = [nn.Parameter((all_values[at] if value is None else value).clone()) for at, value in enumerate(values)]
+    arguments, group = tree_map_only(torch.Tensor, torch.clone, (dict(arguments), dict(group)))  # it may count in place
     with _unseen(seed):
         if isinstance(arguments.get("lr"), (float, int, torch.Tensor)):
             arguments = {**arguments, "lr": LR}  # it may start at zero
@@ -173,7 +212,7 @@ def _stepped(
             for each in gradients:
                 for parameter, gradient in zip(parameters, each, strict=True):
                     parameter.grad = None if gradient is None else gradient.clone()
-                optimizer.step()
+                take(optimizer, parameters)
     return [parameter.detach() for parameter, value in zip(parameters, values, strict=True) if value is not None]
 
 

@@ -13,7 +13,7 @@ and receives L - l: over all R replicas (R - 1) L are sent, as by an all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -71,13 +71,26 @@ def like_order(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def exchange(
     group: dist.ProcessGroup, sent: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]
-) -> torch.Tensor:
-    """An all-to-all of a 1-D tensor: `sizes` and `expected` are the elements sent to and received from each rank."""
+) -> Callable[[], torch.Tensor]:
+    """Start an all-to-all of a 1-D tensor: `sizes` and `expected` are the elements sent to and received from each rank.
+
+    Returns:
+        A function that waits for it and returns what was received; called once. It keeps `sent` until then.
+    """
     received = sent.new_empty(sum(expected))
     width = sent.dtype.itemsize  # as bytes: backends support different dtypes
     output_splits, input_splits = [width * size for size in expected], [width * size for size in sizes]
-    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), output_splits, input_splits, group=group)
-    return received
+    output, data = received.view(torch.uint8), sent.view(torch.uint8)
+    work = dist.all_to_all_single(output, data, output_splits, input_splits, group=group, async_op=True)
+    under_way = [(work, sent, received)]
+
+    def finish() -> torch.Tensor:
+        work, _, received = under_way.pop()  # freed at the end, `received` by the caller
+        if work is not None:  # in a planned step there is none
+            work.wait()
+        return received
+
+    return finish
 
 
 def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -101,7 +114,7 @@ def spread(axis: Axis, by_replica: Sequence[Sequence[torch.Tensor]]) -> None:
         sent.view(-1),
         [0 if replica == axis.rank else sizes[axis.rank] for replica in range(axis.size)],
         [0 if replica == axis.rank else size for replica, size in enumerate(sizes)],
-    )
+    )()
     targets = [tensor for replica in others for tensor in by_replica[replica]]
     values = received.split([tensor.numel() for tensor in targets])
     copy_all(targets, [value.view(tensor.shape) for tensor, value in zip(targets, values, strict=True)])

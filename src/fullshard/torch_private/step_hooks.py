@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,17 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 table.update(hooks)
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Step only these groups, with the optimizer's state, without hooks; the optimizer's own groups do not change.
+def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Step only these parameters, with the optimizer's state, without hooks; its groups and attributes do not change.
 
     Any number of threads may, for different parameters. The step is that of a second object with the same attributes.
+    Whether all parameters, part by part, then step as in one step: `optim/probe.py`.
     """
+    chosen = {id(parameter) for parameter in parameters}
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
+        for group in optimizer.param_groups
+    ]
     part = object.__new__(type(optimizer))
     part.__dict__ = {**optimizer.__dict__, "param_groups": groups, **{name: OrderedDict() for name in _TABLES}}
     step: Any = type(optimizer).step
