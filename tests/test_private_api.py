@@ -45,7 +45,7 @@ from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range, recording
-from fullshard.torch_private.step_hooks import step_without_hooks, without_step_hooks
+from fullshard.torch_private.step_hooks import step_part, without_step_hooks
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
 
@@ -542,7 +542,7 @@ def test_a_step_can_run_without_the_hooks_that_programs_registered() -> None:
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()  # from now on its step runs hooks
         calls.clear()
         for each in (optimizer, CallsBase(optimizer.param_groups[0]["params"])):
-            step_without_hooks(each, each.param_groups)
+            step_part(each, each.param_groups[0]["params"])
         assert not calls and type(optimizer).step.hooked
         optimizer.step()
         assert calls == ["before", "after", "all"]

@@ -16,19 +16,23 @@ from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
 from .owners import (
     Cut,
+    Finish,
     OtherCut,
     Owners,
     Ownership,
     RowsCut,
+    agree,
     axes_of,
     balanced,
-    check_alike,
+    batches_of,
     check_gradient,
     cut_of,
+    in_turns,
     keep,
     ownership,
     piece_of,
     places_of,
+    token_of,
 )
 from .replicas import spread
 
@@ -112,52 +116,52 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
+        stepped: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    updates.append((parameter, group, self._momentum(parameter, group)))
-        if any(id(parameter) not in self._places for parameter, *_ in updates):
+                    check_gradient(parameter, parameter.grad)
+                    stepped.append((parameter, group))
+        if any(id(parameter) not in self._places for parameter, _ in stepped):
             self._places = places_of(parameter for group in self.param_groups for parameter in group["params"])
-        updates.sort(key=lambda update: self._places.get(id(update[0]), (-1, 0)))  # those in no unit stay in place
-        self._update(updates)
+        stepped.sort(key=lambda each: self._places.get(id(each[0]), (-1, 0)))  # those in no unit stay in place
+        self._update(stepped)
         return loss
 
     def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Update the momentum and return this rank's piece of the matrix to orthogonalize, in bfloat16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
-        check_gradient(parameter, gradient)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         buffer, piece = inside(state["momentum_buffer"]), inside(gradient)
         buffer.lerp_(piece, 1 - group["momentum"])
         return (piece.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
-    def _update(self, updates: Sequence[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
-        """Orthogonalize the momentum, and update the parameters."""
-        by_ranks, alone = self._by_ranks([parameter for parameter, *_ in updates])
+    def _update(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Update the momentum of these matrices, orthogonalize it, and update the matrices."""
+        by_ranks, alone = self._by_ranks([parameter for parameter, _ in stepped])
         for index, cut in alone:
-            parameter, group, piece = updates[index]
-            is_split = isinstance(cut, OtherCut)
+            parameter, group = stepped[index]
+            piece, is_split = self._momentum(parameter, group), isinstance(cut, OtherCut)
             _apply(
                 parameter,
                 group,
                 _orthogonalized_everywhere(parameter, group, piece) if is_split else _orthogonalized(piece, group),
             )
         for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
-            key = ranks, replicas, tuple([id(updates[index][0]) for index in indices])
-            if (owned := self._owners.get(key)) is None or owned.cuts != cuts:
-                check_alike([updates[index][0] for index in indices], ranks, replicas)
-                owned = _Owned(cuts, axis)
+            matrices = [stepped[index] for index in indices]
+            key = ranks, replicas, tuple([id(parameter) for parameter, _ in matrices])
+            owned = self._owners.get(key)
+            known = owned is not None and owned.cuts == cuts
+            if owned is None or not known:
+                owned = _Owned(cuts, axis, token_of([parameter for parameter, _ in matrices], ""))
                 keep(self._owners, key, owned)
+            agree(owned.token, [parameter for parameter, _ in matrices], ranks, replicas, "", known)
             is_alone = cuts[0].world == 1 and axis is None
-            home = updates[indices[0]][2].device if is_alone else device_of(ranks)
-            pieces = [updates[index][2].to(home) for index in indices]  # offloaded pieces are on the CPU
-            pieces = owned.orthogonalized(pieces, [updates[index][1] for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                parameter, group, _ = updates[index]
-                _apply(parameter, group, piece)
+            home = inside(matrices[0][0].detach()).device if is_alone else device_of(ranks)
+            of_batches = [_Step(self, batch, axis, home, matrices) for batch in owned.batches]
+            in_turns(of_batches, _Step.gather, _Step.orthogonalize, _Step.scatter)
 
     def _by_ranks(
         self, parameters: Sequence[torch.Tensor]
@@ -207,44 +211,105 @@ class _Owned:
     Args:
         cuts: how each matrix is sharded.
         axis: the replicate axis; None if there are no replicas.
+        token: see `token_of`.
 
     Attributes:
-        cuts: see above.
+        cuts, token: see above.
         chosen: the owner of each matrix: its number on a mesh (shard, replicate).
+        batches: the matrices that are whole at a time.
     """
 
-    def __init__(self, cuts: Sequence[Cut], axis: Axis | None) -> None:
-        self.cuts, self._axis, replicas = cuts, axis, axis.size if axis is not None else 1
-        self.chosen = chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
-        self._replica_of = [owner % replicas for owner in chosen]  # by index of a matrix
-        replica = axis.rank if axis is not None else 0
-        self._ours = [index for index, of in enumerate(self._replica_of) if of == replica]
-        ranks = [chosen[index] // replicas for index in self._ours]
-        self._owners = Owners([cuts[index] for index in self._ours], ranks) if self._ours else None
+    def __init__(self, cuts: Sequence[Cut], axis: Axis | None, token: int = 0) -> None:
+        self.cuts, self.token, replicas = cuts, token, axis.size if axis is not None else 1
+        self.chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
+        numbers = batches_of([cut.shape.numel() * torch.bfloat16.itemsize for cut in cuts], self.chosen)
+        self.batches = [
+            _Batch(cuts, self.chosen, [index for index, of in enumerate(numbers) if of == number], axis)
+            for number in sorted(set(numbers))
+        ]
 
-    def orthogonalized(self, pieces: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-        """This rank's pieces of the orthogonalized matrices. Collective over the mesh.
 
-        Args:
-            pieces: this rank's pieces of the matrices.
-            groups: the parameter group of each matrix.
-        """
-        results = list(pieces)
+class _Batch:
+    """Matrices that are whole at the same time.
+
+    Attributes:
+        indices: of the matrices.
+        replicas: of each matrix, the replica that its owner is in.
+        ours: positions in `indices` of those that an owner in this replica has.
+        owners: in this replica, of the matrices that it owns; None if it owns none.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], chosen: Sequence[int], indices: Sequence[int], axis: Axis | None) -> None:
+        self.indices, (count, replica) = indices, (axis.size, axis.rank) if axis is not None else (1, 0)
+        self.replicas = [chosen[index] % count for index in indices]
+        self.ours = [at for at, of in enumerate(self.replicas) if of == replica]
+        ours = [indices[at] for at in self.ours]
+        self.owners = (
+            Owners([cuts[index] for index in ours], [chosen[index] // count for index in ours]) if ours else None
+        )
+
+
+class _Step:
+    """A batch of a step.
+
+    Args:
+        axis: the replicate axis; None if there are no replicas.
+        home: the device of the exchanges.
+        matrices: all that the ranks share, each with its parameter group.
+    """
+
+    def __init__(
+        self,
+        muon: Muon,
+        batch: _Batch,
+        axis: Axis | None,
+        home: torch.device,
+        matrices: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+    ) -> None:
+        self._muon, self._owners, self._axis, self._home = muon, batch.owners, axis, home
+        self._matrices = [matrices[index] for index in batch.indices]
+        self._replicas, self._ours = batch.replicas, batch.ours
+        self._wholes: list[torch.Tensor] = []  # those that this rank owns
+
+    def gather(self, ahead: bool) -> Finish:
+        """Update the momentum, and start to send it to the owners. Collective."""
+        pieces = [self._muon._momentum(*matrix).to(self._home) for matrix in self._matrices]  # those offloaded, too
+        arrive = self._owners.gather([pieces[at] for at in self._ours]) if self._owners is not None else None
+
+        def finish() -> None:
+            if arrive is not None:
+                self._wholes = arrive()
+
+        return finish
+
+    def orthogonalize(self) -> None:
+        """Orthogonalize the matrices that this rank owns."""
         if self._owners is not None:
-            ours = [pieces[index] for index in self._ours]
-            settings = [groups[self._ours[at]] for at in self._owners.mine]
-            wholes = self._owners.gather(ours)
-            updates = [_orthogonalized(whole, group) for whole, group in zip(wholes, settings, strict=True)]
-            for index, piece in zip(self._ours, self._owners.scatter(updates, ours), strict=True):
-                results[index] = piece
-        if self._axis is not None:
-            by_replica: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
-            for index, replica in enumerate(self._replica_of):
-                if replica != self._axis.rank:
-                    results[index] = torch.empty_like(pieces[index])  # a piece may be the momentum itself
-                by_replica[replica].append(results[index])
-            spread(self._axis, by_replica)
-        return results
+            groups = [self._matrices[self._ours[at]][1] for at in self._owners.mine]
+            wholes, self._wholes = self._wholes[::-1], []
+            self._wholes = [_orthogonalized(wholes.pop(), group) for group in groups]
+
+    def scatter(self) -> Finish:
+        """Start to return the updates; then send them to other replicas, and update the parameters. Collective."""
+        wholes, self._wholes = self._wholes, []
+        arrive = self._owners.scatter(wholes, torch.bfloat16, self._home) if self._owners is not None else None
+
+        def finish() -> None:
+            ours = dict(zip(self._ours, arrive() if arrive is not None else (), strict=True))
+            sizes = [inside(parameter.detach()).numel() for parameter, _ in self._matrices]
+            updates = [
+                ours[at] if at in ours else torch.empty(size, dtype=torch.bfloat16, device=self._home)
+                for at, size in enumerate(sizes)
+            ]
+            if self._axis is not None:
+                by_replica: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
+                for replica, update in zip(self._replicas, updates, strict=True):
+                    by_replica[replica].append(update)
+                spread(self._axis, by_replica)
+            for (parameter, group), update in zip(self._matrices, updates, strict=True):
+                _apply(parameter, group, update)
+
+        return finish
 
 
 def _check_matrix(parameter: torch.Tensor, name: str | None) -> None:

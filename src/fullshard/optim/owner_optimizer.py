@@ -668,9 +668,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             cut, axis = param.cut, param.replicas
             if axis is None and (cut is None or isinstance(cut, OtherCut)):
                 continue  # nothing is exchanged, or by its own collectives
-            if axis is None:
-                groups = cut.group, None
-            else:
+            groups: tuple[Any, Any] = (cut and cut.group, axis and axis.group)
+            if axis is not None:
                 assert param.axes is not None
                 groups = (axis.group, None) if self.elementwise else (param.axes[0].group, axis.group)
             by_ranks.setdefault(groups, []).extend([param.tensor] if param in chosen else [])
@@ -681,9 +680,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Batches of parameters; a single one if the inner optimizer has to step all at once."""
         by_ranks: dict[Any, list[_Param]] = {}
         for param in stepped:
+            tensor: Any = param.tensor
             cut, axis = param.cut, param.replicas
-            is_split = isinstance(cut, OtherCut)
-            ranks: Any = cut and ((param.tensor.device_mesh,) if is_split else (cut.group, axis and axis.group))
+            ranks: Any = (
+                cut and (cut.group, axis and axis.group) if not isinstance(cut, OtherCut) else tensor.device_mesh
+            )
             by_ranks.setdefault(ranks, []).append(param)
         by_number: dict[int, list[_Param]] = {}
         for ranks, params in by_ranks.items():
@@ -740,11 +741,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._assign_owners()
         key = tuple(entries)
         if key not in self._plans:
-            exchanges = self._by_kind(entries)
-            for owners, _, those in exchanges:
+            keep(self._plans, key, self._by_kind(entries))
+            for owners, _, those in self._plans[key]:
                 check_alike([param.tensor for param, *_ in those], owners.group)
-            keep(self._plans, key, exchanges)
-        exchanges = self._plans[key]
+        exchanges: list[Exchange] = self._plans[key]
         return exchanges
 
     def _by_kind(self, entries: Sequence[Entry]) -> list[Exchange]:
