@@ -47,10 +47,11 @@ def counted(mesh: DeviceMesh) -> Iterator[dict[str, int]]:
     sent = dict.fromkeys(mesh.mesh_dim_names or (), 0)
     exchange = dist.all_to_all_single
 
-    def counting(out: Any, data: Any, out_splits: Any, splits: Any, group: Any) -> None:
+    def counting(out: Any, data: Any, out_splits: Any, splits: Any, **options: Any) -> Any:
+        group = options["group"]
         name = next(name for name in sent if mesh.get_group(name) is group)
         sent[name] += (sum(splits) - splits[dist.get_rank(group)]) * data.element_size()
-        exchange(out, data, out_splits, splits, group=group)
+        return exchange(out, data, out_splits, splits, **options)
 
     with mock.patch.object(dist, "all_to_all_single", counting):
         yield sent

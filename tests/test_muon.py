@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard.optim import muon as muon_module
+from fullshard.optim import owners
 from fullshard.optim.muon import newton_schulz
 from fullshard.optim.owners import Owners, RowsCut, balanced
 
@@ -67,13 +68,21 @@ def optimizers(model: nn.Module, **settings: Any) -> tuple[fullshard.Muon, torch
     return fullshard.Muon(matrices(model), lr=0.05, **settings), torch.optim.AdamW(others, lr=0.01)
 
 
-def differences(settings: dict[str, Any], options: dict[str, Any], mesh: tuple[int, ...]) -> list[str]:
-    """Parameters that differ in any bit from those that torch's Muon makes of the same gradients."""
+def differences(
+    settings: dict[str, Any], options: dict[str, Any], mesh: tuple[int, ...], batch: int | None = None
+) -> list[str]:
+    """Parameters that differ in any bit from those that torch's Muon makes of the same gradients.
+
+    Args:
+        batch: bytes of whole matrices in a batch; None: all are in one.
+    """
     names = ("replicate", "shard")[-len(mesh) :]
     model = sharded(mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), **options)
     plain = build()
     muon = fullshard.Muon(matrices(model), lr=0.05, **settings)
     reference = torch.optim.Muon(matrices(plain), lr=0.05, **settings)
+    if batch is not None:
+        owners.BATCH = batch
     for step in range(3):
         backward(model, step)
         for theirs, ours in zip(matrices(plain), matrices(model), strict=True):
@@ -83,6 +92,8 @@ def differences(settings: dict[str, Any], options: dict[str, Any], mesh: tuple[i
         muon.step()
         reference.step()
         model.zero_grad()
+    if batch is not None:
+        assert all(len(owned.batches) > 1 for owned in muon._owners.values())
     names_of = [name for name, p in model.named_parameters() if p.ndim == 2]
     pairs = zip(names_of, matrices(model), matrices(plain), strict=True)
     return [name for name, ours, theirs in pairs if not torch.equal(whole(ours), theirs)]
@@ -94,6 +105,15 @@ def differences(settings: dict[str, Any], options: dict[str, Any], mesh: tuple[i
 def test_equals_torchs_on_whole_matrices(run_ranks, layout, mesh):
     for settings in SETTINGS if mesh == (3,) else SETTINGS[:1]:
         found = run_ranks(differences, settings, {"layout": layout}, mesh, world=torch.Size(mesh).numel())
+        assert found == [[]] * len(found), settings
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_batches_of_matrices_change_no_bit(run_ranks, layout, mesh):
+    for settings in SETTINGS[:2]:
+        found = run_ranks(differences, settings, {"layout": layout}, mesh, 600, world=torch.Size(mesh).numel())
         assert found == [[]] * len(found), settings
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
+from fullshard.optim import owners
 from fullshard.optim.owner_optimizer import _flatten, _nested
 from quantised import StoredInt8, dequantise, quantise
 
@@ -114,18 +116,25 @@ def differing(model: nn.Module, reference: nn.Module, rounded: bool = False) -> 
     return [name for (name, p), theirs in pairs if not same(whole(p), theirs)]
 
 
-def differences(name: str, layout: Any, mesh: tuple[int, ...]) -> list[str]:
-    """Parameters that differ in any bit from those of one process; a scheduler changes the learning rate."""
+def differences(name: str, layout: Any, mesh: tuple[int, ...], batch: int | None = None) -> list[str]:
+    """Parameters that differ in any bit from those of one process; a scheduler changes the learning rate.
+
+    Args:
+        batch: bytes of whole parameters in a batch; None: all are in one.
+    """
     names = ("replicate", "shard")[-len(mesh) :]
     model = sharded(layout, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
     plain = build()
     pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
+    if batch is not None:
+        owners.BATCH = batch
     for module, optimizer in pairs:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(6):
             train(module, optimizer, range(step, step + 1))
             scheduler.step()
     assert [g["lr"] for g in pairs[0][1].param_groups] == [g["lr"] for g in pairs[1][1].param_groups]
+    assert batch is None or (len(batches_of(pairs[0][1])) > 1) is (name != "counts in place")
     return differing(model, plain)
 
 
@@ -136,6 +145,88 @@ def test_equals_one_process(run_ranks, layout, mesh):
     for name in CLASSES:
         found = run_ranks(differences, name, layout, mesh, world=torch.Size(mesh).numel())
         assert found == [[]] * len(found), name
+
+
+def batches_of(optimizer: Any) -> list[Any]:
+    """Those of the last new step."""
+    return [plan for plan in optimizer._plans.values() if hasattr(plan, "batches")][-1].batches
+
+
+class CountsInPlace(torch.optim.SGD):
+    """SGD with a learning rate that falls with a count in a tensor of each group, which parts of a step share."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad * (group["lr"] / float(group["count"])))
+
+
+CLASSES["counts in place"] = (CountsInPlace, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("rows", (2,)), ("flat", (3,)), ("rows", (2, 2))], ids=str)
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_batches_change_no_bit(run_ranks, layout, mesh):
+    for name in CLASSES:
+        found = run_ranks(differences, name, layout, mesh, 100, world=torch.Size(mesh).numel())
+        assert found == [[]] * len(found), name
+
+
+def order_of_a_step() -> list[str]:
+    """Exchanges as they begin and end, and steps of a batch's parameters between them."""
+    order: list[str] = []
+
+    class Noted(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            order.append(f"step {sum(p.grad is not None for g in self.param_groups for p in g['params'])}")
+            super().step()
+
+    class Work:
+        def __init__(self, work: Any, number: int) -> None:
+            self.work, self.number = work, number
+
+        def wait(self) -> None:
+            self.work.wait()
+            order.append(f"end {self.number}")
+
+    exchange, begun = dist.all_to_all_single, 0
+
+    def noted(*args: Any, **options: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        order.append(f"begin {begun}")
+        return Work(exchange(*args, **options), begun)
+
+    model = fullshard.fully_shard(nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]))
+    optimizer = fullshard.OwnerOptimizer(model.parameters(), Noted, lr=0.1)
+    owners.BATCH = 4 * WIDE * WIDE
+    set_gradients(model, 0)
+    optimizer.step()  # tries whether it may step in parts
+    order.clear()
+    begun = 0
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        optimizer.step()
+    return order
+
+
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_exchanges_are_under_way_while_a_batch_steps(run_ranks):
+    """Values are exchanges 1, 3 and 6, gradients 2, 4 and 7, results 5, 8 and 9: of three batches of a matrix each."""
+    for order in run_ranks(order_of_a_step, world=2):
+        assert order == [
+            *("begin 1", "end 1", "begin 2", "end 2"),  # of the first batch, one after another: less memory
+            *("begin 3", "begin 4", "step 1", "begin 5"),
+            *("end 3", "end 4", "begin 6", "begin 7", "step 1", "end 5", "begin 8"),
+            *("end 6", "end 7", "step 1", "end 8", "begin 9", "end 9"),
+        ]
 
 
 def split_over_two_axes() -> bool:

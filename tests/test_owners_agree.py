@@ -66,8 +66,17 @@ def error_of(case: str, kind: str, layout: str) -> str:
     model, last = sharded(layout), dist.get_rank() == dist.get_world_size() - 1
     listed = list(model.parameters())
     optimizer = KINDS[kind](listed[:-1] if last and case == "fewer parameters" else listed)
+    if case == "no gradient later":  # after all have stepped without this one, and with it
+        for lacking in (2, 1, None):
+            backward(model)
+            if lacking is not None:
+                model[lacking].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
     backward(model)
-    if last and case == "no gradient":
+    if case == "no gradient later":
+        model[1 if last else 2].weight.grad = None
+    elif last and case == "no gradient":
         model[1].weight.grad = None
     elif case == "whole gradient":
         model[1].weight.grad = torch.zeros(WIDE, WIDE)
@@ -86,6 +95,17 @@ def test_ranks_that_step_different_parameters_are_told(run_ranks, case, name, ki
     for words in run_ranks(error_of, case, kind, layout, world=3):
         assert words.startswith("DivergenceError") and "step different parameters" in words, words
         assert name in words and re.search(r"rank: +2\n", words), words
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cpu("an accelerator's host does not wait to compare them")
+@pytest.mark.gloo("exchanges pieces of different sizes")
+def test_ranks_that_step_different_known_parameters_are_told(run_ranks, kind, layout):
+    """Of the same sizes: exchanged for each other, the matrices would be wrong, silently."""
+    for words in run_ranks(error_of, "no gradient later", kind, layout, world=3):
+        assert words.startswith("DivergenceError") and "step different parameters" in words, words
+        assert "1.weight" in words and re.search(r"rank: +2\n", words), words
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])

@@ -178,10 +178,11 @@ def state_numel(way: str, elementwise: bool) -> tuple[int, int, int, int, list[i
     sent: list[int] = []
     replicas = trained[0].device_mesh.get_group(0)  # type: ignore[attr-defined]
 
-    def counted(out: Any, data: Any, out_splits: Any, splits: Any, group: Any) -> None:
+    def counted(out: Any, data: Any, out_splits: Any, splits: Any, **options: Any) -> Any:
+        group = options["group"]
         if group is replicas:
             sent.append(sum(splits))
-        exchange(out, data, out_splits, splits, group=group)
+        return exchange(out, data, out_splits, splits, **options)
 
     exchange = dist.all_to_all_single
     with mock.patch.object(dist, "all_to_all_single", counted):

@@ -85,10 +85,11 @@ def state_and_bytes(name: str, layout: str, shape: tuple[int, ...]) -> dict[str,
     sent = dict.fromkeys(("owners", "replicas", "owners, times", "replicas, times"), 0)
     exchange = dist.all_to_all_single
 
-    def counted(out: Any, data: Any, out_splits: Any, splits: Any, group: Any) -> None:
+    def counted(out: Any, data: Any, out_splits: Any, splits: Any, **options: Any) -> Any:
+        group = options["group"]
         sent[verbs[group]] += (sum(splits) - splits[dist.get_rank(group)]) * data.element_size()
         sent[f"{verbs[group]}, times"] += 1
-        exchange(out, data, out_splits, splits, group=group)
+        return exchange(out, data, out_splits, splits, **options)
 
     for _ in range(2):
         language(model, 1, SEQUENCE).backward()

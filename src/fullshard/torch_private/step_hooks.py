@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_ONE_AT_A_TIME = threading.Lock()  # global hooks belong to the process, and models may be loaded in several threads
+_ONE_AT_A_TIME = threading.RLock()  # global hooks belong to the process, and models may be loaded in several threads
 
 
 @contextmanager
