@@ -125,9 +125,9 @@ def differences(name: str, layout: Any, mesh: tuple[int, ...], batch: int | None
     names = ("replicate", "shard")[-len(mesh) :]
     model = sharded(layout, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
     plain = build()
-    pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
     if batch is not None:
         owners.BATCH = batch
+    pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
     for module, optimizer in pairs:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(6):
@@ -206,10 +206,10 @@ def order_of_a_step() -> list[str]:
         return Work(exchange(*args, **options), begun)
 
     model = fullshard.fully_shard(nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]))
-    optimizer = fullshard.OwnerOptimizer(model.parameters(), Noted, lr=0.1)
     owners.BATCH = 4 * WIDE * WIDE
+    optimizer = fullshard.OwnerOptimizer(model.parameters(), Noted, lr=0.1)
     set_gradients(model, 0)
-    optimizer.step()  # tries whether it may step in parts
+    optimizer.step()
     order.clear()
     begun = 0
     with mock.patch.object(dist, "all_to_all_single", noted):

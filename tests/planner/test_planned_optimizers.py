@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import ConfigError, MixedPrecisionPolicy, Plan, Strategy, comm_hooks, plan
 from fullshard.cli.main import main
-from fullshard.optim import replicas
+from fullshard.optim import owners, replicas
 
 owner_module = importlib.import_module("fullshard.optim.owner_optimizer")
 SEQUENCE = 24
@@ -154,8 +154,8 @@ def step_of_a_rank(name: str, layout: str, shape: tuple[int, ...], rank: int) ->
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     elsewhere = {"device_of": lambda group: torch.device("cpu", 0)}
-    owners, spread = (mock.patch.multiple(module, **elsewhere) for module in (owner_module, replicas))
-    with watch() as watched, owners, spread:
+    patched = [mock.patch.multiple(module, **elsewhere) for module in (owner_module, replicas)]
+    with watch() as watched, patched[0], patched[1]:
         model, (optimizer,), _ = trained(name, layout, shape)
         for step in range(2):
             language(model, 1, SEQUENCE).backward()
@@ -185,6 +185,45 @@ def test_state_of_elements_stays_with_offloaded_units():
     assert 0 < elements.owners.state <= counts and muon.owners.state <= counts
     here = planned("Muon", "rows", (2, 2), "cuda")
     assert here.owners.state > muon.owners.state and muon.owners.temporary > muon.sent["owners"]
+
+
+WIDE = 64
+
+
+def bytes_of_a_step(name: str, blocks: int) -> tuple[int, int]:
+    """The most that a step allocates besides, as allocated and as planned, with batches of four matrices' values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    owners.BATCH = 4 * 4 * WIDE * WIDE // (2 if name == "Muon" else 1)
+    make: Any = {"Muon": fullshard.Muon, "Adafactor": adafactor}[name]
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(blocks)])
+
+    def step(model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
+        return model(torch.zeros(micro_batch, WIDE)).sum()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with watch() as watched:
+        ours = fullshard.fully_shard(model())
+        optimizer = make(ours.parameters())
+        for number in range(3):
+            step(ours, 1, 1).backward()
+            with mark(str(number)):
+                optimizer.step()
+    dist.destroy_process_group()
+    best = plan(model, ranks=2, sequence=1, step=step, device="cpu", strategy=Strategy(), optimizer=make).best
+    assert best.owners is not None
+    return watched.windows["2"].peak - watched.windows["2"].start, best.owners.temporary
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_a_step_with_owners_takes_no_more_memory_with_more_batches(in_a_process, name):
+    """Of few batches, whatever the model: at most eight times the values of one (with a matrix' temporaries beside)."""
+    matrix = (2 if name == "Muon" else 4) * WIDE * WIDE
+    (small, planned_small), (large, planned_large) = (in_a_process(bytes_of_a_step, name, n) for n in (40, 80))
+    assert small == pytest.approx(large, rel=0.01) and large <= (8 * 4 + 4) * matrix
+    assert (planned_small, planned_large) == pytest.approx((small, large), rel=0.15)
 
 
 def test_a_list_of_optimizers_without_owners():

@@ -37,6 +37,7 @@ from .owners import (
     check_alike,
     check_gradient,
     cut_of,
+    fits_a_batch,
     in_turns,
     keep,
     ownership,
@@ -333,7 +334,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._ownerships: list[Ownership] = []  # see `ownerships`
         self._are_assigned = False  # whether parameters have owners
         self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
-        self._in_parts: bool | None = None  # see `_steps_in_parts`; None: not tried
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
@@ -344,6 +344,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._check_elements()
         else:
             self._check_coupling(settings)
+        self._in_parts = self._steps_in_parts()  # tried here: a step may be planned, on fake tensors
         for param in self._ordered():
             state = self._inner.state.get(param.whole)
             if state and any(isinstance(value, torch.Tensor) for value in leaves_in(state)):
@@ -367,7 +368,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         is_built = hasattr(self, "_inner")
         if is_built:
             self.share_state()
-            self._are_assigned, self._in_parts = False, None
+            self._are_assigned = False
             self._plans.clear()
         super().add_param_group(param_group)
         self._in_order = []
@@ -380,6 +381,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._inner.add_param_group({**_settings(group), "params": self._new_wholes(group)})
             if self.elementwise:
                 self._check_elements()
+            self._in_parts = self._steps_in_parts()
             self._copy_settings_back()
 
     @torch.no_grad()
@@ -694,7 +696,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             ):
                 by_number.setdefault(number, []).append(param)
         batches = [by_number[number] for number in sorted(by_number)]
-        if len(batches) < 2 or not self._steps_in_parts():
+        if len(batches) < 2 or not self._in_parts:
             batches = [list(stepped)]
         last = len(batches) - 1
         return [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
@@ -707,10 +709,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return self._by_kind([*values, *gradients]), self._by_kind(values)
 
     def _steps_in_parts(self) -> bool:
-        """Whether the inner optimizer may step some parameters at a time, with the same bits as all at once."""
-        if self._in_parts is None:
-            self._in_parts = steps_in_parts(self.optimizer_class, self._arguments, self.param_groups) is True
-        return self._in_parts
+        """Whether there is more than a batch, which the inner optimizer may step alone, with the same bits."""
+        if self.elementwise or fits_a_batch(param.tensor.numel() * param.tensor.itemsize for param in self._listed()):
+            return False
+        return steps_in_parts(self.optimizer_class, self._arguments, self.param_groups) is True
 
     def _spread(self, tensors: Sequence[tuple[_Param, torch.Tensor]]) -> None:
         """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.

@@ -318,6 +318,11 @@ def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
     return batches
 
 
+def fits_a_batch(nbytes: Iterable[int]) -> bool:
+    """Whether whole tensors of these sizes are in one batch, whoever owns them."""
+    return sum(nbytes) <= BATCH
+
+
 Finish = Callable[[], None]
 """Ends an exchange that is under way, and frees its memory. Called once."""
 
