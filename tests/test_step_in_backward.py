@@ -485,6 +485,22 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
 
 
+class CountsInPlace(torch.optim.SGD):
+    """SGD with a learning rate that falls with a count of each group, a tensor, which parts of a step share."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad * (group["lr"] / float(group["count"])))
+
+
 def refused() -> dict[str, str]:
     model, other = sharded(), sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -499,6 +515,7 @@ def refused() -> dict[str, str]:
         "unmeasured": lambda: loss_of(model, 0).backward(),
         "plain": lambda: fullshard.step_in_backward(plain),
         "together": lambda: fullshard.step_in_backward(prodigy),
+        "counts": lambda: fullshard.step_in_backward(CountsInPlace(other.parameters(), lr=0.1)),
         "view": lambda: fullshard.step_in_backward(torch.optim.SGD(fullshard.optimizer_view(other))),
         "owners": lambda: fullshard.step_in_backward(
             fullshard.OwnerOptimizer(other.parameters(), torch.optim.Adafactor)
@@ -532,6 +549,7 @@ def refused() -> dict[str, str]:
 @pytest.mark.gloo("processes")
 def test_what_it_refuses(run_ranks):
     for errors in run_ranks(refused, world=2):
+        assert "counts steps in place" in errors["counts"]
         assert "already step in backward" in errors["twice"] and "remove()" in errors["twice"]
         assert "needs an optimizer" in errors["model"] and "computes gradients" in errors["closure"]
         assert "max_norm is out of range" in errors["a bool"]

@@ -21,7 +21,7 @@ from ..torch_private.step_hooks import needs_closure, step_part
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
 from .guard import check_parameters
 from .owner_optimizer import OwnerOptimizer
-from .probe import treats_elements, treats_parameters
+from .probe import steps_in_parts, treats_elements, treats_parameters
 from .state_file import AFTER_STEP_KEY
 from .undo import StepUndo
 from .worker import StepWorker, check_threads
@@ -420,6 +420,8 @@ def _why_not(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
         reason, remedy = "which has no sharded parameters", "build it from model.parameters() after fully_shard"
     elif treats_parameters(kind, optimizer.defaults, groups) is False:
         reason = "whose step of a parameter depends on other parameters"
+    elif steps_in_parts(kind, optimizer.defaults, groups) is False:
+        reason = "which counts steps in place, or only where there are gradients, so that parts of a step count apart"
     return (reason, remedy) if reason else None
 
 

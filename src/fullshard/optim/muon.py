@@ -47,7 +47,8 @@ class Muon(torch.optim.Optimizer):
 
     The momentum is sharded, so its checkpoints load on any number of ranks. In each step, every matrix is assembled on
     one rank, its owner, which orthogonalizes it; owners are balanced over all matrices. A rank sends its pieces to the
-    owners and receives the results, both in bfloat16 and without padding: 4 bytes per element of its shards. On a mesh
+    owners and receives the results, both in bfloat16 and without padding: 4 bytes per element of its shards. That
+    happens in batches of 16 MiB for each owner, of which the exchanges run while another is orthogonalized. On a mesh
     (replicate, shard) owners are the ranks of both axes: of R replicas, each assembles only the matrices that its ranks
     own, and sends the results, as shards, to the others, 2 (R - 1) / R bytes per element. `DTensor`s that are split
     over two mesh axes (tensor parallelism) are gathered on all ranks instead. Steps are collective: ranks must have

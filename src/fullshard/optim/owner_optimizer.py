@@ -268,8 +268,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     Each parameter is assembled on one rank, its owner, and `optimizer_class` steps it there, as in a single process.
     Owners are balanced by number of elements. In a step, owners receive the pieces of parameters and gradients and send
-    back the new values, without padding: 12 bytes per float32 element of a rank's shards. During a step, a rank needs
-    additional memory of three times its shards of parameters, and what `optimizer_class` needs.
+    back the new values, without padding: 12 bytes per float32 element of a rank's shards. That happens in batches of 16
+    MiB for each owner, of which the exchanges run while another steps: a rank needs additional memory of eight batches,
+    and what `optimizer_class` needs. An optimizer whose steps of some parameters at a time are not, bit for bit, one
+    step (tried once on small tensors) steps all at once: then it is three times the rank's shards of parameters.
 
     On a mesh (replicate, shard) owners are the ranks of both axes, so that no step is repeated and no state is held
     twice: a replica assembles only the parameters that its ranks own, and sends their new values, as shards, to the
