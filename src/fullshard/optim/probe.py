@@ -127,7 +127,9 @@ def _at_once(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 def _in_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Step the last parameter first, so that it is the first of its group; a second group is empty."""
     if len(optimizer.param_groups) == 1:
-        optimizer.add_param_group({**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(2, 2))]})
+        optimizer.add_param_group(
+            {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(2, 2, device="cpu"))]}
+        )
     for parameter in reversed(parameters):
         step_part(optimizer, [parameter])
         parameter.grad = None
