@@ -416,7 +416,7 @@ def time_table(rounds: int) -> list[str]:
     rates = Rates(**result["rates"])
     lines = [
         f"Rates as measured: {rates.flops / 1e9:.1f} GFLOP/s; gathers {rates.bandwidth / 1e6:,.0f} MB/s, reductions "
-        f"{rates.of('reduce', 0) / 1e6:,.0f} MB/s, {rates.large:.2f} of it in large buffers; latency "
+        f"{(rates.reduce or rates.bandwidth) / 1e6:,.0f} MB/s, {rates.large:.2f} of it in large buffers; latency "
         f"{rates.latency * 1e6:.0f} us; copies {rates.copy / 1e9:.1f} GB/s; overlap {rates.overlap:.2f}.",
         "",
         "| strategy | planned, ms | measured, ms | planned place | measured place |",
