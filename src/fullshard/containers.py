@@ -91,6 +91,12 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, borrowed
     return _rebuilt(value, changes)
 
 
+def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of `value` with `fn` applied to all of its leaves, those of other types than tensors included."""
+    items = _items(value)
+    return fn(value) if items is None else _rebuilt(value, {key: map_leaves(fn, item) for key, item in items})
+
+
 def map_own(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`map_tensors` for an argument as passed: only tensors and tensors in tuples; other containers are the user's."""
     if isinstance(value, torch.Tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +15,11 @@ from ..errors import ConfigError
 from ..forms import Member, owner_of
 from ..names import size
 from ..optim import OwnerOptimizer
-from ..runtime import explain, runners_in
+from ..runtime import bytes_asked, explain, is_out_of_memory, runners_in
 from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
 from .planner.live import plan_changes
+from .planner.messages import in_few_words
 from .planner.optimizer import as_list
 from .planner.profile import Step
 
@@ -111,14 +114,13 @@ def explain_memory(
     *,
     build: nn.Module | Callable[[], nn.Module] | None = None,
     step: Step | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     micro_batch: int | None = None,
     sequence: int = 1,
 ) -> str:
     """Describe in one paragraph what uses this rank's memory now, and how much each possible change would free.
 
-    If an allocation fails in a forward or a backward, its error has this paragraph as a note. If one fails in the
-    optimizer's step, catch the error:
+    Call it where an allocation failed, and the paragraph also says what was asked:
 
         except torch.OutOfMemoryError:
             print(fullshard.explain_memory(model, optimizer))
@@ -126,24 +128,29 @@ def explain_memory(
 
     Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
-    What changes would free is computed from what is held now: gathered units by the engine's account; for more ranks,
-    the layouts on that many ranks; half of the activations, whose shapes are not known. With `build` and `step`, as for
-    `fullshard.plan`, each change is planned, and the figures are those of the peak of a step:
-
-        print(fullshard.explain_memory(model, optimizer, build=build, step=step, batch=8, sequence=2048))
+    What changes would free is planned (see `fullshard.plan`) for the model as it is sharded, and is that of the peak of
+    a step: a forward with inputs of the shapes of the last one that built a graph, and the backward of the losses that
+    it returns, or else of all outputs. Hooks on modules other than torch's own are left out, and compiled modules run
+    as they are written. Nothing is communicated, and nothing allocated on the device; it takes as long as the model's
+    Python code for some steps. Where a step cannot be planned, the paragraph says why, and what changes would free is
+    read off what is held now: gathered units by the engine's account, more ranks by their layouts, and half of the
+    activations.
 
     Args:
-        model: a sharded model, or a part of one, of which only that part is counted. With `build`, the root.
+        model: the root; of a part of a model only that part is counted, and nothing planned.
         optimizer: the model's optimizer, or several, whose state is counted; None: not counted.
-        build: the function that built the model, or such a model, not sharded; None: changes are not planned.
-        step, batch, sequence: see `fullshard.plan`.
-        micro_batch: sequences of a forward; None: `batch`.
+        build: plan this model in place of a copy of `model`: see `fullshard.plan`.
+        step: plan this step: see `fullshard.plan`.
+        batch: sequences of an optimizer step, over all micro-batches; None: one micro-batch.
+        micro_batch: sequences of a forward; None: `batch`, or as many as in the last forward.
+        sequence: passed to `step`.
 
     Returns:
         The paragraph.
 
     Raises:
-        ConfigError: the model has no units, or an argument is of a different class; or see `fullshard.plan`.
+        ConfigError: the model has no units, or an argument is of a different class; with `build` or `step` also what
+            `fullshard.plan` raises.
     """
     optimizers = [] if optimizer is None else as_list(optimizer)
     _check_arguments("explain_memory", model, optimizers)
@@ -155,16 +162,23 @@ def explain_memory(
             got=type(model).__name__,
             remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
         )
-    planned = None
-    if build is not None:
-        how = {"batch": batch, "micro_batch": batch if micro_batch is None else micro_batch, "sequence": sequence}
+    planned, why = None, None
+    how: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
+    try:
         _, changes = plan_changes(model, optimizer, build, step=step, **how)
         planned = [(saved, words) for words, saved in changes.items() if saved > 0]
+    except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
+        if build is not None or step is not None:
+            raise
+        why = in_few_words(error)
+    failed = sys.exception()
     return explain(
         runners,
         sum(memory_use(model, each).optimizer for each in optimizers) if optimizers else None,
+        bytes_asked(str(failed)) if failed is not None and is_out_of_memory(failed) else None,
         optimizer_is_sharded=not any(isinstance(each, OwnerOptimizer) for each in optimizers),
         planned=planned,
+        why=why,
     )
 
 

@@ -1,8 +1,9 @@
 """Decides when things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
-from .copy import copy_module, deepcopy_module, pickling_error
+from .copy import copy_module, copy_unsharded, deepcopy_module, pickling_error, without_units
+from .inputs import Inputs, OtherInput, TensorInput
 from .noticed import install as notice_torch
-from .out_of_memory import explain
+from .out_of_memory import bytes_asked, explain, is_out_of_memory
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
@@ -30,17 +31,23 @@ from .units import (
 __all__ = [
     "RUNNER_KEY",
     "InFlight",
+    "Inputs",
+    "OtherInput",
     "Phase",
     "PrefetchSettings",
     "Root",
     "Runner",
+    "TensorInput",
     "UnitSettings",
     "all_roots",
+    "bytes_asked",
     "copy_module",
+    "copy_unsharded",
     "deepcopy_module",
     "explain",
     "find_root",
     "is_managed",
+    "is_out_of_memory",
     "is_unit",
     "left_alone",
     "left_alone_by_all",
@@ -57,4 +64,5 @@ __all__ = [
     "shown_part",
     "take_over_replaced",
     "unit_of",
+    "without_units",
 ]

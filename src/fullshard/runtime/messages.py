@@ -361,6 +361,7 @@ def memory_in_words(
     ranks: int,
     saved: int,
     planned: Sequence[tuple[int, str]] | None,
+    why: str | None,
 ) -> str:
     """One paragraph on what holds memory, and a line for each change that frees some.
 
@@ -374,11 +375,12 @@ def memory_in_words(
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
         planned: bytes that each change frees, and its description; None: estimated from what is held now.
+        why: why nothing is planned; None, and nothing is planned: it was not tried.
     """
-    why = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
+    reasons = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
     words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
     parts = [
-        f"{size(sum(nbytes for _, nbytes in units))} in units {why[kind]} ({some([name for name, _ in units])})"
+        f"{size(sum(nbytes for _, nbytes in units))} in units {reasons[kind]} ({some([name for name, _ in units])})"
         for kind, units in gathered.items()
         if units
     ]
@@ -406,7 +408,7 @@ def memory_in_words(
         (saved, f"shards over {2 * ranks} ranks in place of {ranks}"),
         (state, "CPUOffloadPolicy()"),
     ]
-    title = "What changes would free, the smallest change first:"
+    title = "What changes would free now, the smallest change first:"
     if planned is not None:
         changes, title = list(planned), "What changes would free at the peak of a step (fullshard.plan):"
     elif rest:
@@ -416,7 +418,12 @@ def memory_in_words(
         for nbytes, change in changes
         if nbytes
     ]
-    return "\n".join([" ".join(words), title, *lines])
+    words += [f"A step could not be planned ({why})."] if why else []
+    more = [] if planned is not None or why else [_PLANS]
+    return "\n".join([" ".join(words), title, *lines, *more])
+
+
+_PLANS = "Of the peak of a whole step (planned; takes seconds): fullshard.explain_memory(model, optimizer)."
 
 
 def some(names: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ def explain(
     *,
     optimizer_is_sharded: bool = True,
     planned: Sequence[tuple[int, str]] | None = None,
+    why: str | None = None,
 ) -> str:
     """Describe what holds memory, and how much each change would free, the smallest change first.
 
@@ -49,6 +50,7 @@ def explain(
         optimizer_is_sharded: whether the state is split like the parameters, not whole on owners.
         planned: bytes that each change frees at the peak of a step, and its description; None: estimated from what is
             held now.
+        why: why nothing is planned; None, and nothing is planned: it was not tried.
     """
     kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
     for runner in runners:
@@ -80,6 +82,7 @@ def explain(
         ranks=ranks,
         saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
         planned=planned,
+        why=why,
     )
 
 

@@ -23,6 +23,7 @@ from ..torch_private.profiler import recording
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
 from .additions import Additions
 from .attached import check_units as check_attached_units
+from .inputs import Inputs
 from .kept_graph import refuse_second_derivatives
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
 from .phases import Happening, Phase
@@ -97,6 +98,7 @@ class Root:
     Attributes:
         pass_top: the unit whose forward began the current pass.
         pass_grad: whether that pass builds a graph.
+        inputs, shapes: of the root's last forward that built one, and the shapes among them; None before the first.
         backward: the current backward, or the last one if it was broken off.
         guide: accompanies passes: with comparisons between ranks, or with the order of units that ranks share.
         stale: finds units that stayed gathered although their weights changed.
@@ -124,6 +126,8 @@ class Root:
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
+        self.inputs: Inputs | None = None
+        self.shapes: list[torch.Size | None] | None = None
         self.traces = Traces()
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..agreement import arrive
+from ..containers import NONES
 from ..shard import State, Unit, refuse_meta, refuse_parked, settle
 from ..watcher import GATHER, REGATHER
 from .call import Forward
+from .inputs import inputs_of
 from .kept_graph import keep_from, keep_until, stays
 from .messages import not_while_it_runs, prefetches_another_model, root_is_gone
 from .outputs import FirstGradient, Leftovers
@@ -29,6 +32,7 @@ from .usual import plan_usual_step
 
 H = Happening
 SHARDED, GATHERING, GATHERED = State
+_SHAPE = repeat("shape")
 
 
 class Runner:
@@ -103,7 +107,7 @@ class Runner:
 
     # The moments: forward.
 
-    def before_forward(self, forward: Forward) -> None:
+    def before_forward(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Open the unit for the forward, or a method, of one of its modules; a pass may begin with it."""
         root = self.root
         if root is None:
@@ -111,6 +115,13 @@ class Runner:
         recomputing = root.backward is not None and root.in_backward
         if not recomputing and root.pass_top is None:
             root.begin_forward(self)
+            if self.is_top and root.pass_grad:
+                try:
+                    shapes = [*map(getattr, [*args, *kwargs.values()], _SHAPE, NONES)]
+                    if shapes != root.shapes or None in shapes:
+                        root.shapes, root.inputs = shapes, inputs_of(args, kwargs, self.settings.axes.device.type)
+                except Exception:  # of an argument that is no plain tensor: what is kept is for explanations only
+                    root.shapes = root.inputs = None
         self.forwards.append(forward)
         self.happens(H.REENTER if recomputing else H.ENTER)
 

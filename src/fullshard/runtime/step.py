@@ -93,7 +93,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         else:
             root.prefetch(depth)
     else:
-        runner.before_forward(forward)
+        runner.before_forward(forward, args, kwargs)
     plain = not kwargs and [*map(type, args)] == _ONE_TENSOR
     if not plain:
         forward.borrowed = borrowed_from(args, kwargs)

@@ -18,7 +18,18 @@ from torch import nn
 from ...comm import DONE, Comm, HookComm, Pending, TorchComm
 from ...forms import with_parts
 from ...mesh import Axis, MeshAxes, ShardPlacementResult
-from ...shard import BuildSettings, Found, GradState, Home, ReduceSettings, Unit, build_unit, find_parameters
+from ...shard import (
+    BuildSettings,
+    Found,
+    GradState,
+    Home,
+    ReduceSettings,
+    Unit,
+    build_unit,
+    find_parameters,
+    find_shared,
+    show_shared,
+)
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from .profile import HOST, Tracker
@@ -210,10 +221,15 @@ def build_units(
     built: dict[str, Unit] = {}
     by_module: dict[int, Unit] = {}
     taken: set[int] = set()
+
+    def unit_of(module: nn.Module) -> Unit | None:
+        return by_module.get(id(module))
+
     for path, strategy in units.items():
         module = outline.get_submodule(path)
-        parameters = find_parameters([module], lambda inner: by_module.get(id(inner)), taken)
+        parameters, shared = (find([module], unit_of, taken) for find in (find_parameters, find_shared))
         built[path] = by_module[id(module)] = build_unit(parameters, settings(strategy))
+        show_shared(shared)
     return built
 
 

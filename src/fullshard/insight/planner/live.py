@@ -1,25 +1,29 @@
-"""Plans changes of a model that is sharded already: its strategy is read from its units, its model is built anew.
+"""Plans changes of a model that is sharded already: its strategy is read from its units.
 
-A sharded model cannot be profiled itself: its modules gather their units, which fake tensors cannot. So the program
-passes the function that built it, and the `step` that `fullshard.plan` takes.
+A sharded model cannot be profiled itself: its modules gather their units, which fake tensors cannot. So an unsharded
+copy on meta is planned, and the step is a forward with inputs like the last ones, and a backward of what it returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...api.wrapping import CustomPolicy
+from ...containers import leaves_in, map_leaves, tensors_in
+from ...errors import FullshardError
 from ...forms import owner_of as unit_of
-from ...names import clean_name
+from ...names import plain_name
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
-from ...runtime import Runner
+from ...runtime import Inputs, OtherInput, Runner, TensorInput, copy_unsharded, runner_of, without_units
 from ...shard import settings_of
 from ..describe import named_runners
 from . import messages
@@ -32,24 +36,27 @@ from .strategy import Strategy, node_size
 def plan_changes(
     model: nn.Module,
     optimizer: Optimizers | None,
-    build: nn.Module | Callable[[], nn.Module],
+    build: nn.Module | Callable[[], nn.Module] | None = None,
     *,
-    batch: int,
-    micro_batch: int,
-    sequence: int,
-    step: Step | None,
+    step: Step | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    sequence: int = 1,
 ) -> tuple[Plan, dict[str, int]]:
     """The plan of a sharded model as it is, and the bytes that changes free at the peak of a step; negative: it grows.
 
     Args:
         model: the root.
         optimizer: those that step it; None: no state, and no temporary memory.
-        build: see `fullshard.plan`: the same model, not sharded.
-        batch, sequence, step: see `fullshard.plan`.
-        micro_batch: sequences of a forward.
+        build: see `fullshard.plan`: the same model, not sharded; None: an unsharded copy of `model`.
+        step: see `fullshard.plan`; None: a forward like the root's last one that built a graph, and the backward of
+            the losses that it returned, or else of all outputs.
+        batch: sequences of a rank and optimizer step; None: `micro_batch`.
+        micro_batch: sequences of a forward; None: `batch`, or else as many as in that forward.
+        sequence: see `fullshard.plan`.
 
     Raises:
-        ConfigError: see `fullshard.plan`; or `build` makes another model.
+        ConfigError: see `fullshard.plan`; `build` makes another model; or there was no such forward.
     """
     units = dict(named_runners(model))
     root = units.get("")
@@ -57,45 +64,112 @@ def plan_changes(
         root = next(iter(units.values()))
     axes = root.settings.axes
     device = "cpu" if axes.shard.backend == "gloo" else "cuda"
-    make = _maker(model, optimizer)
-    planner = Planner(build, step, root.settings.policy, make, device)
-    _check_same(model, planner.model)
-    base = _strategy(units, root, planner.model, micro_batch)
+    if step is None and (build is None or _inputs(model) is not None):
+        step = _Again(_inputs(model))
+        micro_batch = micro_batch or batch or step.size
+    micro_batch = micro_batch or batch or 1
+    batch = batch or micro_batch
+    built: Any = build
+    if build is None:
+        try:
+            copies = copy_unsharded(model)
+        except NotImplementedError as error:
+            raise messages.not_copied(error) from error
+        built = copies[id(model)]
+    tensor = [m.split.mesh.size() for runner in units.values() for m in runner.unit.members if m.split is not None]
+    make = _maker(model, optimizer) if not tensor else _maker_of_shards(optimizer)
+    planner = Planner(built, step, root.settings.policy, make, device, meshes=_meshes(units, root))
+    planner.tensor = max(tensor, default=1)  # the model is split already
+    if build is not None:
+        _check_same(model, planner.model)
+        copies = {
+            id(module): planner.model.get_submodule(path)
+            for path, runner in units.items()
+            for module in runner.modules[:1]
+        }
+    chosen = _Chosen(units, copies)
+    base = _strategy(chosen, root, micro_batch)
     ranks = axes.world
+    sequences: int = batch
 
     def planned(strategy: Strategy, world: int = ranks) -> Plan:
-        strategy.check(world, batch)
-        return planner.plan(strategy, world, batch, sequence, node_size(None, world))
+        strategy.check(world, sequences)
+        return planner.plan(strategy, world, sequences, sequence, node_size(None, world))
 
-    now = planned(base)
-    peaks = {words: planned(strategy).peak for words, strategy in _smaller(base, units, planner.model).items()}
-    peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
+    with without_units(model):
+        now = planned(base)
+        peaks = {}
+        for words, strategy in _smaller(base, chosen).items():
+            with contextlib.suppress(FullshardError):  # a change that this model cannot make
+                peaks[words] = planned(strategy).peak
+        peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
     saved = {words: now.peak - peak for words, peak in peaks.items()}
     return now, dict(sorted(saved.items(), key=lambda change: change[1]))
 
 
-def _strategy(units: Mapping[str, Runner], root: Runner, built: nn.Module, micro_batch: int) -> Strategy:
-    """The strategy of live units."""
-    settings = root.settings
-    kept = next((runner.unit.kept_axis.size for runner in units.values() if runner.unit.kept_axis is not None), None)
-    first = next(bucket for runner in units.values() for bucket in runner.unit.buckets)
-    return Strategy(
-        replicate=settings.axes.copies,
-        layout=settings_of(first).layout,
-        reshard_after_forward=True if kept is None else kept,
-        prefetch=_prefetch(root),
-        micro_batch=micro_batch,
-        offload=first.home is not None,
-        units=_policy(units, built, {}),
-        mp_policy=settings.policy,
-    )
+def _inputs(model: nn.Module) -> Inputs | None:
+    """Those of the last forward, if `model` is the root's module."""
+    runner = runner_of(model)
+    return runner.root.inputs if runner is not None and runner.root is not None and runner.is_top else None
 
 
-def _policy(units: Mapping[str, Runner], built: nn.Module, changes: Mapping[str, Any]) -> CustomPolicy:
-    """A policy that makes the same modules of `built` units, with these arguments changed."""
-    chosen: dict[int, dict[str, Any]] = {}
-    for path, runner in units.items():
-        if path and runner.unit.buckets:
+class _Again:
+    """A step with inputs like those of the last forward.
+
+    Attributes:
+        size: their sequences: the first tensor's first dim.
+
+    Raises:
+        ConfigError: there was no forward, or one with inputs of other kinds.
+    """
+
+    def __init__(self, inputs: Inputs | None) -> None:
+        if inputs is None:
+            raise messages.no_forward_yet()
+        leaves = list(leaves_in((inputs.args, inputs.kwargs)))
+        others = [leaf.kind for leaf in leaves if isinstance(leaf, OtherInput)]
+        if others:
+            raise messages.inputs_of_other_kinds(others)
+        self._inputs = inputs
+        shapes = [leaf.shape for leaf in leaves if isinstance(leaf, TensorInput) and leaf.shape]
+        self.size = int(shapes[0][0]) if shapes and shapes[0][0] else 1
+
+    def __call__(self, model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorInput):
+                return leaf
+            first = [micro_batch] if leaf.shape[:1] == (self.size,) else leaf.shape[:1]
+            shape = (*first, *leaf.shape[1:])
+            return torch.zeros(shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad, device="cpu")
+
+        inputs = self._inputs
+        args, kwargs = map_leaves(made, inputs.args), map_leaves(made, inputs.kwargs)
+        with nullcontext() if inputs.autocast is None else torch.autocast("cpu", inputs.autocast):
+            output = model(*args, **kwargs)
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
+        if not losses:
+            raise ValueError("no output needs a gradient")
+        return sum([loss.sum() for loss in losses[1:]], losses[0].sum())
+
+
+class _Chosen:
+    """The units below the root, and the modules of the model that is planned.
+
+    Args:
+        units: by path; the root is "".
+        modules: by id of the sharded model's.
+    """
+
+    def __init__(self, units: Mapping[str, Runner], modules: Mapping[int, nn.Module]) -> None:
+        self.units = units
+        self.blocks = [runner for path, runner in units.items() if path and runner.unit.buckets]
+        self._modules = modules
+
+    def policy(self, **changes: Any) -> CustomPolicy:
+        """A policy that makes the same modules units, with these arguments of `fully_shard` changed."""
+        chosen: dict[int, dict[str, Any]] = {}
+        for runner in self.blocks:
             own: dict[str, Any] = {
                 "mp_policy": runner.settings.policy,
                 "layout": settings_of(runner.unit.buckets[0]).layout,
@@ -103,36 +177,66 @@ def _policy(units: Mapping[str, Runner], built: nn.Module, changes: Mapping[str,
             }
             if runner.settings.reshard_after_forward is False:
                 own["reshard_after_forward"] = False
-            chosen[id(built.get_submodule(path))] = {**own, **changes}
-    return CustomPolicy(lambda module: chosen.get(id(module), False))
+            for module in runner.modules:
+                if id(module) in self._modules:
+                    chosen[id(self._modules[id(module)])] = {**own, **changes}
+        return CustomPolicy(lambda module: chosen.get(id(module), False))
+
+
+def _strategy(chosen: _Chosen, root: Runner, micro_batch: int) -> Strategy:
+    """The strategy of live units."""
+    settings, runners = root.settings, chosen.units.values()
+    kept = next((runner.unit.kept_axis.size for runner in runners if runner.unit.kept_axis is not None), None)
+    first = next(bucket for runner in runners for bucket in runner.unit.buckets)
+    return Strategy(
+        replicate=settings.axes.copies,
+        layout=settings_of(first).layout,
+        reshard_after_forward=True if kept is None else kept,
+        prefetch=_prefetch(root),
+        micro_batch=micro_batch,
+        offload=first.home is not None,
+        units=chosen.policy(),
+        mp_policy=settings.policy,
+    )
 
 
 def _prefetch(runner: Runner) -> int:
     return max(runner.settings.prefetch.forward, runner.settings.prefetch.backward)
 
 
-def _smaller(base: Strategy, units: Mapping[str, Runner], built: nn.Module) -> dict[str, Strategy]:
+def _smaller(base: Strategy, chosen: _Chosen) -> dict[str, Strategy]:
     """Strategies that may need less memory, by what has to change in the program."""
     changes = {}
-    blocks = [runner for path, runner in units.items() if path and runner.unit.buckets]
-    if any(map(_prefetch, blocks)) or base.prefetch:
-        changes["prefetch=0"] = dataclasses.replace(base, prefetch=0, units=_policy(units, built, {"prefetch": 0}))
-    keeps = any(runner.settings.reshard_after_forward is False for runner in blocks)
+    if any(map(_prefetch, chosen.blocks)) or base.prefetch:
+        changes["prefetch=0"] = dataclasses.replace(base, prefetch=0, units=chosen.policy(prefetch=0))
+    keeps = any(runner.settings.reshard_after_forward is False for runner in chosen.blocks)
     if keeps or base.reshard_after_forward is not True:
-        policy = _policy(units, built, {"reshard_after_forward": True})
+        policy = chosen.policy(reshard_after_forward=True)
         changes["reshard_after_forward=True"] = dataclasses.replace(base, reshard_after_forward=True, units=policy)
     if base.micro_batch % 2 == 0:
         halved = dataclasses.replace(base, micro_batch=base.micro_batch // 2)
         changes["half the micro-batch, and twice as many of them"] = halved
-    if blocks:
+    if chosen.blocks:
         changes["activation checkpointing of the units"] = dataclasses.replace(base, checkpointing=True)
     if not base.offload:
         changes["CPUOffloadPolicy()"] = dataclasses.replace(base, offload=True)
     return changes
 
 
+def _meshes(units: Mapping[str, Runner], root: Runner) -> dict[str, tuple[int, int]]:
+    """How parameters are split that are on another mesh than the root, by name."""
+    own = root.settings.axes
+    return {
+        plain_name(member.name): (bucket.axes.shard.size, bucket.axes.copies)
+        for runner in units.values()
+        for bucket in runner.unit.buckets
+        if (bucket.axes.shard.size, bucket.axes.copies) != (own.shard.size, own.copies)
+        for member in bucket.members
+    }
+
+
 def _check_same(model: nn.Module, built: nn.Module) -> None:
-    ours, theirs = ({clean_name(name) for name, _ in each.named_parameters()} for each in (model, built))
+    ours, theirs = ({plain_name(name) for name, _ in each.named_parameters()} for each in (model, built))
     if ours != theirs and not any(name.endswith("_flat_param") for name in ours):
         raise messages.another_model(sorted(ours ^ theirs))
 
@@ -140,21 +244,36 @@ def _check_same(model: nn.Module, built: nn.Module) -> None:
 def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any]:
     """A function that makes optimizers with the settings of these for the named parameters of a model."""
     live = [] if optimizers is None else as_list(optimizers)
-    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
 
     def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-        by_name = dict(named_parameters)
+        by_name = {plain_name(name): parameter for name, parameter in named_parameters}
         made = []
         for optimizer in live:
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
                 inside = [name for parameter in group["params"] for name in _names_in(parameter, names)]
-                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                groups.append({**settings, "params": [by_name[name] for name in inside if name in by_name]})
+                groups.append({**_settings_of(group), "params": [by_name[name] for name in inside if name in by_name]})
             made.append(_like(optimizer, [group for group in groups if group["params"]]))
         return made
 
     return make
+
+
+def _maker_of_shards(optimizers: Optimizers | None) -> Callable[..., Any]:
+    """The same for a list of parameters, which plans of tensor parallelism have: all in the first group."""
+    live = [] if optimizers is None else as_list(optimizers)[:1]
+
+    def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [
+            _like(optimizer, [{**_settings_of(optimizer.param_groups[0]), "params": parameters}]) for optimizer in live
+        ]
+
+    return make
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
@@ -162,7 +281,7 @@ def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
     if (unit := unit_of(parameter)) is not None:
         for tensor, bucket, members in views_of(unit):
             if tensor is parameter:
-                return [bucket.members[index].name for index in members]
+                return [plain_name(bucket.members[index].name) for index in members]
     return [names[id(parameter)]] if id(parameter) in names else []
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import ConfigError
 
+MOST_CHARACTERS = 160
+"""Of a reason in a paragraph."""
+
 
 def not_positive(name: str, value: object, least: int = 1) -> ConfigError:
     kind = "a positive integer" if least else "an integer of at least 0"
@@ -92,6 +95,29 @@ def another_model(names: list[str]) -> ConfigError:
         parameter=", ".join(names[:3]),
         expected="the function that built the model, before it was sharded",
     )
+
+
+def no_forward_yet() -> ConfigError:
+    return ConfigError(
+        "explain_memory(): this is not the root, or it was not called with gradients yet.",
+        remedy="call the root first, or pass step=",
+    )
+
+
+def inputs_of_other_kinds(kinds: Sequence[str]) -> ConfigError:
+    return ConfigError(f"explain_memory(): inputs of class {', '.join(kinds[:3])} are not known.", remedy="pass step=")
+
+
+def not_copied(error: Exception) -> ConfigError:
+    return ConfigError(f"explain_memory(): there is no unsharded copy: {error}.", remedy="pass build=")
+
+
+def in_few_words(error: Exception) -> str:
+    """Why something cannot be planned, in a line: what the model's code raised, or what `plan` refused."""
+    cause = error.__cause__ if isinstance(error, ConfigError) and error.__cause__ is not None else error
+    line = next(iter(str(cause).splitlines()), "").rstrip(".")
+    text = line.removeprefix("explain_memory(): ") if cause is error else f"{type(cause).__name__}: {line}"
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 def owners_beside(what: str) -> ConfigError:

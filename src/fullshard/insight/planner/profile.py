@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from ...forms import as_gathered, is_extension, with_parts
+from ...forms import Place, as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
+from ...torch_private.autograd_task import inside_backward
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
@@ -121,6 +122,7 @@ def profile(
     modules = {path: model.get_submodule(path) for path in units}
     parameters: dict[str, list[nn.Parameter]] = {}  # of each unit, without those of units inside it
     dtypes: dict[int, torch.dtype] = {}  # by id of the parameter
+    reduced: dict[int, torch.dtype | None] = {}  # in which its gradient is
     policies: dict[int, MixedPrecisionPolicy] = {}
     for path, module in modules.items():
         inner = [m for p, m in modules.items() if p and p != path and (not path or p.startswith(path + "."))]
@@ -128,12 +130,13 @@ def profile(
         named = [(name, p) for name, p in module.named_parameters() if id(p) not in inner_parameters]
         parameters[path] = [parameter for _, parameter in named]
         for name, parameter in named:
-            dtype = policy_of(name, parameter, units[path]).param_dtype
+            policy = policy_of(name, parameter, units[path])
+            dtype, reduced[id(parameter)] = policy.param_dtype, policy.reduce_dtype
             policies[id(parameter)] = units[path]
             dtypes[id(parameter)] = dtype if dtype and parameter.is_floating_point() else parameter.dtype
     alone = mesh_without_group((1,))  # made of values: not on fake tensors
     with fake_tensors(), _faked(model, dtypes, policies, alone) as fakes:
-        own = {path: [fakes[id(p)] for p in of_unit] for path, of_unit in parameters.items()}
+        own = {path: [(fakes[id(p)], reduced[id(p)]) for p in of_unit] for path, of_unit in parameters.items()}
         for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
             tracker = Tracker([part for fake in fakes.values() for part in plain_tensors(fake)], tensor_parallel)
             recorder = _Recorder(tracker, own)
@@ -174,14 +177,13 @@ def _faked(
         alone: a mesh of one rank.
     """
     fakes: dict[int, torch.Tensor] = {}
-    places: list[tuple[nn.Module, Any, str, torch.Tensor]] = [
-        (module, table, name, tensor)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    for module, table, name, tensor in places:
+    places: list[tuple[nn.Module, Callable[[Any], object], torch.Tensor]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            places += [(module, Place(module, name).show, parameter)] if parameter is not None else []
+        for name, buffer in module._buffers.items():
+            places += [(module, partial(module._buffers.__setitem__, name), buffer)] if buffer is not None else []
+    for module, show, tensor in places:
         if id(tensor) not in fakes:
             dtype = dtypes.get(id(tensor), tensor.dtype)
             fake: Any
@@ -196,12 +198,12 @@ def _faked(
                 fake = DTensor.from_local(fake, mesh, placements, run_check=False, shape=shape, stride=stride)
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
-        table[name] = fakes[id(tensor)]
+        show(fakes[id(tensor)])
     try:
         yield fakes
     finally:
-        for _, table, name, tensor in places:
-            table[name] = tensor
+        for _, show, tensor in places:
+            show(tensor)
 
 
 SENT = {
@@ -306,10 +308,13 @@ class _Recorder:
 
     Args:
         tracker: counts bytes.
-        parameters: by unit, without those of units inside it.
+        parameters: by unit, without those of units inside it; each with the dtype in which its gradient is reduced,
+            None: its own.
     """
 
-    def __init__(self, tracker: Tracker, parameters: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, tracker: Tracker, parameters: Mapping[str, Sequence[tuple[torch.Tensor, torch.dtype | None]]]
+    ) -> None:
         self._tracker, self._parameters = tracker, parameters
         self._moments: list[Moment] = []
         self._begun: tuple[str, str, Live] | None = None  # the moment whose interval goes on
@@ -333,14 +338,18 @@ class _Recorder:
             recompute: whether its activations are recomputed in its backward.
             policy: dtypes of its inputs and outputs.
         """
-        forward, tracker = module.forward, self._tracker
+        forward, own, tracker = module.forward, module.__dict__.get("forward"), self._tracker
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if path:  # nothing before it was the loss
-                tracker.count_as_activations()
-                tracker.in_loss = False
-            self.mark("enter", path)
-            self._calls[path] += 1
+            again = inside_backward()  # recomputed by the model's own checkpoint around the unit
+            if again:
+                self.back(path)
+            else:
+                if path:  # nothing before it was the loss
+                    tracker.count_as_activations()
+                    tracker.in_loss = False
+                self.mark("enter", path)
+                self._calls[path] += 1
             args, kwargs = _cast(policy.param_dtype if policy.cast_forward_inputs else None, (args, kwargs))
             args, kwargs = self._watch_inputs(args, kwargs, path)
             if recompute and torch.is_grad_enabled():
@@ -349,8 +358,9 @@ class _Recorder:
                 output = forward(*args, **kwargs)
             output = _cast(policy.output_dtype, output)
             self._watch_outputs(output, path)
-            tracker.in_loss = True
-            self.mark("leave", path)
+            if not again:
+                tracker.in_loss = True
+                self.mark("leave", path)
             return output
 
         module.forward = watched
@@ -358,6 +368,8 @@ class _Recorder:
             yield
         finally:
             del module.forward  # reveals the class's method again
+            if own is not None:
+                module.forward = own
 
     def _watch_inputs(self, args: Any, kwargs: Mapping[str, Any], path: str) -> tuple[Any, Any]:
         """Replace the first differentiable input by a view; the backward ends when the view gets its gradient."""
@@ -390,12 +402,23 @@ class _Recorder:
 
     def done(self, path: str) -> None:
         if path in self._in_backward:
+            if self._calls[path] == 1:
+                self._sum_gradients(path)
             self.mark("done", path)
             self._calls[path] -= 1
             self._in_backward.remove(path)
-            for parameter in self._parameters[path] if not self._calls[path] else ():
+            for parameter, _ in self._parameters[path] if not self._calls[path] else ():
                 parameter.grad = None
             self._tracker.restart()
+
+    def _sum_gradients(self, path: str) -> None:
+        """Sum partial gradients over tensor-parallel ranks, as the engine does when it collects them."""
+        for parameter, dtype in self._parameters[path]:
+            gradient: Any = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                if gradient.placements != parameter.placements:
+                    cast: Any = gradient.to(dtype or gradient.dtype)
+                    cast.redistribute(parameter.device_mesh, parameter.placements)
 
     def finish(self) -> tuple[Moment, ...]:
         """All moments. The backward ended: units whose inputs received no gradient are done, the model last."""
