@@ -210,6 +210,15 @@ def test_medians_leave_out_the_first_quarter_and_take_the_slowest_rank(tmp_path)
     assert comparison.rows()[2] == ("peak resident memory", "1.0 MiB", "1.0 MiB", "1.00")
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_the_first_step_is_left_out_wherever_there_is_another(tmp_path, steps):
+    """Things are set up in it; a single step is named as what it is."""
+    seconds = [9.0, *[0.1] * (steps - 1)]
+    one = recording(tmp_path / "a", seconds, [1.0] * steps, {1: torch.zeros(2)})
+    title, median, *_ = compare(one, one).rows()[0]
+    assert (title, median) == (("the first step", "9000.0 ms") if steps == 1 else ("step, median", "100.0 ms"))
+
+
 NAN = float("nan")
 ONE = torch.ones(2)
 

@@ -54,9 +54,9 @@ class Recording:
         )
 
     def times(self, phase: str) -> list[float]:
-        """Seconds on the slowest rank, for the last three quarters of the steps."""
+        """Seconds on the slowest rank, for the steps after the first quarter; the first is left out if there are two."""
         slowest = [max(step) for step in zip(*self.phases[phase], strict=False)]
-        return slowest[len(slowest) // 4 :]
+        return slowest[max(len(slowest) // 4, min(1, len(slowest) - 1)) :]
 
     def median(self, phase: str) -> float:
         """The median of `times`."""
@@ -125,7 +125,7 @@ class Comparison:
         """The rows of the table."""
         memory = "peak resident memory" if self.torch.device == "cpu" else "peak device memory"
         return [
-            self._row("step, median", "{:.1f} ms".format, lambda side: 1e3 * side.median("step")),
+            self._row(self._title(), "{:.1f} ms".format, lambda side: 1e3 * side.median("step")),
             ("step, quartiles", self.torch.quartiles(), self.fullshard.quartiles(), ""),
             self._row(memory, lambda nbytes: size(int(nbytes)), lambda side: side.memory),
             *(
@@ -133,6 +133,9 @@ class Comparison:
                 for phase in PHASES[1:]
             ),
         ]
+
+    def _title(self) -> str:
+        return "step, median" if self.steps > 1 else "the first step"  # with what is set up in it
 
     def _row(self, title: str, text: Callable[[float], str], value: Callable[[Recording], float]) -> Row:
         pytorch, fullshard = value(self.torch), value(self.fullshard)
