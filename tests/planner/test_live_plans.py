@@ -425,10 +425,10 @@ def test_the_note_of_an_error_says_where_changes_are_planned(fake_world):
 
 def test_a_forward_of_its_own_on_an_instance_is_planned_and_kept():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    own = model[0].forward = partial(checkpoint, model[0].forward, use_reentrant=False)
+    own = model.forward = partial(checkpoint, model.forward, use_reentrant=False)
     strategy = fullshard.Strategy(units="model")
     fullshard.plan(model, ranks=2, step=lambda m, n, _: m(torch.ones(n, 4)).sum(), strategy=strategy)
-    assert model[0].forward is own
+    assert model.forward is own
 
 
 def test_no_process_group_is_needed_to_plan(fake_world):
@@ -437,3 +437,26 @@ def test_no_process_group_is_needed_to_plan(fake_world):
     model({"x": torch.ones(4, 8)})["loss"].backward()
     dist.destroy_process_group()
     assert halves(model) > 0
+
+
+def one_rank_asks(use_wrapper: bool) -> tuple[list[float], str]:
+    """Losses of four steps, and what the first rank was told in the second; the others have gone on by then."""
+    torch.manual_seed(0)
+    model = wrapped(Model(), True) if use_wrapper else by_blocks(Model())
+    optimizer, said, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), "", []
+    for index in range(4):
+        loss = model(torch.ones(ROWS, WIDTH, 7)).square().mean()
+        loss.backward()
+        if index == 1 and dist.get_rank() == 0:
+            said = explain_memory(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, said
+
+
+@pytest.mark.parametrize("use_wrapper", [False, True])
+def test_one_rank_may_ask_while_the_others_train_on(run_ranks, use_wrapper):
+    (losses, said), (others, _) = run_ranks(one_rank_asks, use_wrapper)
+    assert losses == others and losses[-1] < losses[0]
+    assert "at the peak of a step (fullshard.plan)" in said and "half the micro-batch" in said, said

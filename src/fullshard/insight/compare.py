@@ -54,7 +54,7 @@ class Recording:
         )
 
     def times(self, phase: str) -> list[float]:
-        """Seconds on the slowest rank, for the steps after the first quarter; the first is left out if there are two."""
+        """Seconds on the slowest rank, without the first quarter of the steps, at least one if there are two."""
         slowest = [max(step) for step in zip(*self.phases[phase], strict=False)]
         return slowest[max(len(slowest) // 4, min(1, len(slowest) - 1)) :]
 
