@@ -112,7 +112,7 @@ def promised(way: Way) -> tuple[int, dict[str, int]]:
     model, optimizer = sharded(way)
     for _ in range(2):
         train(model, optimizer)
-    now, changes = plan_changes(model, optimizer, Model, batch=BATCH, micro_batch=BATCH, sequence=LENGTH, step=step)
+    now, changes, _ = plan_changes(model, optimizer, Model, batch=BATCH, micro_batch=BATCH, sequence=LENGTH, step=step)
     said = explain_memory(model, optimizer, build=Model, step=step, batch=BATCH, sequence=LENGTH)
     assert all((words in said) is (saved > 0) for words, saved in changes.items()), said
     return now.peak, changes
@@ -214,7 +214,7 @@ def owned() -> tuple[int, int, int]:
     make = partial(fullshard.OwnerOptimizer, optimizer_class=torch.optim.Adafactor)
     optimizer = make(model.parameters())
     how: dict[str, Any] = {"batch": BATCH, "sequence": LENGTH, "step": step}
-    now, changes = plan_changes(model, optimizer, Model, micro_batch=BATCH, **how)
+    now, changes, _ = plan_changes(model, optimizer, Model, micro_batch=BATCH, **how)
     strategy = fullshard.Strategy(micro_batch=BATCH)
     before = fullshard.plan(Model, ranks=8, strategy=strategy, optimizer=make, **how).best
     return now.peak, before.peak, next(saved for words, saved in changes.items() if "16 ranks" in words)
@@ -231,7 +231,7 @@ def changes_of_the_wrapper(use_orig_params: bool) -> dict[str, int]:
     model = fullshard.FullyShardedDataParallel(Model(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, optimizer)
-    _, changes = plan_changes(model, optimizer, Model, batch=BATCH, micro_batch=BATCH, sequence=LENGTH, step=step)
+    _, changes, _ = plan_changes(model, optimizer, Model, batch=BATCH, micro_batch=BATCH, sequence=LENGTH, step=step)
     return changes
 
 

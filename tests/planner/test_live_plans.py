@@ -86,8 +86,8 @@ def planned_both_ways(way: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     before = model.state_dict(), torch.get_rng_state()
-    now, changes = plan_changes(model, optimizer)
-    built, expected = plan_changes(model, optimizer, lambda: prepare(Model()), step=step, batch=ROWS)
+    now, changes, _ = plan_changes(model, optimizer)
+    built, expected, _ = plan_changes(model, optimizer, lambda: prepare(Model()), step=step, batch=ROWS)
     said = explain_memory(model, optimizer)
     assert all((words in said) is (saved > 0) for words, saved in changes.items()), said
     after = model.state_dict(), torch.get_rng_state()
@@ -144,7 +144,7 @@ def peak_with_checkpoints(around: bool, reentrant: bool) -> tuple[int, int, int]
                 step(model, ROWS, 1).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    now, changes = plan_changes(model, optimizer)
+    now, changes, _ = plan_changes(model, optimizer)
     return watched.windows["2"].peak, now.peak, changes["activation checkpointing of the units"]
 
 
@@ -237,7 +237,7 @@ def tensor_parallel(policy: MixedPrecisionPolicy) -> Any:
     strategy = fullshard.Strategy(micro_batch=4)
     split: dict[str, Any] = {"tensor_parallel": 2, "parallelize": sequence_parallel}
     before = fullshard.plan(Language, strategy=strategy, optimizer=make, **how, **split).best
-    now, _ = plan_changes(model, optimizer)
+    now, *_ = plan_changes(model, optimizer)
     return sent.nbytes, sent.count, before.sent, before.collectives["tensor"], before.peak, now.sent, now.peak
 
 
@@ -391,6 +391,15 @@ def test_where_nothing_can_be_planned_the_account_remains(fake_world, kind, chan
     if batch is not None:
         train()  # the model is as it was
     assert "not the root" in explain_memory(nn.ModuleList([model]))
+
+
+def test_a_change_that_cannot_be_planned_is_named(fake_world):
+    model = program(fake_world)
+    model.call = lambda x: F.linear(x.view(40, 64), torch.ones(1, 64))
+    model({"x": torch.ones(40, 8)})["loss"].backward()
+    said = explain_memory(model)
+    assert "Not planned: half the micro-batch, and twice as many of them: RuntimeError: shape '[40, 64]'" in said, said
+    assert "at the peak of a step (fullshard.plan)" in said
 
 
 def test_what_was_asked_is_read_off_the_error_that_is_handled(fake_world):

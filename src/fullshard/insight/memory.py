@@ -165,17 +165,18 @@ def explain_memory(
     planned, why = None, None
     how: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
     try:
-        _, changes = plan_changes(model, optimizer, build, step=step, **how)
+        _, changes, failed = plan_changes(model, optimizer, build, step=step, **how)
         planned = [(saved, words) for words, saved in changes.items() if saved > 0]
+        why = "; ".join(f"{words}: {reason}" for words, reason in failed.items()) or None
     except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
         if build is not None or step is not None:
             raise
         why = in_few_words(error)
-    failed = sys.exception()
+    handled = sys.exception()
     return explain(
         runners,
         sum(memory_use(model, each).optimizer for each in optimizers) if optimizers else None,
-        bytes_asked(str(failed)) if failed is not None and is_out_of_memory(failed) else None,
+        bytes_asked(str(handled)) if handled is not None and is_out_of_memory(handled) else None,
         optimizer_is_sharded=not any(isinstance(each, OwnerOptimizer) for each in optimizers),
         planned=planned,
         why=why,

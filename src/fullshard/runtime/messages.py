@@ -375,7 +375,7 @@ def memory_in_words(
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
         planned: bytes that each change frees, and its description; None: estimated from what is held now.
-        why: why nothing is planned; None, and nothing is planned: it was not tried.
+        why: what is not planned, and why; None, and nothing is planned: it was not tried.
     """
     reasons = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
     words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
@@ -418,7 +418,8 @@ def memory_in_words(
         for nbytes, change in changes
         if nbytes
     ]
-    words += [f"A step could not be planned ({why})."] if why else []
+    if why:
+        words.append(f"A step could not be planned ({why})." if planned is None else f"Not planned: {why}.")
     more = [] if planned is not None or why else [_PLANS]
     return "\n".join([" ".join(words), title, *lines, *more])
 

@@ -50,7 +50,7 @@ def explain(
         optimizer_is_sharded: whether the state is split like the parameters, not whole on owners.
         planned: bytes that each change frees at the peak of a step, and its description; None: estimated from what is
             held now.
-        why: why nothing is planned; None, and nothing is planned: it was not tried.
+        why: what is not planned, and why; None, and nothing is planned: it was not tried.
     """
     kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
     for runner in runners:

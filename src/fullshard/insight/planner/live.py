@@ -6,7 +6,6 @@ copy on meta is planned, and the step is a forward with inputs like the last one
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +41,10 @@ def plan_changes(
     batch: int | None = None,
     micro_batch: int | None = None,
     sequence: int = 1,
-) -> tuple[Plan, dict[str, int]]:
+) -> tuple[Plan, dict[str, int], dict[str, str]]:
     """The plan of a sharded model as it is, and the bytes that changes free at the peak of a step; negative: it grows.
+
+    The third: changes that could not be planned, and why.
 
     Args:
         model: the root.
@@ -98,13 +99,15 @@ def plan_changes(
 
     with without_units(model):
         now = planned(base)
-        peaks = {}
+        peaks, failed = {}, {}
         for words, strategy in _smaller(base, chosen).items():
-            with contextlib.suppress(FullshardError):  # a change that this model cannot make
+            try:
                 peaks[words] = planned(strategy).peak
+            except FullshardError as error:  # a change that this model, or its inputs, cannot make
+                failed[words] = messages.in_few_words(error)
         peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
     saved = {words: now.peak - peak for words, peak in peaks.items()}
-    return now, dict(sorted(saved.items(), key=lambda change: change[1]))
+    return now, dict(sorted(saved.items(), key=lambda change: change[1])), failed
 
 
 def _inputs(model: nn.Module) -> Inputs | None:
@@ -144,6 +147,8 @@ class _Again:
 
         inputs = self._inputs
         args, kwargs = map_leaves(made, inputs.args), map_leaves(made, inputs.kwargs)
+        if hasattr(getattr(model, "config", None), "use_cache"):  # as Transformers itself does where it checkpoints
+            kwargs = {"use_cache": False, **kwargs}
         with nullcontext() if inputs.autocast is None else torch.autocast("cpu", inputs.autocast):
             output = model(*args, **kwargs)
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
