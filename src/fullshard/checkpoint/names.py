@@ -12,6 +12,7 @@ from torch import nn
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
+from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit
 from . import values
@@ -63,6 +64,7 @@ class Table:
     """
 
     def __init__(self, model: nn.Module, clean: Callable[[str], str] = clean_name) -> None:
+        wait_for_readers()  # whoever reads the table may write next
         self.buffers: dict[str, torch.Tensor] = {}
         self.raw: dict[int, str] = {}
         self.by_tensor: dict[int, Named] = {}

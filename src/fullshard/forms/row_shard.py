@@ -16,6 +16,7 @@ from ..comm import can_open, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..mesh import backend_of
+from ..readers import READERS, wait_for_readers
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import (
     become,
@@ -141,6 +142,8 @@ class RowShard(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if READERS and changes_in_place(getattr(func, "__name__", "")):
+            wait_for_readers()
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
             return result

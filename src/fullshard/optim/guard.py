@@ -33,6 +33,7 @@ from ..forms import (
     owner_of,
     successor_of,
 )
+from ..readers import wait_for_readers
 from ..runtime import left_alone_by_all
 from ..shard import all_ranks_hold
 from .clip import STEPPED_KEY
@@ -126,6 +127,7 @@ def _described(optimizer: Optimizer) -> str:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    wait_for_readers()
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     checked = _checked.get(optimizer)

@@ -8,6 +8,8 @@
     trains                                         the first rank's: waits for all of these, and publishes
     `finish`: at the next call             <-      the result
 
+With `asynchronous="until_step"` the thread also copies the parameters of units and their optimizer state (`Beside`).
+
 The writers of all ranks communicate through the folder alone, so they go on if training ends. The process and the
 snapshot are reused by the next save. The snapshot is page-locked if there is a device: the device then copies
 asynchronously, in order with its later work, so training may change weights and buffers at once.
@@ -33,13 +35,17 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..comm import lanes
 from ..errors import CheckpointError, message
+from ..readers import READERS, wait_for_readers
 from ..watcher import RANK
 from .folder import Folder
 from .piece import Piece
@@ -48,6 +54,7 @@ from .write import Order
 
 PAGE = 4096  # bytes: the size of the header, and the alignment of the job and of the tensors' region
 ALIGN = 64  # bytes: the alignment of a tensor in the snapshot
+GRAIN = 1 << 16  # bytes: the least piece that is copied beside training, and the distance of samples of it
 HEADER = struct.Struct("<QQ")  # bytes written so far, bytes to write: at the beginning of the snapshot
 MESSAGE = struct.Struct("<QQ")  # length of the job, length of the snapshot
 GIVE_UP = MESSAGE.pack(0, 0)  # see `Writer.give_up`
@@ -81,6 +88,62 @@ def note_written(path: Path, rank: int, text: str, failed: bool = False) -> None
     fresh.replace(path / f"rank-{rank}.{kind}")
 
 
+class Beside:
+    """Copies of pieces that a thread makes during the next forward and backward, in which they are only read.
+
+    Changes wait for the copies (`wait_for_readers`). A change that does not, because it was made through other tensors
+    over the same memory, is detected: in-place operations of torch by the version; others if they change a sample of
+    the first of each `GRAIN` bytes.
+
+    Args:
+        memory: the snapshot.
+        copies: pairs of an offset in it and a piece, contiguous and in host memory.
+
+    Attributes:
+        wait: waits until the copies are made.
+    """
+
+    def __init__(self, memory: mmap.mmap, copies: Sequence[tuple[int, Piece]]) -> None:
+        self._memory, self._copies = memory, copies
+        self._versions = [piece.tensor._version for _, piece in copies]
+        self._samples = [_sample(_octets(piece.tensor)).copy() for _, piece in copies]
+        self._ended = threading.Event()
+        self.wait = self._ended.wait
+
+    def copy(self) -> None:
+        """Make the copies.
+
+        Raises:
+            CheckpointError: a piece was changed meanwhile.
+        """
+        try:
+            for (offset, piece), version, sample in zip(self._copies, self._versions, self._samples, strict=True):
+                target = np.frombuffer(self._memory, np.uint8, piece.nbytes, offset)
+                np.copyto(target, _octets(piece.tensor))  # without Python's lock, nor torch's threads
+                if piece.tensor._version != version or not np.array_equal(_sample(target), sample):
+                    raise CheckpointError(
+                        "A tensor was changed while a background save copied it.",
+                        parameter=piece.name,
+                        expected="values that stay until the next step of an optimizer, as asynchronous='until_step' "
+                        "requires",
+                        remedy="call copied() of the save before the change, or save with asynchronous=True",
+                        topic="save-failed",
+                    )
+        finally:
+            self._copies = ()
+            self._ended.set()
+
+
+def _octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a contiguous tensor in host memory, [nbytes] uint8; shares memory."""
+    octets: np.ndarray[Any, Any] = tensor.view(-1).view(torch.uint8).numpy()
+    return octets
+
+
+def _sample(octets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return octets[: len(octets) // 8 * 8].view(np.uint64)[:: GRAIN // 8]
+
+
 class Writer:
     """The writer process, and the memory shared with it.
 
@@ -100,10 +163,11 @@ class Writer:
         self._partial = b""  # of an answer
         self.part: Part | None = None
 
-    def start(self, order: Order, pieces: Sequence[Piece], lock: int) -> Part:
+    def start(self, order: Order, pieces: Sequence[Piece], lock: int, until_step: bool = False) -> Part:
         """Copy the pieces into the snapshot, and let the process write them.
 
         Args:
+            until_step: copy what training only reads until the next step of an optimizer beside it.
             lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
 
         Raises:
@@ -119,29 +183,43 @@ class Writer:
         memory[: HEADER.size] = HEADER.pack(0, sum(piece.nbytes for piece in pieces))
         memory[PAGE : PAGE + len(text)] = text
         self._launch()
-        copies = [
-            (tensor_in(memory, begin + offset, piece.dtype, piece.sizes), piece.tensor)
-            for piece, offset in zip(pieces, offsets, strict=False)
-            if piece.nbytes
+        placed = [(begin + offset, piece) for piece, offset in zip(pieces, offsets, strict=False) if piece.nbytes]
+        later = [(offset, piece) for offset, piece in placed if until_step and _can_wait(piece)]
+        waits = {offset for offset, _ in later}
+        beside = Beside(memory, later) if later else None
+        at_once = [
+            (tensor_in(memory, offset, piece.dtype, piece.sizes), piece.tensor)
+            for offset, piece in placed
+            if offset not in waits
         ]
-        copied = lanes.copy_to_host(copies, self._locked)
-        del copies
+        copied = lanes.copy_to_host(at_once, self._locked)
+        del at_once
         part = self.part = Part(order.manifest is not None)
         self._running, self._answer = order, None
         message, lock = MESSAGE.pack(len(text), begin + offsets[-1]), os.dup(lock) if lock >= 0 else -1
-        if not copied:
-            self._send(order, message, lock, copied)
+        send = partial(self._send, order, message, lock, copied, beside)
+        if not copied and beside is None:
+            send()
             return part
-        self._sender = threading.Thread(
-            target=self._send, args=(order, message, lock, copied), name="fullshard-snapshot", daemon=True
-        )
-        self._sender.start()
+        sender = threading.Thread(target=send, name="fullshard-snapshot", daemon=True)
+        try:
+            sender.start()
+        except RuntimeError:  # a limit on threads is reached
+            send()
+            return part
+        self._sender = sender
+        if beside is not None:
+            READERS[beside.wait] = None
         return part
 
-    def _send(self, order: Order, message: bytes, lock: int, copied: Sequence[torch.Event]) -> None:
-        """Send the job when the device has copied everything; an error becomes the save's answer."""
+    def _send(
+        self, order: Order, message: bytes, lock: int, copied: Sequence[torch.Event], beside: Beside | None
+    ) -> None:
+        """Send the job when everything is copied; an error becomes the save's answer."""
         assert self._channel is not None
         try:
+            if beside is not None:
+                beside.copy()
             for event in copied:
                 event.synchronize()
             socket.send_fds(self._channel, [message], [self._memory, *([lock] if lock >= 0 else [])])
@@ -272,6 +350,13 @@ class Writer:
             print(f"fullshard: a background save failed: {self._answer['error']}", file=sys.stderr)
 
 
+def _can_wait(piece: Piece) -> bool:
+    """Whether a piece can be copied beside training."""
+    tensor = piece.tensor
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return piece.in_unit and is_plain and piece.nbytes >= GRAIN
+
+
 def tensor_in(memory: mmap.mmap, offset: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
     """The tensor at byte `offset` of a snapshot; a new one if it is empty."""
     numel = torch.Size(sizes).numel()
@@ -296,6 +381,7 @@ atexit.register(WRITER.at_exit)
 def _after_fork() -> None:
     """Reset the writer in a child: the process and the snapshot belong to the parent."""
     WRITER.__init__()  # type: ignore[misc]
+    READERS.clear()  # so is the thread that copies
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -324,6 +410,11 @@ class Saving:
     def progress(self) -> tuple[int, int]:
         """How many bytes this rank has written, and its total; (0, 0) when its part has ended."""
         return (0, 0) if self._part.over else WRITER.progress
+
+    def copied(self) -> None:
+        """Wait until parameters and optimizer state may be changed by anything, as after a step. No communication."""
+        if not self._part.over:
+            wait_for_readers()
 
     def wait(self) -> Path | str:
         """Wait until the checkpoint is complete; returns its path or address. Collective.

@@ -39,6 +39,7 @@ class Piece:
         offsets, sizes: the rectangle: first index and extent on every dim.
         tensor: its values, of shape `sizes`; a view of memory owned by the model or optimizer.
         writes: whether this rank writes it; exactly one of the ranks with the same values does.
+        in_unit: whether it belongs to a unit's parameter, or to its optimizer state: between steps it is only read.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Piece:
     sizes: tuple[int, ...]
     tensor: torch.Tensor
     writes: bool = True
+    in_unit: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,10 +116,10 @@ def member_pieces(name: str, bucket: Bucket, member: Member, local: torch.Tensor
     elif bucket.layout.holds_runs:
         for piece in run_pieces(name, slot.shape, slot.spec.order, part.start, part.start + part.numel, local):
             offsets = tuple(a + b for a, b in zip(base, piece.offsets, strict=True))
-            yield replace(piece, shape=shape, offsets=offsets, writes=writes)
+            yield replace(piece, shape=shape, offsets=offsets, writes=writes, in_unit=True)
     else:
         offsets = tuple(at + (part.start if dim == slot.spec.dim else 0) for dim, at in enumerate(base))
-        yield Piece(name, shape, offsets, part.shape, local.detach(), writes)
+        yield Piece(name, shape, offsets, part.shape, local.detach(), writes, in_unit=True)
 
 
 def run_pieces(

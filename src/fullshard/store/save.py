@@ -33,7 +33,7 @@ def save(
     rng: bool = True,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    asynchronous: bool = False,
+    asynchronous: bool | Literal["until_step"] = False,
     if_saving: Literal["wait", "refuse"] = "wait",
     patience: float = 10.0,
     process_group: dist.ProcessGroup | None = None,
@@ -61,7 +61,10 @@ def save(
         keep_every: never remove checkpoints whose step is a multiple of it.
         asynchronous: return as soon as the pieces are copied to shared memory; a process beside each rank writes them.
             There is at most one copy. `Saving.wait` raises errors; if it is not called, the next save or load warns,
-            and goes on.
+            and goes on. With "until_step", return before that: a thread copies units' parameters and their optimizer
+            state in host memory while the next forward and backward read them. Optimizers' steps, operations on sharded
+            parameters, and loads wait for it. Call `Saving.copied` before you change them in any other way; most of
+            such changes are detected, and make the save fail.
         if_saving: if a background save is running: "wait" for it, or "refuse".
         patience: seconds to wait for another process that is saving into the same folder.
         process_group: the ranks that save; None: all. Together they must have the whole model.
@@ -97,6 +100,12 @@ def save(
         for name in values:
             if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
                 raise ConfigError("save(state=) has an invalid name.", got=repr(name))
+        if not isinstance(asynchronous, bool) and asynchronous != "until_step":
+            raise ConfigError(
+                "save(asynchronous=) has an invalid value.",
+                expected="True, False or 'until_step'",
+                got=repr(asynchronous),
+            )
         if asynchronous and not where.on_disk:
             raise ConfigError(
                 "asynchronous=True requires a local or shared file system, not a remote address.",
@@ -122,7 +131,8 @@ def save(
             looking = "looking for the folder that rank 0 created"
             ranks.together(looking, lambda: _check_visible(where, name, ranks.rank), files=True)
             if asynchronous:
-                part = ranks.together("copying to the snapshot", lambda: WRITER.start(order, pieces, lock))
+                until_step = asynchronous == "until_step"
+                part = ranks.together("copying to the snapshot", lambda: WRITER.start(order, pieces, lock, until_step))
                 return Saving(where, ranks, step, part)
             of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces), files=True))
             final = ranks.first("publishing", lambda: publish(order, of_ranks), files=True)

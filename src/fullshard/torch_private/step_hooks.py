@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..readers import wait_for_readers
+
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _ONE_AT_A_TIME = threading.RLock()  # global hooks belong to the process, and models may be loaded in several threads
 
@@ -27,6 +29,7 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context in which no hook runs before or after a step of `optimizer`, for one thread at a time."""
     tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in _TABLES]
     tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    wait_for_readers()
     with _ONE_AT_A_TIME:
         before = [dict(table) for table in tables]
         try:
@@ -44,6 +47,7 @@ def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
     Any number of threads may, for different parameters. The step is that of a second object with the same attributes.
     Whether all parameters, part by part, then step as in one step: `optim/probe.py`.
     """
+    wait_for_readers()
     chosen = {id(parameter) for parameter in parameters}
     groups = [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}

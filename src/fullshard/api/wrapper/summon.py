@@ -14,6 +14,7 @@ from ...dtypes import as_bits
 from ...errors import ConfigError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...optim.clip import local_gradients
+from ...readers import wait_for_readers
 from ...runtime import Runner, runner_of
 from ...runtime.outputs import tensors_behind
 from ...shard import Bucket
@@ -268,6 +269,7 @@ class _Whole:
         if writeback and not stepped and self.is_copy:
             own = self._own_slice(self.whole).to(bucket.shard.device)
             if not torch.equal(as_bits(own), as_bits(bucket.shard)):  # a needless write would invalidate a graph
+                wait_for_readers()
                 with torch.no_grad():
                     bucket.shard.copy_(own)
         if writeback and self.grads is not None:
