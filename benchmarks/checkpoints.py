@@ -5,6 +5,9 @@
 Two gloo ranks on the CPU, fp32 and AdamW (12 bytes per parameter). Ways take turns within each round: a save, and a
 load of what it wrote, which is in the page cache then. Memory is the most that a rank held in addition while it saved
 or loaded (anonymous and shared pages, looked at every 2 ms); for a save in the background, with the process beside it.
+
+Saves in the background: the call, two training steps right after it, and what is left of the save then; and the same
+two steps without a save. `--only-behind` measures these and the save that is waited for alone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,8 @@ from models import transformer_stack
 SIZES = {40: (6, 768), 200: (16, 1024)}  # millions of parameters: blocks and width
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WAYS = ("fullshard rows", "fullshard flat", "dcp fsdp2", "torch.save rank 0")
+BEHIND: tuple[Any, ...] = (True, "until_step")  # `asynchronous`
+TOKENS = 32  # of a training step
 
 
 def made(way: str, millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -144,16 +150,24 @@ def spoil(model: nn.Module, optimizer: Any) -> None:
             optimizer.state[p]["exp_avg"].zero_()
 
 
-def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, results: Any) -> None:
+def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    for _ in range(2):
+        model(torch.ones(1, TOKENS, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, ways: list[str], results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(300))
-    ways = {way: made(way, millions) for way in WAYS if not way.startswith("torch.save")}
-    ways["torch.save rank 0"] = ways["dcp fsdp2"]
+    models = {way: made(way, millions) for way in ways if not way.startswith("torch.save")}
+    if "torch.save rank 0" in ways:
+        models["torch.save rank 0"] = models["dcp fsdp2"]
     samples: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds + 1):  # the first warms up
         root = Path(folder) / str(turn)
         kept: dict[str, tuple[float, float]] = {}
-        for way, (model, optimizer) in ways.items():
+        for way, (model, optimizer) in models.items():
             kept[f"save/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: save(w, m, o, r / w))
             want = tensors(model, optimizer) if turn == 0 else []
             spoil(model, optimizer)
@@ -164,17 +178,21 @@ def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, re
                 size = sum(f.stat().st_size for f in (root / way).rglob("*") if f.is_file())
                 samples[f"bytes/{way}"].append(size / 1e6)
                 shutil.rmtree(root / way)
-        model, optimizer = ways["fullshard rows"]
-        saving: list[Any] = []
-        kept["stall/fullshard rows"] = measured(
-            lambda m=model, o=optimizer, r=root, s=saving: s.append(
-                fullshard.save(r / "behind", m, o, rng=False, asynchronous=True)
+        model, optimizer = models["fullshard rows"]
+        steps = partial(two_steps, model, optimizer, SIZES[millions][1])
+        for how in BEHIND:
+            saving: list[Any] = []
+            kept[f"call/{how}"] = measured(
+                lambda m=model, o=optimizer, r=root, s=saving, h=how: s.append(
+                    fullshard.save(r / str(h), m, o, rng=False, asynchronous=h)
+                )
             )
-        )
-        kept["behind/fullshard rows"] = measured(lambda s=saving: s[0].wait())
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(root)
+            kept[f"steps/{how}"] = measured(steps)
+            kept[f"rest/{how}"] = measured(lambda s=saving: s[0].wait())
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(root / str(how))
+        kept["steps/alone"] = measured(steps)
         if turn:
             for name, (seconds, megabytes) in kept.items():
                 samples[f"{name}/s"].append(seconds)
@@ -184,12 +202,12 @@ def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, re
     dist.destroy_process_group()
 
 
-def run(millions: int, rounds: int, folder: Path) -> dict[int, dict[str, list[float]]]:
+def run(millions: int, rounds: int, folder: Path, ways: list[str]) -> dict[int, dict[str, list[float]]]:
     context = get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         store = f"{inside}/store"
-        given = [(rank, store, inside, millions, rounds, results) for rank in range(2)]
+        given = [(rank, store, inside, millions, rounds, ways, results) for rank in range(2)]
         processes = [context.Process(target=rank_main, args=one) for one in given]
         for process in processes:
             process.start()
@@ -206,7 +224,7 @@ def run(millions: int, rounds: int, folder: Path) -> dict[int, dict[str, list[fl
     return found
 
 
-def table(millions: int, found: dict[int, dict[str, list[float]]]) -> str:
+def table(millions: int, found: dict[int, dict[str, list[float]]], ways: list[str]) -> str:
     """Rows of medians over rounds; of memory, the larger of the two ranks'."""
 
     def seconds(name: str) -> float:
@@ -221,19 +239,23 @@ def table(millions: int, found: dict[int, dict[str, list[float]]]) -> str:
 
     head = "save s (spread) | of DCP's | memory MB | load s (spread) | of DCP's | memory MB | files MB"
     rows = [f"| {millions}M parameters | {head} |", "|---" * 8 + "|"]
-    for way in WAYS:
+    for way in ways:
         cells = [way]
         for verb in ("save", "load"):
             name = f"{verb}/{way}"
-            cells += [spread(name), f"{seconds(name) / seconds(f'{verb}/dcp fsdp2'):.2f}", memory(name)]
+            of_dcp = f"{seconds(name) / seconds(f'{verb}/dcp fsdp2'):.2f}" if "dcp fsdp2" in ways else ""
+            cells += [spread(name), of_dcp, memory(name)]
         cells.append(f"{found[0][f'bytes/{way}'][0]:,.0f}")
         rows.append(f"| {' | '.join(cells)} |")
-    stall, behind = "stall/fullshard rows", "behind/fullshard rows"
-    share = seconds(stall) / seconds("save/fullshard rows")
     rows.append(
-        f"\nIn the background (rows): the call takes {spread(stall)} s, {share:.0%} of a save that is waited for; "
-        f"memory {memory(stall)} MB; whole {spread(behind)} s after that."
+        "\n| in the background (rows) | the call, s | of a save | memory MB | two steps after it, s | rest, s |"
     )
+    rows.append("|---" * 6 + "|")
+    for how in BEHIND:
+        share = seconds(f"call/{how}") / seconds("save/fullshard rows")
+        cells = [f"`asynchronous={how!r}`", spread(f"call/{how}"), f"{share:.0%}", memory(f"call/{how}")]
+        rows.append(f"| {' | '.join([*cells, spread(f'steps/{how}'), spread(f'rest/{how}')])} |")
+    rows.append(f"| no save | | | | {spread('steps/alone')} | |")
     return "\n".join(rows)
 
 
@@ -243,11 +265,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only-behind", action="store_true")
     options = parser.parse_args()
     title = f"# Checkpoints, {datetime.date.today()}\n\n`python benchmarks/checkpoints.py --rounds {options.rounds}`; "
     text = f"{title}torch {torch.__version__}, {os.cpu_count()} cores ({platform.machine()}), two gloo ranks.\n"
+    ways = ["fullshard rows"] if options.only_behind else list(WAYS)
     for millions in options.millions:
-        text += f"\n{table(millions, run(millions, options.rounds, options.folder))}\n"
+        text += f"\n{table(millions, run(millions, options.rounds, options.folder, ways), ways)}\n"
     print(text)
     if options.out:
         options.out.write_text(text)

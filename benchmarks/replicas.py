@@ -7,6 +7,10 @@ sharded. Bytes that a rank sends in a step, the mean of ranks: by the optimizer,
 replicas, from the lengths of its exchanges; and by the all-reduce of gradients between replicas, as a ring sends,
 2 (R - 1) / R of a slice, whose length is from its events. Milliseconds of a step and of the optimizer's part of it,
 medians.
+
+The last one has no replicas: all ranks split the parameters, and `reshard_after_forward` keeps them gathered on the
+ranks of a replica between forward and backward. Its gathers and reductions over all ranks cross from replica to
+replica, as a ring sends: (W - 1) / W of a buffer from each replica, which is given by rank, like the rest.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ PEERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     ),
     "AdamW on owners": lambda model: OwnerOptimizer(model.parameters(), torch.optim.AdamW),
     "Adafactor on owners": lambda model: OwnerOptimizer(model.parameters(), torch.optim.Adafactor),
+    "AdamW, all ranks split": lambda model: torch.optim.AdamW(model.parameters()),
 }
 
 
@@ -67,12 +72,15 @@ def rank(rounds: int) -> None:
     """One rank; the first prints the tables."""
     shape = REPLICAS, dist.get_world_size() // REPLICAS
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    flat, everyone = init_device_mesh("cpu", (dist.get_world_size(),)), tuple(range(dist.get_world_size()))
     runs: dict[str, tuple[nn.Module, torch.optim.Optimizer, list[float], list[float]]] = {}
     for name, make in PEERS.items():
         model = demo_model()
-        for block in model.blocks:
-            fullshard.fully_shard(block, mesh=mesh)
-        fullshard.fully_shard(model, mesh=mesh)
+        for module in (*model.blocks, model):
+            if name.endswith("all ranks split"):
+                fullshard.fully_shard(module, mesh=flat, reshard_after_forward=shape[1])
+            else:
+                fullshard.fully_shard(module, mesh=mesh)
         runs[name] = model, make(model), [], []
     tokens = demo_tokens()
     rows = {name: [f"{name:<40}"] for name in PEERS}
@@ -84,6 +92,10 @@ def rank(rounds: int) -> None:
                 optimizer.step()
             model.zero_grad()
         reduced = sum(event.nbytes for event in events if event.verb == "all_reduce") * 2 * (REPLICAS - 1) / REPLICAS
+        crossed = sum(
+            event.nbytes for event in events if event.verb in ("gather", "reduce") and event.ranks == everyone
+        )
+        reduced += crossed * (len(everyone) - 1) / len(everyone) / shape[1]
         state = over_ranks(fullshard.memory_use(model, optimizer).optimizer)
         optimizer.state_dict()
         shown = over_ranks(fullshard.memory_use(model, optimizer).optimizer)
@@ -104,7 +116,8 @@ def rank(rounds: int) -> None:
             model.zero_grad()
     if dist.get_rank() == 0:
         print(
-            "| optimizer | state of a rank, MB | of all | once saved | sent within, MB | between | all-reduce ", end=""
+            "| optimizer | state of a rank, MB | of all | once saved | sent within, MB | between | in the passes ",
+            end="",
         )
         print("| step, ms | optimizer, ms |\n|---|---|---|---|---|---|---|---|---|")
         for name, (_, _, steps, parts) in runs.items():

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 from ..comm import copy_to_host, has_streams
 from ..containers import tensors_in
 from ..forms import note_change, owner_of
-from ..readers import wait_for_readers
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_grad, write_grad
 
 _ALIGN = 16  # bytes
@@ -70,7 +69,6 @@ class StepUndo:
 
     def undo(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore values and state, in the same tensors as before the step; gradients stay None."""
-        wait_for_readers()
         for event in self._events:
             event.synchronize()
         with plain_access(), torch.no_grad():

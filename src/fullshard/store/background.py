@@ -352,9 +352,10 @@ class Writer:
 
 def _can_wait(piece: Piece) -> bool:
     """Whether a piece can be copied beside training."""
+    if not piece.in_unit or piece.nbytes < GRAIN:
+        return False
     tensor = piece.tensor
-    is_plain = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return piece.in_unit and is_plain and piece.nbytes >= GRAIN
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def tensor_in(memory: mmap.mmap, offset: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:

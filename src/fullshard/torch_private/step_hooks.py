@@ -29,7 +29,6 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context in which no hook runs before or after a step of `optimizer`, for one thread at a time."""
     tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in _TABLES]
     tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    wait_for_readers()
     with _ONE_AT_A_TIME:
         before = [dict(table) for table in tables]
         try:
