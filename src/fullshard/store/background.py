@@ -92,8 +92,8 @@ class Beside:
     """Copies of pieces that a thread makes during the next forward and backward, in which they are only read.
 
     Changes wait for the copies (`wait_for_readers`). A change that does not, because it was made through other tensors
-    over the same memory, is detected: in-place operations of torch by the version; others if they change a sample of
-    the first of each `GRAIN` bytes.
+    over the same memory, is detected: in-place operations of torch by the version; others if they change the first
+    8 of some `GRAIN` bytes.
 
     Args:
         memory: the snapshot.
@@ -167,8 +167,8 @@ class Writer:
         """Copy the pieces into the snapshot, and let the process write them.
 
         Args:
-            until_step: copy what training only reads until the next step of an optimizer beside it.
             lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
+            until_step: leave to a thread what training only reads until the next step of an optimizer.
 
         Raises:
             CheckpointError: the process cannot be started: a limit on processes, files or memory is reached.
