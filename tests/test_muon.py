@@ -81,19 +81,18 @@ def differences(
     plain = build()
     muon = fullshard.Muon(matrices(model), lr=0.05, **settings)
     reference = torch.optim.Muon(matrices(plain), lr=0.05, **settings)
-    if batch is not None:
-        owners.BATCH = batch
-    for step in range(3):
-        backward(model, step)
-        for theirs, ours in zip(matrices(plain), matrices(model), strict=True):
-            theirs.grad = whole(ours.grad).clone()
-        if step == 1:  # one without a gradient is left alone
-            matrices(plain)[2].grad = matrices(model)[2].grad = None
-        muon.step()
-        reference.step()
-        model.zero_grad()
-    if batch is not None:
-        assert all(len(owned.batches) > 1 for owned in muon._owners.values())
+    with mock.patch.object(owners, "BATCH", owners.BATCH if batch is None else batch):
+        for step in range(3):
+            backward(model, step)
+            for theirs, ours in zip(matrices(plain), matrices(model), strict=True):
+                theirs.grad = whole(ours.grad).clone()
+            if step == 1:  # one without a gradient is left alone
+                matrices(plain)[2].grad = matrices(model)[2].grad = None
+            muon.step()
+            reference.step()
+            model.zero_grad()
+        if batch is not None:
+            assert all(len(owned.batches) > 1 for owned in muon._owners.values())
     names_of = [name for name, p in model.named_parameters() if p.ndim == 2]
     pairs = zip(names_of, matrices(model), matrices(plain), strict=True)
     return [name for name, ours, theirs in pairs if not torch.equal(whole(ours), theirs)]

@@ -125,16 +125,15 @@ def differences(name: str, layout: Any, mesh: tuple[int, ...], batch: int | None
     names = ("replicate", "shard")[-len(mesh) :]
     model = sharded(layout, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
     plain = build()
-    if batch is not None:
-        owners.BATCH = batch
-    pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
-    for module, optimizer in pairs:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for step in range(6):
-            train(module, optimizer, range(step, step + 1))
-            scheduler.step()
-    assert [g["lr"] for g in pairs[0][1].param_groups] == [g["lr"] for g in pairs[1][1].param_groups]
-    assert batch is None or (len(batches_of(pairs[0][1])) > 1) is (name not in IN_ONE_BATCH)
+    with mock.patch.object(owners, "BATCH", owners.BATCH if batch is None else batch):
+        pairs = [(model, made(name, model)), (plain, made(name, plain, owners=False))]
+        for module, optimizer in pairs:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            for step in range(6):
+                train(module, optimizer, range(step, step + 1))
+                scheduler.step()
+        assert [g["lr"] for g in pairs[0][1].param_groups] == [g["lr"] for g in pairs[1][1].param_groups]
+        assert batch is None or (len(batches_of(pairs[0][1])) > 1) is (name not in IN_ONE_BATCH)
     return differing(model, plain)
 
 
@@ -206,14 +205,14 @@ def order_of_a_step() -> list[str]:
         return Work(exchange(*args, **options), begun)
 
     model = fullshard.fully_shard(nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]))
-    owners.BATCH = 4 * WIDE * WIDE
-    optimizer = fullshard.OwnerOptimizer(model.parameters(), Noted, lr=0.1)
-    set_gradients(model, 0)
-    optimizer.step()
-    order.clear()
-    begun = 0
-    with mock.patch.object(dist, "all_to_all_single", noted):
+    with mock.patch.object(owners, "BATCH", 4 * WIDE * WIDE):
+        optimizer = fullshard.OwnerOptimizer(model.parameters(), Noted, lr=0.1)
+        set_gradients(model, 0)
         optimizer.step()
+        order.clear()
+        begun = 0
+        with mock.patch.object(dist, "all_to_all_single", noted):
+            optimizer.step()
     return order
 
 

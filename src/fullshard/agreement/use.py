@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -135,25 +135,30 @@ class UseAgreement:
             refuse_undecided(group)
             refuse_changed(units, changed)
             return used
-        steps, fingerprint = self._steps, zlib.crc32(bytes(chain.from_iterable(map(_FLAGS, group))), fingerprint)
+        steps, fingerprint = self._steps, crc32(bytes(chain.from_iterable(map(_FLAGS, group))), fingerprint)
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64, device="cpu")
         if not on_device:
             sum_over(vector, axes, self.comm)
-            self._compare(vector[len(used) :], fingerprint, steps, group, units)
+            self._compare(vector[len(used) :], fingerprint, steps, axes, group, units)
             return [bool(count) for count in vector[: len(used)].tolist()] if asks else used
         late = self._late.get(axes.groups)
         if late is None:
             late = self._late[axes.groups] = LateSums(axes, self.comm)
         if (arrived := late.due()) is not None:
             result, (sent_fingerprint, sent_steps) = arrived
-            self._compare(result[-(len(units) + 2) :], sent_fingerprint, sent_steps, group, units)
+            self._compare(result[-(len(units) + 2) :], sent_fingerprint, sent_steps, axes, group, units)
         sums = late.send(vector, (fingerprint, steps))
         return [bool(count) for count in sums[: len(used)].tolist()] if asks else used
 
     def _compare(
-        self, tail: torch.Tensor, fingerprint: int, steps: int, group: Sequence[Delivery], units: Sequence[Unit]
+        self,
+        tail: torch.Tensor,
+        fingerprint: int,
+        steps: int,
+        axes: MeshAxes,
+        group: Sequence[Delivery],
+        units: Sequence[Unit],
     ) -> None:
-        axes = group[0].bucket.axes
         *changed, total, stepped = tail.tolist()
         if total != fingerprint * axes.world:
             self._refuse_flags(group, axes)

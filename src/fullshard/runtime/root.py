@@ -338,22 +338,25 @@ class Root:
         """
         self.recover_if_broken()
         self.refuse_while_finalizing()
-        if self.top.settings.manual_finalization and not self.unfinalized:
+        settings = self.top.settings
+        if settings.manual_finalization and not self.unfinalized:
             self.unfinalized = True
             self.adds = any([has_gradient(member) for runner in self.units for member in runner.unit.members])
         if True in map(_SUMMONED, self._unit_list):
             raise backward_while_summoned()
-        self.reducer.begin(self.top.settings.reduce)
+        self.reducer.begin(settings.reduce)
         if self._lent:
             self.take_units()
         ask(When.BACKWARD, self._unit_list)  # `requires_grad` may have changed since the forward
         self.position.compare_sizes()
-        on_device = has_streams(self.top.settings.axes.device)  # there autograd calls hooks on its own thread
-        self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
+        # On a device autograd calls hooks on its own thread.
+        self.backward = BackwardEnd(
+            self.end_backward, self._thread if has_streams(settings.axes.device) else get_ident()
+        )
         self.ahead.clear()
         # A backward that reduces other buckets, since `requires_grad` changed, is one of another kind.
         trains = crc32(bytes(map(_TRAINS, chain.from_iterable(map(_BUCKETS, self._unit_list)))))
-        self.position.begin(BACKWARD, self.top.settings.reduce.sync | trains << 1, self._gathered())
+        self.position.begin(BACKWARD, settings.reduce.sync | trains << 1, self._gathered())
         self.usual_forward = False
         self.usual_backward = (
             self.guide.in_step is None and not self._every and not recording() and not torch.is_grad_enabled()

@@ -118,8 +118,9 @@ class Runner:
             if self.is_top and root.pass_grad:
                 try:
                     shapes = [*map(getattr, [*args, *kwargs.values()], _SHAPE, NONES)]
-                    if shapes != root.shapes or None in shapes:
-                        root.shapes, root.inputs = shapes, inputs_of(args, kwargs, self.settings.axes.device.type)
+                    if shapes != root.shapes:
+                        root.shapes = None if None in shapes else shapes  # of other arguments the values may change
+                        root.inputs = inputs_of(args, kwargs, self.settings.axes.device.type)
                 except Exception:  # of an argument that is no plain tensor: what is kept is for explanations only
                     root.shapes = root.inputs = None
         self.forwards.append(forward)
