@@ -258,6 +258,21 @@ def test_what_a_rank_caught_is_told_until_its_next_step_but_one(watcher: Watcher
     assert watcher.status(False)["caught"] is None
 
 
+def test_steps_are_counted_by_root_to_tell_what_a_rank_caught(watcher: Watcher) -> None:
+    """The other root has finished fewer steps: that says nothing of how long ago the error was."""
+    rank, other = watcher.rank, log.word(0, log.ROOT)
+    rank.record(log.step_word(0, 30))
+    rank.record(log.TURN)
+    rank.catches(ValueError("bad"))
+    for step in (7, 8):
+        rank.record(log.step_word(log.ROOT, step))
+        rank.record(other + step * log.TURN)
+        assert watcher.status(False)["caught"] == "ValueError: bad"
+    rank.record(log.step_word(log.ROOT, 9))
+    rank.record(other + 9 * log.TURN)
+    assert watcher.status(False)["caught"] is None, "two steps of the other root are long enough, too"
+
+
 # What a stack says.
 
 OURS = [frame.format(os.path.dirname(os.path.dirname(log.__file__ or ""))) for frame in (

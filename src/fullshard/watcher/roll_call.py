@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import multiprocessing.util
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 
 from . import messages, process
 from .judge import FORMAT, Status, may_sleep, stuck, sure, unheard
-from .log import Record, records_of
+from .log import ROOT, Record, records_of
 from .process import Call, Frame
 from .rank import SLICE, Rank, Wait, note_at_the_end
 
@@ -582,10 +583,12 @@ class Watcher:
         }
 
     def _caught(self, records: Sequence[Record]) -> str | None:
-        """The error that a pass of this or the previous step raised and the program caught; None without an error."""
+        """The error that a pass raised and the program caught, until a root has finished two steps since; else None."""
         at, text = self.rank.caught or (0, "")
-        steps = [record.step for record in records[:-1] if record.word == at]
-        return text if steps and records[-1].step - steps[0] <= 1 else None
+        since = [*itertools.dropwhile(lambda record: record.word != at, records)]
+        first: dict[int, int] = {}  # finished steps at a root's first record since then, by root
+        finished = [record.step - first.setdefault(record.unit // ROOT, record.step) for record in since]
+        return text if since[1:] and max(finished) <= 1 else None
 
     def _named(self, record: Record) -> dict[str, Any]:
         return record.named(self.rank.names, self.rank.nbytes)
