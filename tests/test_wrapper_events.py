@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fullshard.wrap import CustomPolicy
 from training import assert_same
 
 BLOCKS = 5
@@ -69,6 +71,31 @@ def test_strategies(third_step, strategy, gathers, all_reduces, orig):
     for unit in map(str, range(BLOCKS)):
         counts = [events.count((verb, unit)) for verb in ("gather", "free", "reduce", "all_reduce")]
         assert counts == [gathers, gathers, 1, all_reduces]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@both
+def test_the_root_stays_gathered_until_its_backward(fake_world, strategy, orig):
+    """It is gathered once in a step, an inner instance twice. Without a backward, it is freed after its forward."""
+    fake_world(4)
+    mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    model = FullyShardedDataParallel(
+        blocks,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=CustomPolicy(lambda module: module is blocks[1]),
+        use_orig_params=orig,
+    )
+    for _ in range(3):
+        events = step(model)
+        counts = [[events.count((verb, unit)) for verb in ("gather", "free", "reduce")] for unit in ("(root)", "1")]
+        assert counts == [[1, 1, 1], [2, 2, 1]]
+        assert events.index(("free", "(root)")) > events.index(("reduce", "1"))
+        assert fullshard.memory_use(model).gathered == 0
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert fullshard.memory_use(model).gathered == 0
 
 
 @pytest.mark.parametrize(("limit", "most"), [(True, 2), (False, 3)])

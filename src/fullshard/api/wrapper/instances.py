@@ -92,7 +92,7 @@ class Plan:
             self.keywords["comm"],
             policy,
             arguments.axes,
-            arguments.strategy in FULL_SHARD,
+            None if arguments.strategy in FULL_SHARD else False,  # None: the root stays gathered for its backward
             reduce=ReduceSettings(reduction=self.keywords["reduction"]),
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
