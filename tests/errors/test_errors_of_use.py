@@ -128,6 +128,11 @@ CALLS = [
     (flat, lambda m: linear(ONE, m.weight), "PhaseError: aten.t.default is not supported on a flat shard, of which"),
     (unit, lambda m: linear(ONE, m.weight), "PhaseError: linear was called with a plain tensor and a sharded"),
     (
+        unit,
+        lambda m: (m(ONE).sum() + m.weight.pow(2).sum()).backward(),
+        "PhaseError: backward was called with a plain ... remedy:    add penalty.full_tensor() to the loss",
+    ),
+    (
         sharded,
         run,
         lambda m: setattr(m[0], "scale", nn.Parameter(torch.ones(4))),
