@@ -543,6 +543,9 @@ def wrong():
         optimizer.zero_grad()
     return {**right(), "train_step_fn": step}
 
+def unasked():
+    return {**right(), "batch_fn": lambda: torch.randn(3, 4)}
+
 def incomplete():
     return {"model_fn": nn.Linear}
 """
@@ -558,6 +561,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     assert "3 times the expected" in capfd.readouterr().out
     for given, text in (
         ([f"{script}:incomplete"], "missing: batch_fn, loss_fn"),
+        ([f"{script}:unasked"], "batch_fn(index, rank, world)"),
         ([f"{script}:right", "--ranks", "0"], "--ranks"),
         ([f"{script}:right", "--steps", "many"], "--steps"),
         ([], "SCRIPT-OR-MODULE:FUNCTION"),

@@ -155,7 +155,8 @@ class Session:
             raise ConfigError(
                 f"verify could not begin: {what} raised {error.name}: {error.text}",
                 rank=rank,
-                remedy="call it by itself, without verify; loss_fn(model, batch) must return a scalar tensor",
+                remedy="call it by itself, without verify, which calls model_fn(), batch_fn(index, rank, world) and "
+                "loss_fn(model, batch); the last must return a scalar tensor",
             )
         return result  # type: ignore[return-value]
 
