@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
 
 def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:
     """Run the script and print the report; the exit code."""
-    from ..insight.dry_run import UNSEEN, dry_run
+    from ..insight.dry_run import UNSEEN, NotSharded, dry_run
 
     sys.argv = [str(script), *arguments]
     node = ranks_per_node or min(8, world)
@@ -64,6 +64,9 @@ def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: 
     try:
         with suppress(SystemExit):
             report = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps)
+    except NotSharded as error:  # the place of the step says nothing
+        refuse(str(error))
+        return 1
     except Exception:
         traceback.print_exc()
         print(f"\nfullshard: the program raised an error as rank 0 of {world}", file=sys.stderr)

@@ -27,6 +27,10 @@ class Enough(BaseException):
     """Ends a program that has taken all its steps."""
 
 
+class NotSharded(ConfigError):
+    """The program took a step of an optimizer, but sharded no model by Fullshard."""
+
+
 class Steps:
     """Counts the optimizer steps of a program, and the bytes that it sends in each.
 
@@ -77,10 +81,10 @@ class Steps:
         return "\n".join(lines)
 
     @staticmethod
-    def _not_sharded(optimizer: torch.optim.Optimizer) -> ConfigError:
+    def _not_sharded(optimizer: torch.optim.Optimizer) -> NotSharded:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         others = any(isinstance(parameter, DTensor) for parameter in parameters)
-        return ConfigError(
+        return NotSharded(
             "No model was sharded by Fullshard before the optimizer's step.",
             got="DTensors of another library" if others else "an optimizer of parameters that are whole on each rank",
             remedy="import fully_shard or FullyShardedDataParallel from fullshard, not from torch.distributed.fsdp; or "
@@ -102,7 +106,7 @@ def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
         A report on the last step; empty if the program ended before it.
 
     Raises:
-        ConfigError: no model was sharded before the step.
+        NotSharded: no model was sharded before the step.
         Exception: any error that the program raises.
     """
     taken = Steps(steps, world)
