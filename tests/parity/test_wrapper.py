@@ -54,8 +54,9 @@ def test_training(run_ranks, what):
 def test_one_flat_parameter_refuses_parameters_of_two_kinds(fake_world, name, what):
     fake_world(2)
     example = EXAMPLES[name]
-    with pytest.raises(fullshard.ConfigError, match=f"(?s)uniform {what}.*use_orig_params=True"):
+    with pytest.raises(fullshard.ConfigError, match=f"(?s)uniform {what}.*use_orig_params=True") as raised:
         wrap_example(fullshard, example.make(), example, Wrapping())
+    assert raised.value.topic == ("mixed-dtypes" if what == "dtype" else None)
 
 
 def test_hybrid_by_default_shards_inside_the_node(run_ranks):

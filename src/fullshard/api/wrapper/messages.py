@@ -96,7 +96,7 @@ def not_uniform(trait: str, parameter: str, expected: object, like: str, got: ob
         expected=f"{expected}, as {like}",
         got=got,
         remedy="set use_orig_params=True, or wrap these modules separately",
-        topic="mixed-dtypes",
+        topic="mixed-dtypes" if trait == "dtype" else None,
     )
 
 
