@@ -233,7 +233,11 @@ def test_a_call_that_others_ended_without_is_named_and_not_their_end() -> None:
     found = verdict([status(0, call=saves), *ends])
     assert (found.kind, found.ranks) == ("calls", (0,))
     assert sentence(found).startswith("rank 0 called fullshard.save (train.py:90) after the end of ranks 1-2 ("), found
-    assert verdict([status(0, call=FORWARD), *ends]).kind == "data", "it lacks batches"
+    ended = verdict([status(0, call=FORWARD), *ends])
+    assert ended.kind == "data", "they may lack batches"
+    assert sentence(ended).startswith("ranks 1-2 are gone: the program ended by itself, without an error ("), (
+        "or have called sys.exit(3)"
+    )
     assert verdict([status(0, call=saves), status(3, call=saves), ends[0]]).ranks == (1,), "most ranks save"
 
 

@@ -140,7 +140,7 @@ _DID: dict[str, Callable[[Status], str]] = {
     "raised": lambda s: f"raised {line_of_error(s)} ({after(s)})",
     "gone": lambda s: f"is gone: {s['gone']} ({after(s)})",
     "stopped": lambda s: f"is stopped by a signal (SIGSTOP; {after(s)})",
-    "data": lambda s: f"is gone without an error: out of data? ({after(s)})",
+    "data": lambda s: f"is gone: the program ended by itself, without an error ({after(s)})",
     "absent": lambda s: "did not reach a first forward: it has not built its model yet",
     "calls": _called,
     "departed": lambda s: (

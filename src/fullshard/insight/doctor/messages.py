@@ -59,7 +59,11 @@ def _gone(verdict: Verdict) -> list[str]:
     return [
         f"how it ended, as reported by itself or its machine: {how}",
         *_waiters(verdict),
-        *([f"it raised nothing: its program ran to its end after {steps} steps"] if by_itself else []),
+        *(
+            [f"it raised nothing: its program came to its end, or called sys.exit, after {steps} steps"]
+            if by_itself
+            else []
+        ),
         *(
             f"rank {s['rank']} is gone too ({s['gone']}), which may be a consequence"
             for s in others
