@@ -88,6 +88,12 @@ def test_arguments_that_make_no_sense(here: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err and not Path("b").exists()
 
 
+def test_formats_are_listed_in_one_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "a.pt", "b", "--to", "zip"])
+    words = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert "('auto', 'fullshard', 'dcp', 'torch', 'safetensors')" in words, words
+
+
 def test_names_cannot_change_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"a\x1b[2J\nb": torch.ones(1)}, "a.pt")
     assert main(["inspect", "a.pt", "--tensors"]) == 0

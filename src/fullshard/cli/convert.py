@@ -31,10 +31,10 @@ class Arguments:
     """the checkpoint to read: a file or a folder, whose format is detected"""
     dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """the path to write, which must not exist"""
-    to: Literal["fullshard", "dcp", "torch", "safetensors"] | None = None
-    """the format to write; by default torch for names that end in .pt, .pth or .bin, safetensors for .safetensors (a
+    to: Literal["auto", "fullshard", "dcp", "torch", "safetensors"] = "auto"
+    """the format to write; auto: torch for names that end in .pt, .pth or .bin, safetensors for .safetensors (a
     folder), fullshard for all others"""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Literal["unchanged", "float32", "bfloat16", "float16"] = "unchanged"
     """cast the model's floating-point tensors to this dtype; optimizer state is not cast"""
     model_only: bool = False
     """omit optimizer state and everything else that is not the model's"""
@@ -55,8 +55,8 @@ def _convert(options: Arguments) -> int:
         conversion = convert(
             options.src,
             options.dst,
-            to=options.to,
-            dtype=None if options.dtype is None else getattr(torch, options.dtype),
+            to=None if options.to == "auto" else options.to,
+            dtype=None if options.dtype == "unchanged" else getattr(torch, options.dtype),
             model_only=options.model_only,
             progress=progress,
         )
