@@ -194,6 +194,7 @@ def test_the_command_runs_a_script_and_what_it_starts(tmp_path):
     told = script("-m", "fullshard", "adopt", str(path), "one", "--two", code=3)
     assert "adopts this program" in told and "main fullshard.api.functional.module ['one', '--two']" in told
     assert "child 0 __mp_main__" in told
+    assert ": 1 name\n" in told and ": 1 names" not in told
 
 
 def test_the_command_runs_a_module_and_what_it_starts(tmp_path):
