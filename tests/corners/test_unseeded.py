@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 
@@ -33,11 +34,15 @@ def shard(model: nn.Module, way: str) -> nn.Module:
 
 @on_ranks
 def test_what_every_rank_drew_is_trained_with_a_warning() -> None:
-    """Each rank keeps its slice of its own draw, as in PyTorch."""
+    """Each rank keeps its slice of its own draw, as in PyTorch. The first warns, at the line that calls the model."""
     for way in ("functional", "wrapper"):
         model = shard(drawn(), way)
-        with pytest.warns(UserWarning, match=r"(?s)start from different weights.*parameter: +0\.weight"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             model(BATCH).sum().backward()
+        assert [warning.filename for warning in caught] == [__file__] * (dist.get_rank() == 0)
+        for warning in caught:
+            assert re.search(r"(?s)start from different weights.*parameter: +0\.weight", str(warning.message))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(BATCH).sum().backward()

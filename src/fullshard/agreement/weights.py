@@ -25,12 +25,13 @@ from ..errors import DivergenceError
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Bucket, Unit
+from ..watcher import users_level
 from .aside import raise_on_all, rows_of_all
 from .messages import drawn_apart, loaded_apart
 
 
 def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
-    """Raise or warn on every rank if the ranks started from different weights. Collective over the units' meshes.
+    """Raise, or warn on the first rank, if ranks started from different weights. Collective over the units' meshes.
 
     Raises:
         DivergenceError: replicas differ, or only some ranks loaded weights; names the first parameter, and two ranks.
@@ -73,7 +74,7 @@ def _compare(
     members: Sequence[Member],
     comm: Comm,
 ) -> DivergenceError | None:
-    """Return an error, or warn, if the values of a parameter differ between ranks.
+    """Return an error, or warn on the first rank, if the values of a parameter differ between ranks.
 
     Args:
         values: [members], this rank's fingerprints.
@@ -95,6 +96,7 @@ def _compare(
     other = next(rank for rank, value in enumerate(sums) if value != sums[0])
     name, ranks, more = members[first].name, (axis.ranks[0], axis.ranks[other]), len(wrong) - 1
     if writes is not None and not loaded:
-        warnings.warn(drawn_apart(name, ranks, more, len(members)), stacklevel=2)
+        if axis.rank == 0:  # it is the same on all
+            warnings.warn(drawn_apart(name, ranks, more, len(members)), stacklevel=users_level())
         return None
     return loaded_apart(name, ranks, more, len(members), writes is not None)

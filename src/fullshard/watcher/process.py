@@ -148,6 +148,14 @@ def frames_of_trace(trace: TracebackType | None) -> list[Frame]:
     return frames[::-1]
 
 
+def users_level() -> int:
+    """The `stacklevel` with which the caller's `warnings.warn` names the program's line; 1 if there is none."""
+    stack = traceback.walk_stack(sys._getframe(1))
+    frames = [Frame(f.f_code.co_filename, str(line), f.f_code.co_name) for f, line in stack]
+    at = _users(frames, 0)
+    return 1 if at is None else at + 1
+
+
 def readable(frames: Sequence[Frame]) -> str:
     """The innermost frame and the program's frames, a line each: the callers of library frames show the place."""
     return "\n".join([str(frame) for index, frame in enumerate(frames) if not index or frame.is_users])
