@@ -330,3 +330,26 @@ def test_channels_last_parameters(front_end: Any) -> None:
         assert model.first.weight.shape == (6, 4, 3, 3)
     assert trains_as(model, Images())
     assert len(images.lay) == 3 and all(images.lay)
+
+
+@on_ranks
+def test_padding_in_the_encoder_of_torch() -> None:
+    """Its fast path leaves 0 at padded positions. Freed rows as weights of the first layer keep it from taking it."""
+    batch, padded = torch.ones(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2] * 2)
+    for layout, units, fast in (("rows", 2, False), ("flat", 2, True), ("rows", 1, True)):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            models.append(nn.TransformerEncoder(layer, 2).eval())
+        alone, model = models
+        for block in model.layers[2 - units :]:
+            fullshard.fully_shard(block, layout=layout)
+        fullshard.fully_shard(model, layout=layout)
+        with torch.no_grad():
+            for unshards in (False, True):
+                if unshards:
+                    (model.layers[0] if units == 2 else model).unshard()
+                there, here = alone(batch, src_key_padding_mask=padded), model(batch, src_key_padding_mask=padded)
+                torch.testing.assert_close(here[~padded], there[~padded])
+                assert not there[padded].any() and bool(here[padded].any()) != (fast or unshards), (layout, units)
