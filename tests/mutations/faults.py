@@ -474,7 +474,7 @@ FAULTS = (
     Fault(
         "a backward's caller is taken for the thread that runs hooks",
         "runtime/root.py",
-        "self._thread if on_device else get_ident()",
+        "self._thread if has_streams(settings.axes.device) else get_ident()",
         "get_ident()",
         "tests/test_broken_backward.py",
     ),
@@ -550,8 +550,8 @@ FAULTS = (
     Fault(
         "a backward begins while a handle's reductions are in flight",
         "runtime/root.py",
-        "        self.refuse_while_finalizing()\n        if self.top.settings.manual",
-        "        if self.top.settings.manual",
+        "        self.refuse_while_finalizing()\n        if settings.manual",
+        "        if settings.manual",
         "tests/corners/test_reductions_asked_for.py -k refused",
     ),
     Fault(

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 
 from ..comm import Comm
-from ..dtypes import fingerprint
 from ..errors import DivergenceError
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
@@ -46,7 +45,7 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
     with torch.no_grad():
         for axes, pairs in by_axes.items():
             compared |= {id(axis.group): axis for axis in axes.all}
-            now = [fingerprint(bucket.part(bucket.shard, member)) for bucket, member in pairs]
+            now = [bucket.fingerprint(member) for bucket, member in pairs]
             births = [member.birth for _, member in pairs]
             zero = torch.zeros((), dtype=torch.int64, device=axes.device)
             whole = torch.stack([zero if birth is None else birth[0].to(axes.device) for birth in births])

@@ -16,7 +16,7 @@ from ..errors import PhaseError
 from ..forms import FlatParameter, Member, Place
 from ..names import WRAPPED, plain_class
 from ..shard import Bucket, Unit, clone_unit, place_clone
-from .messages import copied_in_part, copied_while_it_runs, pickled
+from .messages import copied_in_part, copied_while_it_runs, no_unsharded_copy, pickled
 from .runner import Runner
 from .step import FORWARD_METHODS_KEY, run_method
 from .units import RUNNER_KEY, runners_in, take_over_replaced
@@ -124,7 +124,7 @@ def copy_unsharded(model: nn.Module) -> dict[int, nn.Module]:
     copied is shared, as are tensors in containers. No communication, and no memory.
 
     Raises:
-        NotImplementedError: parameters of a tensor subclass that defines its own gather, or `dp_mesh_dims`.
+        NotSupportedError: parameters of a tensor subclass that defines its own gather, or `dp_mesh_dims`.
     """
     memo: dict[Any, Any] = {_COPYING: True}  # of `copy.deepcopy`: what replaces modules and tensors, by id
     shown: list[tuple[Place, nn.Parameter]] = []
@@ -154,11 +154,11 @@ def copy_unsharded(model: nn.Module) -> dict[int, nn.Module]:
 
 def _whole_on_meta(member: Member, bucket: Bucket) -> nn.Parameter:
     if not bucket.form.plain:
-        raise NotImplementedError(f"the class of {member.name} defines its own gather")
+        raise no_unsharded_copy(member.name, "its class defines its own gather")
     whole: Any = torch.empty(member.slot.shape, dtype=bucket.storage_dtype, device="meta")
     if member.split is not None:
         if member.split.data_dims:
-            raise NotImplementedError("dp_mesh_dims")
+            raise no_unsharded_copy(member.name, "it was sharded with dp_mesh_dims")
         whole = member.split.unsharded(whole)
     return nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
 

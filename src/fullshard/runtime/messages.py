@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..errors import ConfigError, PhaseError, UsageError, message
+from ..errors import ConfigError, NotSupportedError, PhaseError, UsageError, message
 from ..names import size
 
 
@@ -236,6 +236,15 @@ def copied_in_part(module: str) -> PhaseError:
         f"{module} is in one unit with a module that was deep-copied without it.",
         remedy="deep-copy a module that contains all modules of the unit",
         topic="copied-or-pickled",
+    )
+
+
+def no_unsharded_copy(parameter: str, why: str) -> NotSupportedError:
+    """The error for a model of which no unsharded copy can be planned."""
+    return NotSupportedError(
+        f"explain_memory(): there is no unsharded copy of {parameter}: {why}.",
+        parameter=parameter,
+        remedy="pass build=",
     )
 
 

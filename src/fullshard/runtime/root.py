@@ -337,8 +337,8 @@ class Root:
                 `reduction="tokens"`, and no token count is left.
         """
         self.recover_if_broken()
-        self.refuse_while_finalizing()
         settings = self.top.settings
+        self.refuse_while_finalizing()
         if settings.manual_finalization and not self.unfinalized:
             self.unfinalized = True
             self.adds = any([has_gradient(member) for runner in self.units for member in runner.unit.members])

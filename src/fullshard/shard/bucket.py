@@ -127,10 +127,15 @@ class Bucket:
         if self.form.plain and has_bits and self.axes.world > 1:
             whole = original.to_local() if isinstance(original, DTensor) else original
             writes = 0 if original.is_inference() else original._version
-            member.birth = fingerprint(whole), fingerprint(local), writes
+            member.birth = fingerprint(whole), self.fingerprint(member), writes
         member.sharded = self.form.make(member, original)
         take_grad_dtype(member.sharded, original)
         return member
+
+    def fingerprint(self, member: Member) -> torch.Tensor:
+        """A checksum of this rank's part of a member: 0-dim int64, on the compute device."""
+        local = self.part(self.shard, member)
+        return fingerprint(local if self.home is None else self.home.fetch(local))
 
     # Values of members, in any buffer laid out as the shard. A "local" is this rank's part; see `Form`.
 

@@ -72,10 +72,7 @@ def plan_changes(
     batch = batch or micro_batch
     built: Any = build
     if build is None:
-        try:
-            copies = copy_unsharded(model)
-        except NotImplementedError as error:
-            raise messages.not_copied(error) from error
+        copies = copy_unsharded(model)
         built = copies[id(model)]
     tensor = [m.split.mesh.size() for runner in units.values() for m in runner.unit.members if m.split is not None]
     make = _maker(model, optimizer) if not tensor else _maker_of_shards(optimizer)
@@ -154,7 +151,7 @@ class _Again:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
         if not losses:
-            raise ValueError("no output needs a gradient")
+            raise messages.no_output_needs_gradient()
         return sum([loss.sum() for loss in losses[1:]], losses[0].sum())
 
 

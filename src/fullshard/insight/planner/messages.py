@@ -108,8 +108,8 @@ def inputs_of_other_kinds(kinds: Sequence[str]) -> ConfigError:
     return ConfigError(f"explain_memory(): inputs of class {', '.join(kinds[:3])} are not known.", remedy="pass step=")
 
 
-def not_copied(error: Exception) -> ConfigError:
-    return ConfigError(f"explain_memory(): there is no unsharded copy: {error}.", remedy="pass build=")
+def no_output_needs_gradient() -> ConfigError:
+    return ConfigError("explain_memory(): no output needs a gradient.", remedy="pass step=")
 
 
 def in_few_words(error: Exception) -> str:
