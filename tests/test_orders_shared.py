@@ -18,6 +18,7 @@ from fullshard.agreement.shared_order import Merging, completed, parents_of
 from fullshard.errors import DivergenceError
 from fullshard.watcher.judge import ranks_of, stuck
 from fullshard.watcher.log import (
+    BACKWARD,
     COMPARE,
     FORWARD,
     GATHER,
@@ -184,6 +185,21 @@ def test_the_last_of_many_micro_batches_is_foreseen(micro_batches):
         log.begin(kind)
         log.end()
     assert all(foreseen[2 * len(step) :])
+
+
+def test_a_new_kind_of_pass_in_every_step_leaves_nothing_behind():
+    """As where parameters are frozen at random. Kinds of forwards that were complete stay so."""
+    log, rank, sizes = Log(), Log(), []
+    for step in range(3000):
+        for each in (log, rank):
+            for kind in (word(FORWARD, 3), word(BACKWARD, step)):
+                each.begin(kind)
+                each.next(step)
+                each.end()
+        assert log.expects(word(FORWARD, 3)) is rank.expects(word(FORWARD, 3))
+        sizes.append(len(log._letters) + len(log.complete) + len(log._tokens) + len(log._history))
+        assert word(FORWARD, 3) in log.complete
+    assert max(sizes[2000:]) <= max(sizes[:2000])
 
 
 def test_what_is_left_is_new_until_it_was_taken_again():

@@ -205,7 +205,7 @@ def main() -> None:
     try:
         train(front_end, scenario, int(rank), int(world), clock)
     except BaseException as error:
-        outcome = {"error": type(error).__name__, "text": str(error)}
+        outcome = {"error": type(error).__name__, "text": "\n".join([str(error), *getattr(error, "__notes__", ())])}
         raise
     finally:
         Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.monotonic() - clock[0]}))

@@ -60,7 +60,7 @@ FAULTS = {
     "freezes a block": Fault(
         ("{last}", "left the order", "ran a backward (program.py:"),
         "departed",
-        its_own=("{last}",),
+        its_own=("{last}", "stopped to compare", "requires_grad"),
         front_end="wrapper",
     ),
     "step skipped": Fault(("{last}", "4 steps", "3 steps"), its_own=("3 steps",)),

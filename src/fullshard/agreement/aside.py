@@ -44,19 +44,26 @@ def agree_on(
     axes: MeshAxes,
     comm: Comm,
     make_error: Callable[[Sequence[int], Sequence[int]], DivergenceError],
+    alone: str = "",
 ) -> int:
     """Raise on all ranks of the mesh if their tokens differ. Collective over the mesh.
 
     Args:
         flags: the bits set on this rank.
         make_error: builds the error from two ranks and their tokens.
+        alone: a note on the watcher's error for a rank that compares alone.
 
     Returns:
         The bits set on any rank.
     """
     if not comm.communicates:
         return flags
-    rows = rows_of_all([(token, flags)], axes.all, comm, axes.device)
+    try:
+        rows = rows_of_all([(token, flags)], axes.all, comm, axes.device)
+    except DivergenceError as error:
+        if alone:
+            error.add_note(alone)
+        raise
     other = next((i for i, (rank_token, _) in enumerate(rows) if rank_token != rows[0][0]), None)
     if other is not None:
         ranks = axes.mesh.mesh.flatten().tolist()  # [replicate, shard], as the rows

@@ -20,7 +20,7 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
-from ..watcher.log import GATHER, REGATHER, VERB_BITS, VERBS
+from ..watcher.log import FORWARD, GATHER, REGATHER, VERB_BITS, VERBS
 
 NOTHING = -1
 """In place of a token where there is none."""
@@ -86,11 +86,18 @@ class Log:
             kind: a token, the same on all ranks.
             state: passes of the same kind that begin in different states issue different tokens.
         """
-        letter = self._letters.setdefault(kind, chr(len(self._letters)))
+        letter = self._letters.get(kind) or self._new_letter(kind)
         self._history = (letter + self._history)[:_MEMORY]
         self._sum = _mixed(self.taken(), self._sum)
         self._around.append((self.kind, self.previous, self.ahead, self.expected, self.left, self._seen, self._strayed))
         self._start((kind, state))
+
+    def _new_letter(self, kind: int) -> str:
+        if len(self._letters) == _MEMORY:  # most of them are of passes that nobody remembers
+            self._letters.clear()
+            self._history = ""
+            self.complete = {each for each in self.complete if each & VERB == FORWARD}
+        return self._letters.setdefault(kind, chr(len(self._letters)))
 
     def turn(self, state: Hashable) -> None:
         """Continue the current pass as a pass of its kind that began in this state."""

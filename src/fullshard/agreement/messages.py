@@ -116,14 +116,22 @@ def goes_on_differently(
     )
 
 
+def compared_alone(token: int, names: Sequence[str]) -> str:
+    """A note for a rank that compares what it is about to do, while others do what they did before."""
+    why = ""
+    if token & VERB == BACKWARD:
+        why = ": requires_grad of all parameters of a unit, or gradient sync, changed on this rank"
+    return f"This rank stopped to compare: it {_about_to(token, names)}, which it did not do before at this point{why}."
+
+
 def _about_to(token: int, names: Sequence[str]) -> str:
     verb, index = token & VERB, token >> VERB_BITS
     if verb < len(VERBS) and verb not in (FORWARD, BACKWARD, KEEP, END):
         return f"{VERBS[verb]} of {named(index, names)}"
     return {
         FORWARD: f"begins a forward of {named(index // 2, names)} with{'' if index % 2 else 'out'} gradients",
-        BACKWARD: f"begins a backward with{'' if index % 2 else 'out'} gradient sync, in units whose parameters train "
-        f"according to requires_grad (checksum {index >> 1:08x})",
+        BACKWARD: f"begins a backward with{'' if index % 2 else 'out'} gradient sync (checksum of trainable buckets: "
+        f"{index >> 1:08x})",
         KEEP: f"begins keep_gathered of {index % MOST_UNITS} units from {named(index // MOST_UNITS, names)} on",
         ENTER: f"runs {named(index, names)}",
         LEAVE: f"has reached the end of {named(index, names)}",

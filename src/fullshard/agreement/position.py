@@ -40,7 +40,7 @@ from ..watcher import (
 )
 from .aside import agree_on
 from .log import MODEL, MOST_UNITS, NOTHING, SIZES, VERB, Log
-from .messages import goes_on_differently, other_forward_order, unknown_setting
+from .messages import compared_alone, goes_on_differently, other_forward_order, unknown_setting
 
 _MOST_TURNS = (1 << 31) * TURN
 _MOVES = attrgetter("touched.moves")
@@ -224,7 +224,7 @@ class Position:
         if self.axes is not None:
             of_unit = token & VERB in (GATHER, REGATHER, REDUCE, CHECK)
             self._record(COMPARE, token >> VERB_BITS if of_unit else 0)
-            agree_on(token, 0, self.axes, self.comm, self._differ)
+            agree_on(token, 0, self.axes, self.comm, self._differ, compared_alone(token, self.names))
 
     def _differ(self, ranks: Sequence[int], tokens: Sequence[int]) -> DivergenceError:
         self.forget()

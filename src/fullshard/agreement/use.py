@@ -15,6 +15,7 @@ from ..containers import drain
 from ..errors import DivergenceError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
+from ..torch_private.local_tensor import read_requires_grad
 from .aside import raise_on_all, rows_of_all, texts_of_all
 from .late import LateSums, sum_over
 from .messages import (
@@ -30,7 +31,8 @@ from .position import Position
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
 _DELIVERY, _GRADIENTS = attrgetter("delivery"), attrgetter("gradients")
 _NOBODY, _VIEWS = attrgetter("nobody"), attrgetter("views")
-_AXES, _STEPS, _FLAGS = attrgetter("bucket.axes"), attrgetter("touched.steps"), attrgetter("bucket.followed")
+_AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
+_MEMBERS, _SHARDED = attrgetter("bucket.members"), attrgetter("sharded")
 
 
 class UseAgreement:
@@ -135,7 +137,7 @@ class UseAgreement:
             refuse_undecided(group)
             refuse_changed(units, changed)
             return used
-        steps, fingerprint = self._steps, crc32(bytes(chain.from_iterable(map(_FLAGS, group))), fingerprint)
+        steps, fingerprint = self._steps, crc32(_requires_grad(group), fingerprint)
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64, device="cpu")
         if not on_device:
             sum_over(vector, axes, self.comm)
@@ -169,7 +171,7 @@ class UseAgreement:
 
     def _refuse_flags(self, group: Sequence[Delivery], axes: MeshAxes) -> None:
         """Raise if ranks differ in `requires_grad`. Collective."""
-        rows = rows_of_all([[*chain.from_iterable(map(_FLAGS, group))]], axes.all, self.comm, axes.device)
+        rows = rows_of_all([[*_requires_grad(group)]], axes.all, self.comm, axes.device)
         other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             names = [member.name for delivery in group for member in delivery.bucket.members]
@@ -191,6 +193,11 @@ class UseAgreement:
                 error = different_steps((axis.ranks[0], axis.ranks[other]), (first, second))
         raise_on_all(error, axes.all, self.comm, axes.device)
         raise different_steps((axes.global_rank, None), ("; ".join(steps), ""))
+
+
+def _requires_grad(deliveries: Sequence[Delivery]) -> bytes:
+    """A byte for each parameter: whether it trains."""
+    return bytes(map(read_requires_grad, map(_SHARDED, chain.from_iterable(map(_MEMBERS, deliveries)))))
 
 
 def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
