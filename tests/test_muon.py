@@ -92,7 +92,7 @@ def differences(
             reference.step()
             model.zero_grad()
         if batch is not None:
-            assert all(len(owned.batches) > 1 for owned in muon._owners.values())
+            assert all(len(owned.batches) > 1 for of_ranks in muon._owners.values() for owned in of_ranks.values())
     names_of = [name for name, p in model.named_parameters() if p.ndim == 2]
     pairs = zip(names_of, matrices(model), matrices(plain), strict=True)
     return [name for name, ours, theirs in pairs if not torch.equal(whole(ours), theirs)]

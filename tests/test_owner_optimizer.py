@@ -192,8 +192,8 @@ def order_of_a_step() -> list[str]:
         def __init__(self, work: Any, number: int) -> None:
             self.work, self.number = work, number
 
-        def wait(self) -> None:
-            self.work.wait()
+        def wait(self, *timeout: Any) -> None:
+            self.work.wait(*timeout)
             order.append(f"end {self.number}")
 
     exchange, begun = dist.all_to_all_single, 0

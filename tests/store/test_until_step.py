@@ -99,6 +99,12 @@ def data(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
+def out(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        torch.add(parameter, torch.ones_like(parameter), out=parameter)
+
+
+@torch.no_grad()
 def lists(model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch._foreach_zero_(list(model.parameters()))
 
@@ -146,8 +152,8 @@ def after_copied(model: Any, optimizer: torch.optim.Optimizer, saving: Any) -> N
 
 EVERYWHERE = (step, step_in_backward, replaced, after_copied, parked)
 CHANGES: dict[str, tuple[Callable[..., None], ...]] = {
-    "rows": (*EVERYWHERE, step_of_lists, in_place, data, lists, state_dicts, whole_state_dicts),
-    "flat": (*EVERYWHERE, step_of_lists, in_place, data, lists, state_dicts, whole_state_dicts),
+    "rows": (*EVERYWHERE, step_of_lists, in_place, out, data, lists, state_dicts, whole_state_dicts),
+    "flat": (*EVERYWHERE, step_of_lists, in_place, out, data, lists, state_dicts, whole_state_dicts),
     "originals": (step, step_of_lists, whole_state_dicts, summoned, parked, after_copied),
     "wrapper": (step, step_of_lists, summoned, after_copied),
 }

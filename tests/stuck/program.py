@@ -111,6 +111,8 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: list[floa
         raise ValueError("planted before the first forward")
     sharded = shard(front_end, model)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    if scenario == "raises on an owner":
+        optimizer = fullshard.OwnerOptimizer(sharded.parameters(), torch.optim.Adafactor, lr=1e-3)
     wrong_step = 0 if scenario.endswith(" at first") else WRONG
     for step in range(STEPS):
         here = wrong and step == wrong_step
@@ -141,11 +143,17 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: list[floa
                 fullshard.clip_grad_norm_(sharded.parameters(), 1.0)
         if here and scenario == "raises in the optimizer":
             raise ValueError("planted in the optimizer")
+        if here and scenario == "raises on an owner":
+            optimizer._inner.step = raises_on_an_owner
         if not (here and scenario == "step skipped"):
             optimizer.step()
         optimizer.zero_grad()
     if wrong and scenario == "saves at the end":
         call_alone("saves alone", sharded, optimizer)
+
+
+def raises_on_an_owner() -> None:
+    raise ValueError("planted on an owner")
 
 
 def call_alone(scenario: str, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -72,6 +72,9 @@ FAULTS = {
         ("{last}", "ValueError: planted in backward"), "raised", its_own=("planted",), front_end="wrapper"
     ),
     "raises in the optimizer": Fault(("{last}", "ValueError: planted in the optimizer"), its_own=("planted",)),
+    "raises on an owner": Fault(
+        ("{last}", "ValueError: planted on an owner", "optimizers' state"), its_own=("planted",)
+    ),
     "before the first forward": Fault(("{last}",), its_own=("planted",)),
     "catches in forward": Fault(
         ("{last}", "after catching ValueError: planted in forward (program.py:", " while rank")

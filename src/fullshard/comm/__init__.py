@@ -36,6 +36,7 @@ from .protocol import (
 )
 from .torch_comm import TorchComm
 from .values import reduce_value, values_of_all
+from .watched import Watched
 
 
 def make_comm(kind: "str | Comm") -> Comm:

@@ -24,7 +24,7 @@ from ..containers import call_apart
 from ..errors import PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
-from ..readers import wait_for_readers
+from ..readers import READERS, wait_for_readers
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
@@ -165,6 +165,8 @@ class FlatShard(torch.Tensor):
         if changes_in_place(func._schema.name):
             wait_for_readers()
             note_change(args[:1])
+        elif READERS and "out" in kwargs:
+            wait_for_readers()
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)

@@ -142,7 +142,7 @@ class RowShard(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if READERS and changes_in_place(getattr(func, "__name__", "")):
+        if READERS and (changes_in_place(getattr(func, "__name__", "")) or "out" in (kwargs or ())):
             wait_for_readers()
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])

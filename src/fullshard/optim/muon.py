@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps, "ns_steps": ns_steps}
         defaults = {**numbers, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn, "split": split})
-        self._owners: dict[Any, _Owned] = {}  # by process groups and ids of the stepped parameters
+        self._owners: dict[Any, dict[Any, _Owned]] = {}  # by process groups, then by ids of the stepped parameters
         self._axes: dict[int, tuple[Axis, Axis | None] | None] = {}  # see `axes_of`, by id of the parameter
         self._places: dict[int, tuple[int, int]] = {}  # see `places_of`
 
@@ -152,12 +152,13 @@ class Muon(torch.optim.Optimizer):
             )
         for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
             matrices = [stepped[index] for index in indices]
-            key = ranks, replicas, tuple([id(parameter) for parameter, _ in matrices])
-            owned = self._owners.get(key)
+            key = tuple([id(parameter) for parameter, _ in matrices])
+            of_ranks = self._owners.setdefault((ranks, replicas), {})
+            owned = of_ranks.get(key)
             known = owned is not None and owned.cuts == cuts
             if owned is None or not known:
                 owned = _Owned(cuts, axis, token_of([parameter for parameter, _ in matrices], ""))
-                keep(self._owners, key, owned)
+                keep(of_ranks, key, owned)
             agree(owned.token, [parameter for parameter, _ in matrices], ranks, replicas, "", known)
             is_alone = cuts[0].world == 1 and axis is None
             home = inside(matrices[0][0].detach()).device if is_alone else device_of(ranks)

@@ -252,13 +252,12 @@ class _Step:
 
     Attributes:
         batches: at least one.
-        compared: token, parameters and groups of those that ranks compare; see `agree`.
-        how: the optimizer, and the number of batches, which ranks compare.
+        compared: of the parameters that the same ranks compare: token, parameters, both groups, and how they are
+            stepped: the optimizer, and their number of batches. See `agree`.
     """
 
     batches: list[_Batch]
-    compared: list[tuple[int, list[torch.Tensor], Any, Any]]
-    how: str
+    compared: list[tuple[int, list[torch.Tensor], Any, Any, str]]
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -336,6 +335,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._ownerships: list[Ownership] = []  # see `ownerships`
         self._are_assigned = False  # whether parameters have owners
         self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
+        self._known: dict[Any, dict[int, bool]] = {}  # tokens that ranks have compared, by their groups
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
@@ -372,6 +372,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self.share_state()
             self._are_assigned = False
             self._plans.clear()
+            self._known.clear()
         super().add_param_group(param_group)
         self._in_order = []
         group = self.param_groups[-1]
@@ -404,7 +405,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
             wholes = inner_group["params"]
             inner_group.clear()
             inner_group.update({**_settings(group), "params": wholes})
-        stepped = [param for param in self._ordered() if param.tensor.grad is not None]
+        # Nothing is stepped in an empty whole parameter, and some optimizers divide by its size.
+        stepped = [
+            param
+            for param in self._ordered()
+            if param.tensor.grad is not None and (self.elementwise or param.tensor.numel())
+        ]
         for param in stepped:
             assert param.tensor.grad is not None
             check_gradient(param.tensor, param.tensor.grad)
@@ -654,20 +660,21 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """
         self._assign_owners()
         key = "step", *[(param, param.tensor.grad.dtype) for param in stepped]  # type: ignore[union-attr]
-        known = key in self._plans
-        if not known:
+        if key not in self._plans:
             keep(self._plans, key, self._new_step(stepped))
         step: _Step = self._plans[key]
-        for token, parameters, group, replicas in step.compared:
-            agree(token, parameters, group, replicas, step.how, known)
+        for token, parameters, group, replicas, how in step.compared:
+            # By group: its ranks may share others with different ranks, for which a step is new to some of them alone.
+            known = self._known.setdefault((group, replicas), {})
+            agree(token, parameters, group, replicas, how, token in known)
+            if token not in known:
+                keep(known, token, True)
         return step
 
     def _new_step(self, stepped: Sequence[_Param]) -> _Step:
-        batches = self._batches(stepped)
+        numbers = self._numbers(stepped)
         how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
-        how += f", in {len(batches)} batches" if len(batches) > 1 else ""
-        by_ranks: dict[tuple[Any, Any], list[torch.Tensor]] = {}
-        chosen = set(stepped)
+        by_ranks: dict[tuple[Any, Any], list[_Param]] = {}
         for param in self._ordered():
             cut, axis = param.cut, param.replicas
             if axis is None and (cut is None or isinstance(cut, OtherCut)):
@@ -676,12 +683,26 @@ class OwnerOptimizer(torch.optim.Optimizer):
             if axis is not None:
                 assert param.axes is not None
                 groups = (axis.group, None) if self.elementwise else (param.axes[0].group, axis.group)
-            by_ranks.setdefault(groups, []).extend([param.tensor] if param in chosen else [])
-        compared = [(token_of(parameters, how), parameters, *groups) for groups, parameters in by_ranks.items()]
-        return _Step(batches, compared, how)
+            by_ranks.setdefault(groups, []).extend([param] if param in numbers else [])
+        compared = []
+        for (group, replicas), params in by_ranks.items():
+            tensors, count = [param.tensor for param in params], len({numbers[param] for param in params})
+            how_these = f"{how}, in {count} batches" if count > 1 else how
+            compared.append((token_of(tensors, how_these), tensors, group, replicas, how_these))
+        batches: list[list[_Param]] = [[] for _ in range(max(numbers.values(), default=0) + 1)]
+        for param, number in numbers.items():
+            batches[number].append(param)
+        last = len(batches) - 1
+        of_step = [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
+        return _Step(of_step, compared)
 
-    def _batches(self, stepped: Sequence[_Param]) -> list[_Batch]:
-        """Batches of parameters; a single one if the inner optimizer has to step all at once."""
+    def _numbers(self, stepped: Sequence[_Param]) -> dict[_Param, int]:
+        """The batch of each parameter, those of the same ranks one after another; see `in_turns` on their order.
+
+        All are in one if the inner optimizer has to step all at once.
+        """
+        if not self._in_parts:
+            return dict.fromkeys(stepped, 0)
         by_ranks: dict[Any, list[_Param]] = {}
         for param in stepped:
             tensor: Any = param.tensor
@@ -690,18 +711,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 cut and (cut.group, axis and axis.group) if not isinstance(cut, OtherCut) else tensor.device_mesh
             )
             by_ranks.setdefault(ranks, []).append(param)
-        by_number: dict[int, list[_Param]] = {}
+        numbers: dict[_Param, int] = {}
         for ranks, params in by_ranks.items():
             nbytes = [0 if ranks is None else param.tensor.numel() * param.tensor.itemsize for param in params]
-            for param, number in zip(
-                params, batches_of(nbytes, [(param.owner, param.replica) for param in params]), strict=True
-            ):
-                by_number.setdefault(number, []).append(param)
-        batches = [by_number[number] for number in sorted(by_number)]
-        if len(batches) < 2 or not self._in_parts:
-            batches = [list(stepped)]
-        last = len(batches) - 1
-        return [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
+            owners = [(param.owner, param.replica) for param in params]
+            numbers |= zip(params, batches_of(nbytes, owners), strict=True)
+        return numbers
 
     def _step_exchanges(self, params: Sequence[_Param]) -> tuple[list[Exchange], list[Exchange]]:
         """The exchanges of a step of these parameters: values and gradients to owners, and new values."""
@@ -711,7 +726,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return self._by_kind([*values, *gradients]), self._by_kind(values)
 
     def _steps_in_parts(self) -> bool:
-        """Whether there is more than a batch, which the inner optimizer may step alone, with the same bits."""
+        """Whether the inner optimizer may step a batch alone, with the same bits; False if there is only one.
+
+        Ranks may differ in the latter, which only saves the trial: where all parameters of a rank fit into a batch, so
+        do those that it shares with any other rank, and these are in one batch on both.
+        """
         if self.elementwise or fits_a_batch(param.tensor.numel() * param.tensor.itemsize for param in self._listed()):
             return False
         return steps_in_parts(self.optimizer_class, self._arguments, self.param_groups) is True
@@ -799,8 +818,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Step the whole parameters of a batch, and free their gradients."""
         if batch.is_last:
             self._inner.step()  # settings and attributes that count steps change in this one
-        else:
-            step_part(self._inner, [param.whole for param in batch.params if param.whole.grad is not None])
+        elif owned := [param.whole for param in batch.params if param.whole.grad is not None]:
+            step_part(self._inner, owned)
         for param in batch.params:
             param.whole.grad = None  # before the pieces to return are allocated
 

@@ -31,6 +31,7 @@ from ..forms.run import Run
 from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
 from ..torch_private.mesh_without_group import AbsentGroup
+from ..watcher import RANK
 from .replicas import exchange
 
 
@@ -215,7 +216,7 @@ def agree(
 
     Args:
         token: see `token_of`.
-        known: whether this rank has stepped these parameters together before.
+        known: whether the ranks of this mesh have compared this token before.
 
     Raises:
         DivergenceError: see `check_alike`.
@@ -305,6 +306,9 @@ def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
     Args:
         nbytes: of each whole tensor, in the order of exchanges.
         owners: of each tensor. All ranks that share the tensors know all owners, and get the same batches.
+
+    Returns:
+        Numbers from 0, without gaps.
     """
     loads: Counter[Hashable] = Counter()
     for size, owner in zip(nbytes, owners, strict=True):
@@ -313,9 +317,10 @@ def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
     before: Counter[Hashable] = Counter()
     batches = []
     for size, owner in zip(nbytes, owners, strict=True):
-        batches.append(before[owner] * count // max(loads[owner], 1))
+        batches.append(min(before[owner] * count // max(loads[owner], 1), count - 1))  # empty tensors may be the last
         before[owner] += size
-    return batches
+    in_order = {batch: number for number, batch in enumerate(sorted(set(batches)))}
+    return [in_order[batch] for batch in batches]
 
 
 def fits_a_batch(nbytes: Iterable[int]) -> bool:
@@ -335,22 +340,33 @@ def in_turns(
 ) -> None:
     """Gather, compute and scatter each batch, so that the exchanges of its neighbours are under way while one computes.
 
+    A batch may have parts of several groups of ranks, with different numbers of batches: batch k has the k-th part of
+    each group that has so many, without gaps. Ranks that share one group need not share the others: they have different
+    batches, but never wait for each other in a circle. The k-th parts of all groups are gathered before those numbered
+    k + 1, and these before the k-th are scattered, whatever k is the last; within a batch, groups are in the order of
+    their first parameters in the model. So all exchanges of all ranks have one order, in which each begins its own.
+    A rank that has not begun the first unfinished exchange waits for an earlier one, and these are finished.
+
     Args:
         gather: starts to assemble a batch; also gets whether another batch computes meanwhile.
         compute: changes an assembled batch.
         scatter: starts to return its results.
     """
-    arrive, leave = gather(batches[0], False), None
-    for batch, following in zip_longest(batches, batches[1:]):
-        arrive()
-        if following is not None:
-            arrive = gather(following, True)
-        compute(batch)
+    try:
+        arrive, leave = gather(batches[0], False), None
+        for batch, following in zip_longest(batches, batches[1:]):
+            arrive()
+            if following is not None:
+                arrive = gather(following, True)
+            compute(batch)
+            if leave is not None:
+                leave()
+            leave = scatter(batch)
         if leave is not None:
             leave()
-        leave = scatter(batch)
-    if leave is not None:
-        leave()
+    except Exception as error:
+        RANK.catches(error)  # other ranks wait for the rest
+        raise
 
 
 @dataclass(frozen=True)
@@ -431,13 +447,17 @@ def _ranks(parameter: torch.Tensor, cut: Cut | None, copies: int, shards: int) -
 
 
 def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
-    """Cache a plan of exchanges. There is one per set of parameters with gradients; past the limit, all are dropped."""
+    """Cache a plan of exchanges. There is one per set of parameters with gradients; past the limit, all are dropped.
+
+    Where ranks compare what is new to them, `plans` is of one group, whose ranks then drop them in the same step.
+    """
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
 
 
-MOST_PLANS = 1024
+MOST_PLANS = 64
+"""A plan lists all parameters, and programs may freeze others in each step."""
 
 
 class Owners:

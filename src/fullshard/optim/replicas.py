@@ -19,8 +19,10 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from ..comm import Watched, has_streams
 from ..mesh import Axis, device_of
 from ..torch_private.foreach import copy_all
+from ..watcher import RANK
 
 GRAIN = 64
 """Parameters are cut at multiples of this many elements, two AVX-512 registers of 16-bit numbers: vectorized kernels on
@@ -75,13 +77,17 @@ def exchange(
     """Start an all-to-all of a 1-D tensor: `sizes` and `expected` are the elements sent to and received from each rank.
 
     Returns:
-        A function that waits for it and returns what was received; called once. It keeps `sent` until then.
+        A function that waits for it and returns what was received; called once. It keeps `sent` until then. Raises a
+        `DivergenceError` if the exchange never completes, on hosts that wait for it.
     """
     received = sent.new_empty(sum(expected))
     width = sent.dtype.itemsize  # as bytes: backends support different dtypes
     output_splits, input_splits = [width * size for size in expected], [width * size for size in sizes]
     output, data = received.view(torch.uint8), sent.view(torch.uint8)
+    RANK.talks("optimizers' state")
     work = dist.all_to_all_single(output, data, output_splits, input_splits, group=group, async_op=True)
+    if work is not None and not has_streams(device_of(group)):
+        work = Watched(work)
     under_way = [(work, sent, received)]
 
     def finish() -> torch.Tensor:

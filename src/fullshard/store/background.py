@@ -100,15 +100,14 @@ class Beside:
         copies: pairs of an offset in it and a piece, contiguous and in host memory.
 
     Attributes:
-        wait: waits until the copies are made.
+        ended: set when the copies are made.
     """
 
     def __init__(self, memory: mmap.mmap, copies: Sequence[tuple[int, Piece]]) -> None:
         self._memory, self._copies = memory, copies
         self._versions = [piece.tensor._version for _, piece in copies]
         self._samples = [_sample(_octets(piece.tensor)).copy() for _, piece in copies]
-        self._ended = threading.Event()
-        self.wait = self._ended.wait
+        self.ended = threading.Event()
 
     def copy(self) -> None:
         """Make the copies.
@@ -131,7 +130,7 @@ class Beside:
                     )
         finally:
             self._copies = ()
-            self._ended.set()
+            self.ended.set()
 
 
 def _octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -209,19 +208,19 @@ class Writer:
             return part
         self._sender = sender
         if beside is not None:
-            READERS[beside.wait] = None
+            READERS[beside.ended] = None
         return part
 
     def _send(
         self, order: Order, message: bytes, lock: int, copied: Sequence[torch.Event], beside: Beside | None
     ) -> None:
         """Send the job when everything is copied; an error becomes the save's answer."""
-        assert self._channel is not None
         try:
             if beside is not None:
-                beside.copy()
+                beside.copy()  # first: steps wait for its end
             for event in copied:
                 event.synchronize()
+            assert self._channel is not None
             socket.send_fds(self._channel, [message], [self._memory, *([lock] if lock >= 0 else [])])
         except BrokenPipeError:  # the process ended: `poll` reports it
             pass
