@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, PhaseError
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
+from ..generators import restored_generators
 from ..shard import Unit, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
@@ -100,7 +101,7 @@ class StepsInBackward:
             )
         self._measuring, self._norms = True, {}
         try:
-            with _restored_random_state():
+            with restored_generators():
                 yield
             self._consume([p for p in self._parameters if p.grad is not None])
             self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
@@ -423,16 +424,3 @@ def _why_not(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     elif steps_in_parts(kind, optimizer.defaults, groups) is False:
         reason = "which counts steps in place, or only where there are gradients, so that parts of a step count apart"
     return (reason, remedy) if reason else None
-
-
-@contextmanager
-def _restored_random_state() -> Iterator[None]:
-    """A context that restores the random state of the CPU and of the current accelerator at its end."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        index = torch.get_device_module(device).current_device()
-        with torch.random.fork_rng(devices=[index], device_type=device.type):
-            yield

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..generators import restored_generators
 from ..torch_private.step_hooks import step_part, without_step_hooks
 
 STEPS = 30  # some need whole tensors only in later steps
@@ -221,9 +222,8 @@ def _stepped(
 @contextlib.contextmanager
 def _unseen(seed: int) -> Iterator[None]:
     """Suppress output and warnings, and restore the random state at the end."""
-    before = random.getstate()
     with (
-        torch.random.fork_rng(devices=[]),
+        restored_generators(),
         contextlib.redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
         torch.device("cpu"),
@@ -231,7 +231,4 @@ def _unseen(seed: int) -> Iterator[None]:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before)
+        yield

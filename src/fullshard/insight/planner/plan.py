@@ -20,6 +20,7 @@ from ...api.messages import hook_beside_all_reduce_dtype, no_replicas_to_hook
 from ...comm import PowerSGDState
 from ...errors import ConfigError, FullshardError
 from ...forms import owner_of
+from ...generators import restored_generators
 from ...names import size, table
 from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
@@ -220,6 +221,7 @@ class Plans:
         return "\n".join([title, "", *table([header, *rows], left=(0, 1, 2)), *more, "", f"best: {self.best}"])
 
 
+@restored_generators()
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     *,
@@ -315,6 +317,7 @@ def plan(
     return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
 
 
+@restored_generators()
 def solve(
     model: nn.Module | Callable[[], nn.Module],
     what: str,

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...comm import object_from, objects_of_all, objects_to_first
 from ...dtypes import as_moved
 from ...errors import ConfigError, FullshardError, class_to_catch
+from ...generators import restored_generators
 from ...mesh import device_of
 
 
@@ -40,19 +41,6 @@ def restore_generators(states: dict[str, torch.Tensor]) -> None:
     """Set the states that `generator_states` returned."""
     for kind, state in states.items():
         torch.set_rng_state(state) if kind == "cpu" else torch.get_device_module(kind).set_rng_state(state)
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Restore every generator afterwards, on every device."""
-    python, numpy, device = random.getstate(), np.random.get_state(), _accelerator()
-    devices = range(torch.accelerator.device_count()) if device is not None else ()
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if device is not None else "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 T = TypeVar("T")
@@ -187,7 +175,7 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
             )
         group = dist.group.WORLD
         assert group is not None
-        with _generators_restored():
+        with restored_generators():
             yield Session(dist.get_rank(), dist.get_world_size(), device_of(group), tuple(data_ranks), seed)
     finally:
         if temporary:
