@@ -121,7 +121,8 @@ def copy_unsharded(model: nn.Module) -> dict[int, nn.Module]:
 
     Without wrappers around modules, compiled forms, and forward hooks but torch's own (those of `parallelize_module`,
     for one). Parameters in no unit become buffers, and tensors in plain attributes too: all are on meta. What cannot be
-    copied is shared, as are tensors in containers. No communication, and no memory.
+    copied is shared, as are tensors in containers. Other objects are copied, since a forward may write to them: arrays
+    take host memory. No communication, and no memory of tensors.
 
     Raises:
         NotSupportedError: parameters of a tensor subclass that defines its own gather, or `dp_mesh_dims`.

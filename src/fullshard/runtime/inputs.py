@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor, nn, strided
 
-from ..containers import map_leaves
 from .outputs import PLAIN
+
+_WITHOUT_MEMORY = (*PLAIN, torch.Size)
 
 
 class TensorInput(SimpleNamespace):
@@ -39,15 +42,30 @@ class Inputs(NamedTuple):
     autocast: torch.dtype | None
 
 
-def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Inputs:
-    """The arguments of a forward as they are kept. Not called in a step like the last one."""
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Inputs | None:
+    """The arguments of a forward as they are kept; None if they cannot be read. Not called in a step like the last."""
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    if not kwargs and len(args) == 1 and type(x := args[0]) is Tensor and x.layout is strided and not x.is_nested:
-        return Inputs((TensorInput(shape=x.shape, dtype=x.dtype, requires_grad=x.requires_grad),), {}, autocast)
-    return Inputs(map_leaves(_without_memory, tuple(args)), map_leaves(_without_memory, dict(kwargs)), autocast)
+    try:
+        return Inputs(_kept(tuple(args)), _kept(dict(kwargs)), autocast)
+    except Exception:  # of a user's class, or of containers inside themselves: what is kept is for explanations only
+        return None
 
 
-def _without_memory(leaf: Any) -> Any:
-    if type(leaf) is Tensor and leaf.layout is strided and not leaf.is_nested:
-        return TensorInput(shape=leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-    return leaf if isinstance(leaf, PLAIN) else OtherInput(kind=type(leaf).__name__)
+def _kept(value: Any) -> Any:
+    """A value without memory. Instances of users' classes may hold more than their items, except in new dataclasses."""
+    kind = type(value)
+    if kind is Tensor and value.layout is strided and not value.is_nested:
+        return TensorInput(shape=value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+    if isinstance(value, _WITHOUT_MEMORY):
+        return value
+    if kind in (dict, OrderedDict) and all(isinstance(key, PLAIN) for key in value):
+        return kind((key, _kept(item)) for key, item in value.items())
+    if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_make")):
+        return getattr(kind, "_make", kind)(map(_kept, value))
+    if dataclasses.is_dataclass(kind) and not isinstance(value, (dict, list, tuple, nn.Module)):
+        new = object.__new__(kind)
+        for field in dataclasses.fields(kind):
+            if hasattr(value, field.name):
+                object.__setattr__(new, field.name, _kept(getattr(value, field.name)))
+        return new
+    return OtherInput(kind=kind.__name__)

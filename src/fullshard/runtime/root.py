@@ -98,7 +98,8 @@ class Root:
     Attributes:
         pass_top: the unit whose forward began the current pass.
         pass_grad: whether that pass builds a graph.
-        inputs, shapes: of the root's last forward that built one, and the shapes among them; None before the first.
+        inputs, called: of the root's last forward that built one, and what is compared to notice others: shapes and
+            dtypes, then names of keywords; None before the first.
         backward: the current backward, or the last one if it was broken off.
         guide: accompanies passes: with comparisons between ranks, or with the order of units that ranks share.
         stale: finds units that stayed gathered although their weights changed.
@@ -127,7 +128,7 @@ class Root:
         self.pass_top: Runnable | None = None
         self.pass_grad = False
         self.inputs: Inputs | None = None
-        self.shapes: list[torch.Size | None] | None = None
+        self.called: Any = None
         self.traces = Traces()
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None

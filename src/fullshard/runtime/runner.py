@@ -6,17 +6,17 @@ gathered, recomputation, exceptions, and user calls.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..agreement import arrive
-from ..containers import NONES
 from ..shard import State, Unit, refuse_meta, refuse_parked, settle
 from ..watcher import GATHER, REGATHER
 from .call import Forward
@@ -32,7 +32,8 @@ from .usual import plan_usual_step
 
 H = Happening
 SHARDED, GATHERING, GATHERED = State
-_SHAPE = repeat("shape")
+_OF_TENSOR = attrgetter("shape", "dtype")
+_UNLIKE: Any = math.nan  # unequal to itself
 
 
 class Runner:
@@ -117,12 +118,12 @@ class Runner:
             root.begin_forward(self)
             if self.is_top and root.pass_grad:
                 try:
-                    shapes = [*map(getattr, [*args, *kwargs.values()], _SHAPE, NONES)]
-                    if shapes != root.shapes:
-                        root.shapes = None if None in shapes else shapes  # of other arguments the values may change
-                        root.inputs = inputs_of(args, kwargs, self.settings.axes.device.type)
-                except Exception:  # of an argument that is no plain tensor: what is kept is for explanations only
-                    root.shapes = root.inputs = None
+                    called = [*map(_OF_TENSOR, [*args, *kwargs.values()]), *kwargs]
+                except Exception:  # of an argument that is no plain tensor: its values may change
+                    called = _UNLIKE
+                if called != root.called:
+                    root.called = called
+                    root.inputs = inputs_of(args, kwargs, self.settings.axes.device.type)
         self.forwards.append(forward)
         self.happens(H.REENTER if recomputing else H.ENTER)
 
