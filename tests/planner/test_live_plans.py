@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, explain_memory, fully_shard
 from fullshard.insight.planner.live import plan_changes
+from fullshard.runtime import runner_of
 
 ROWS, WIDTH = 4, 32
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -320,6 +325,134 @@ def test_the_inputs_of_the_last_forward_are_planned_and_not_kept(fake_world):
     assert reference() is None
 
 
+class Attributes(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+
+    @cached_property
+    def double(self) -> Tensor:
+        return self.x * 2
+
+
+Pair = namedtuple("Pair", ["name", "x"])
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            return self.layer(batch["x"])
+        return self.layer(batch.double if isinstance(batch, Batch) else batch[1])
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "a dict": (lambda x: {"x": x}, True),
+    "an ordered dict": (lambda x: OrderedDict(x=x), True),
+    "a named tuple": (partial(Pair, "train"), True),
+    "a dataclass": (Batch, True),
+    "a list": (lambda x: ["train", x], True),
+    "a dict that is its attributes": (lambda x: Attributes(x=x), False),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_no_tensor_of_a_batch_lives_on(fake_world, name):
+    fake_world(8)
+    make, is_planned = CONTAINERS[name]
+    model, alive = fully_shard(Takes()), []
+    for _ in range(3):
+        batch = make(torch.ones(4, 8))
+        if isinstance(batch, Batch):
+            tensors = [batch.x, batch.double]
+        else:
+            tensors = [batch["x"]] if isinstance(batch, dict) else [batch[1]]
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        model(batch).sum().backward()
+        del batch, tensors
+    gc.collect()
+    assert alive and not any(reference() is not None for reference in alive)
+    assert ("could not be planned" in explain_memory(model)) is not is_planned
+
+
+def test_inputs_of_other_names_or_dtypes_are_noticed(fake_world):
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, a: Any = None, b: Any = None) -> Tensor:
+            return self.layer((b if a is None else a).float())
+
+    fake_world(8)
+    model = fully_shard(Either())
+    kept = []
+    for inputs in ({"a": torch.ones(2, 8)}, {"b": torch.ones(2, 8)}, {"b": torch.ones(2, 8, dtype=torch.int64)}):
+        model(**inputs).sum().backward()
+        root = runner_of(model).root
+        kept.append({key: value.dtype for key, value in root.inputs.kwargs.items()})
+    assert kept == [{"a": torch.float32}, {"b": torch.float32}, {"b": torch.int64}]
+
+
+def test_random_generators_are_where_they_were(fake_world):
+    """A rank that asks alone draws the same layers and noise afterwards as ranks that did not."""
+    model = program(fake_world)
+
+    model.call = partial(drawn, model.last)
+    model({"x": torch.ones(4, 8)})["loss"].backward()
+    for module in (random, np.random, torch):
+        module.manual_seed(3) if module is torch else module.seed(3)
+    expected = random.random(), np.random.rand(), torch.rand(())
+    for module in (random, np.random, torch):
+        module.manual_seed(3) if module is torch else module.seed(3)
+    assert halves(model) > 0
+    assert (random.random(), np.random.rand(), torch.rand(())) == expected
+
+
+def drawn(last: nn.Module, x: Tensor) -> Tensor:
+    return last(F.dropout(x, random.random()) * np.random.rand())
+
+
+class Meter:
+    """An object of no known kind, which a forward writes to."""
+
+    def __init__(self) -> None:
+        self.last, self.count = torch.zeros(()), np.zeros(1)
+
+    def update(self, value: Tensor) -> None:
+        self.last = value.detach()
+        self.count += 1
+
+
+class Measured(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        loss = self.last(self.first(batch["x"])).sum()
+        self.meter.update(loss)
+        return loss
+
+
+def test_objects_that_a_forward_writes_to_are_not_touched(fake_world):
+    """So they are copied, too: no object is known to be only read."""
+    fake_world(8)
+    model = fully_shard(Measured())
+    model({"x": torch.ones(4, 8)}).backward()
+    last = model.meter.last
+    assert halves(model) > 0
+    assert model.meter.last is last and model.meter.count == 1
+
+
 def test_nothing_of_the_live_model_is_touched(fake_world):
     model, hooked = program(fake_world), []
     handle = model.last.register_forward_hook(lambda *_: hooked.append(1))
@@ -362,15 +495,28 @@ def outside(model: nn.Module) -> None:
     model.call = lambda x: last(x) * 1
 
 
+def hidden(model: nn.Module) -> None:
+    teachers = [fully_shard(nn.Linear(64, 8))]
+    model.call = partial(distilled, model.last, teachers)
+
+
+def distilled(last: nn.Module, teachers: list[nn.Module], x: Tensor) -> Tensor:
+    return last(x) - teachers[0](x.detach()).detach()
+
+
+APART = "the model calls a sharded module that is not among its submodules"
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "batch", "why"),
     [
         (Branches, lambda model: None, {"x": torch.ones(4, 8)}, "DataDependentOutputException: aten._local_scalar"),
-        (Program, lambda model: None, Data(torch.ones(4, 8)), "inputs of class Data are not known"),
-        (Program, outside, {"x": torch.ones(4, 8)}, "Linear has lost its unit"),
+        (Program, lambda model: None, Data(torch.ones(4, 8)), "inputs of class Data are not known; pass step="),
+        (Program, outside, {"x": torch.ones(4, 8)}, f"{APART}; pass step="),
+        (Program, hidden, {"x": torch.ones(4, 8)}, f"{APART}; pass step="),
         (Program, lambda model: None, None, "this is not the root, or it was not called with gradients yet"),
     ],
-    ids=["a branch on values", "an object", "a closure over the live model", "no forward"],
+    ids=["a branch on values", "an object", "a closure over the live model", "a model in a list", "no forward"],
 )
 def test_where_nothing_can_be_planned_the_account_remains(fake_world, kind, change, batch, why):
     fake_world(8)
@@ -469,3 +615,63 @@ def test_one_rank_may_ask_while_the_others_train_on(run_ranks, use_wrapper):
     (losses, said), (others, _) = run_ranks(one_rank_asks, use_wrapper)
     assert losses == others and losses[-1] < losses[0]
     assert "at the peak of a step (fullshard.plan)" in said and "half the micro-batch" in said, said
+
+
+class Communicates(nn.Module):
+    """Whose forward exchanges something of its own."""
+
+    def __init__(self, exchange: str) -> None:
+        super().__init__()
+        self.net, self.exchange = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.tensor([float(len(x))])  # whose value torch knows while it plans
+        if self.exchange == "all_reduce":
+            dist.all_reduce(count[:])
+        elif self.exchange == "barrier":
+            dist.barrier()
+        else:
+            dist.all_gather_object([None] * dist.get_world_size(), len(x))
+        return self.net(x).square().sum() / count.sum()
+
+
+def alone_beside_collectives(exchange: str) -> tuple[str, list[float]]:
+    """What the first rank is told, alone; and sums and losses, on every rank, of what follows."""
+    torch.manual_seed(0)
+    model, losses, said = Communicates(exchange), [], ""
+    for layer in model.net:
+        fully_shard(layer)
+    fully_shard(model)
+    for index in range(3):
+        loss = model(torch.ones(2, 8))
+        loss.backward()
+        if index == 1 and dist.get_rank() == 0:
+            said = explain_memory(model)
+            if exchange != "all_gather_object":
+                strategy = fullshard.Strategy(units="model")
+                build = partial(Communicates, exchange)
+                fullshard.plan(build, ranks=2, batch=2, step=whole_step, strategy=strategy)
+        five = torch.tensor([5.0])
+        dist.all_reduce(five)
+        losses += [five.item(), loss.item()]
+    return said, losses
+
+
+def whole_step(model: nn.Module, micro_batch: int, sequence: int) -> Tensor:
+    return model(torch.ones(micro_batch, 8))
+
+
+@pytest.mark.gloo("the collectives of PyTorch's own groups")
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        ("all_reduce", "at the peak of a step (fullshard.plan)"),
+        ("barrier", "at the peak of a step (fullshard.plan)"),
+        ("all_gather_object", "could not be planned (DataDependentOutputException"),
+    ],
+)
+def test_collectives_of_the_model_itself_are_not_issued(run_ranks, exchange, words):
+    """By one rank alone: it would wait for ever, or be paired with what the other issues next."""
+    (said, losses), (_, others) = run_ranks(alone_beside_collectives, exchange, world=2)
+    assert losses == others and losses[::2] == [10.0] * 3
+    assert words in said, said

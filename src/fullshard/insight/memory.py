@@ -129,12 +129,16 @@ def explain_memory(
     Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
     What changes would free is planned (see `fullshard.plan`) for the model as it is sharded, and is that of the peak of
-    a step: a forward with inputs of the shapes of the last one that built a graph, and the backward of the losses that
-    it returns, or else of all outputs. Hooks on modules other than torch's own are left out, and compiled modules run
-    as they are written. Nothing is communicated, and nothing allocated on the device; it takes as long as the model's
-    Python code for some steps. Where a step cannot be planned, the paragraph says why, and what changes would free is
-    read off what is held now: gathered units by the engine's account, more ranks by their layouts, and half of the
-    activations.
+    a step: a forward with inputs of the shapes, dtypes and keywords of the last one that built a graph, and the
+    backward of the losses that it returns, or else of all outputs. Another `torch.autocast` or `requires_grad` alone is
+    not noticed. Inputs of users' classes, other than dataclasses, are not kept: pass `step`. Hooks on modules other
+    than torch's own are left out, and compiled modules run as they are written.
+
+    One rank may call it alone. Nothing is communicated (the model's own collectives run on shapes, unless their process
+    group is written in Python), nothing is allocated on the device, and Python's, NumPy's and torch's generators are
+    restored. It takes as long as the model's Python code for some steps. Where a step cannot be planned, the paragraph
+    says why, and what changes would free is read off what is held now: gathered units by the engine's account, more
+    ranks by their layouts, and half of the activations.
 
     Args:
         model: the root; of a part of a model only that part is counted, and nothing planned.

@@ -30,3 +30,12 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one."""
     return type(tensor) is FakeTensor
+
+
+def forget_value(leaf: object) -> None:
+    """Make a fake tensor whose value torch knows (`torch.tensor([3.0])`), and its views, ones of shapes alone.
+
+    Operations on known values are run for real, collectives too.
+    """
+    if type(leaf) is FakeTensor and leaf.constant is not None:
+        leaf.fake_mode.fake_tensor_converter.invalidate_constant_aliases(leaf.constant)

@@ -17,8 +17,9 @@ from torch import nn
 
 from ...api.wrapping import CustomPolicy
 from ...containers import leaves_in, map_leaves, tensors_in
-from ...errors import FullshardError
+from ...errors import FullshardError, PhaseError
 from ...forms import owner_of as unit_of
+from ...generators import restored_generators
 from ...names import plain_name
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
@@ -32,6 +33,7 @@ from .profile import Step
 from .strategy import Strategy, node_size
 
 
+@restored_generators()
 def plan_changes(
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -135,7 +137,7 @@ class _Again:
         self.size = int(shapes[0][0]) if shapes and shapes[0][0] else 1
 
     def __call__(self, model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
-        def made(leaf: Any) -> Any:
+        def zeros(leaf: Any) -> Any:
             if not isinstance(leaf, TensorInput):
                 return leaf
             first = [micro_batch] if leaf.shape[:1] == (self.size,) else leaf.shape[:1]
@@ -143,11 +145,14 @@ class _Again:
             return torch.zeros(shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad, device="cpu")
 
         inputs = self._inputs
-        args, kwargs = map_leaves(made, inputs.args), map_leaves(made, inputs.kwargs)
+        args, kwargs = map_leaves(zeros, inputs.args), map_leaves(zeros, inputs.kwargs)
         if hasattr(getattr(model, "config", None), "use_cache"):  # as Transformers itself does where it checkpoints
             kwargs = {"use_cache": False, **kwargs}
         with nullcontext() if inputs.autocast is None else torch.autocast("cpu", inputs.autocast):
-            output = model(*args, **kwargs)
+            try:
+                output = model(*args, **kwargs)
+            except PhaseError as error:  # of a unit that is not the copy's: see `without_units`
+                raise messages.calls_another_model(error.what) from None
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
         if not losses:
@@ -250,14 +255,14 @@ def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any
 
     def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
         by_name = {plain_name(name): parameter for name, parameter in named_parameters}
-        made = []
+        optimizers: list[torch.optim.Optimizer] = []
         for optimizer in live:
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
                 inside = [name for parameter in group["params"] for name in _names_in(parameter, names)]
                 groups.append({**_settings_of(group), "params": [by_name[name] for name in inside if name in by_name]})
-            made.append(_like(optimizer, [group for group in groups if group["params"]]))
-        return made
+            optimizers.append(_like(optimizer, [group for group in groups if group["params"]]))
+        return optimizers
 
     return make
 
@@ -294,5 +299,5 @@ def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
     arguments = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     if isinstance(optimizer, OwnerOptimizer):
         return OwnerOptimizer(groups, kind, elementwise=optimizer.elementwise, **arguments)
-    made: torch.optim.Optimizer = kind(groups, **arguments)
-    return made
+    new: torch.optim.Optimizer = kind(groups, **arguments)
+    return new

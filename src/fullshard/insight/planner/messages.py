@@ -108,6 +108,14 @@ def inputs_of_other_kinds(kinds: Sequence[str]) -> ConfigError:
     return ConfigError(f"explain_memory(): inputs of class {', '.join(kinds[:3])} are not known.", remedy="pass step=")
 
 
+def calls_another_model(what: str) -> ConfigError:
+    return ConfigError(
+        "explain_memory(): the model calls a sharded module that is not among its submodules.",
+        got=what,
+        remedy="pass step=, a function that leaves this out",
+    )
+
+
 def no_output_needs_gradient() -> ConfigError:
     return ConfigError("explain_memory(): no output needs a gradient.", remedy="pass step=")
 
@@ -116,7 +124,11 @@ def in_few_words(error: Exception) -> str:
     """Why something cannot be planned, in a line: what the model's code raised, or what `plan` refused."""
     cause = error.__cause__ if isinstance(error, ConfigError) and error.__cause__ is not None else error
     line = next(iter(str(cause).splitlines()), "").rstrip(".")
-    text = line.removeprefix("explain_memory(): ") if cause is error else f"{type(cause).__name__}: {line}"
+    if cause is error:
+        text = line.removeprefix("explain_memory(): ")
+        remedy = error.remedy if isinstance(error, ConfigError) else None
+        return text if remedy is None else f"{text}; {remedy}"
+    text = f"{type(cause).__name__}: {line}"
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 

@@ -32,7 +32,7 @@ from ...forms import Place, as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
 from ...torch_private.autograd_task import inside_backward
-from ...torch_private.fake_tensors import fake_tensors
+from ...torch_private.fake_tensors import fake_tensors, forget_value
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from ...watcher import unobserved
@@ -217,11 +217,16 @@ SENT = {
 
 
 HOST = torch.device("cpu", 1)
-"""Of fake tensors: host memory. The device on which ranks that do not exist compute is "cpu"."""
+"""Of fake tensors: host memory. The device on which ranks that do not exist compute is "cpu".
+
+No other device type would do: torch copies between "cpu" and it, and runs optimizers on both, without an accelerator.
+"""
 
 
 class Tracker(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate on the device, as long as anything refers to them.
+
+    Collectives that a model calls itself are run on shapes alone, and reach no other rank.
 
     Args:
         uncounted: tensors that exist already and do not count.
@@ -248,6 +253,9 @@ class Tracker(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors and the like call operations on their parts, which come here
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # the model's own: of known values it would be issued, by one rank alone
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                forget_value(leaf)
         result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
