@@ -19,8 +19,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from ..comm import Watched, has_streams
-from ..mesh import Axis, device_of
+from ..comm import Watched
+from ..mesh import Axis, backend_of, device_of
 from ..torch_private.foreach import copy_all
 from ..watcher import RANK
 
@@ -86,7 +86,7 @@ def exchange(
     output, data = received.view(torch.uint8), sent.view(torch.uint8)
     RANK.talks("optimizers' state")
     work = dist.all_to_all_single(output, data, output_splits, input_splits, group=group, async_op=True)
-    if work is not None and not has_streams(device_of(group)):
+    if work is not None and backend_of(group, device_of(group).type) == "gloo":
         work = Watched(work)
     under_way = [(work, sent, received)]
 
