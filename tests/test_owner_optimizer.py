@@ -26,6 +26,7 @@ import fullshard
 from fullshard.optim import owners
 from fullshard.optim.owner_optimizer import _flatten, _nested
 from quantised import StoredInt8, dequantise, quantise
+from test_step_in_backward import CountsInPlace
 
 WIDE, TALL = 6, 11
 CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -149,22 +150,6 @@ def test_equals_one_process(run_ranks, layout, mesh):
 def batches_of(optimizer: Any) -> list[Any]:
     """Those of the last new step."""
     return [plan for plan in optimizer._plans.values() if hasattr(plan, "batches")][-1].batches
-
-
-class CountsInPlace(torch.optim.SGD):
-    """SGD with a learning rate that falls with a count in a tensor of each group, which parts of a step share."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group["count"] = torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                parameter.sub_(parameter.grad * (group["lr"] / float(group["count"])))
 
 
 IN_ONE_BATCH = {"counts in place": (CountsInPlace, {"lr": 0.1})}

@@ -511,7 +511,7 @@ APART = "the model calls a sharded module that is not among its submodules"
     ("kind", "change", "batch", "why"),
     [
         (Branches, lambda model: None, {"x": torch.ones(4, 8)}, "DataDependentOutputException: aten._local_scalar"),
-        (Program, lambda model: None, Data(torch.ones(4, 8)), "inputs of class Data are not known; pass step="),
+        (Program, lambda model: None, Data(torch.ones(4, 8)), "inputs of class Data cannot be repeated; pass step="),
         (Program, outside, {"x": torch.ones(4, 8)}, f"{APART}; pass step="),
         (Program, hidden, {"x": torch.ones(4, 8)}, f"{APART}; pass step="),
         (Program, lambda model: None, None, "this is not the root, or it was not called with gradients yet"),

@@ -39,12 +39,11 @@ class UseAgreement:
     """Which parameters had a gradient on any rank, and whether all ranks gathered and reduced in the same order.
 
     A small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, a number for
-    every unit (whether its weights were changed between its forward and this backward), and a fingerprint: of
-    `requires_grad`, and of the order of gathers and reductions since the last backward, because gathers of equal sizes
-    would silently swap two units.
-    Only a rank that lacks gradients for some parameters has to read the result at once. All else is compared at once
-    on a CPU, where that costs nothing, and a few backwards later on an accelerator (`late.py`): in the same backward on
-    all ranks, without a host waiting.
+    every unit (whether its weights were changed between its forward and this backward), and a fingerprint of
+    `requires_grad` and of the order of gathers and reductions since the last backward, because gathers of equal sizes
+    would silently swap two units. Only a rank that lacks gradients for some parameters has to read the result at once.
+    All else is compared at once on a CPU, where that costs nothing, and a few backwards later on an accelerator
+    (`late.py`): in the same backward on all ranks, without a host waiting.
 
     Args:
         comm: collectives.

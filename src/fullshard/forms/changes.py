@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
+
+from ..readers import wait_for_readers
 
 OWNER_KEY = "_fullshard_unit"
 """Attribute of a sharded or unsharded parameter: a weak reference (`Owner`) to the unit that owns it."""
@@ -137,6 +139,12 @@ def give_up_gradient(parameter: Any) -> None:
 def changes_in_place(name: str) -> bool:
     """Whether an operation of this name changes its first argument's values: `mul_`, `_foreach_add_`, `aten::copy_`."""
     return name[-1:] == "_" and name[-2:] != "__" and name not in ("requires_grad_", "aten::detach_", "detach_")
+
+
+def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
+    """Wait for what reads parameters beside training, if an operation of this name and with these arguments writes."""
+    if changes_in_place(name) or (kwargs and "out" in kwargs):
+        wait_for_readers()
 
 
 def note_change(tensors: Iterable[Any]) -> None:

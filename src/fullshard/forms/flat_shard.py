@@ -24,11 +24,11 @@ from ..containers import call_apart
 from ..errors import PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
-from ..readers import READERS, wait_for_readers
+from ..readers import READERS
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import changes_in_place, give_up_gradient, mark_view, note_change
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change, wait_before
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
 from .row_shard import assign_data
@@ -162,11 +162,10 @@ class FlatShard(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if READERS:
+            wait_before(func._schema.name, kwargs)
         if changes_in_place(func._schema.name):
-            wait_for_readers()
             note_change(args[:1])
-        elif READERS and "out" in kwargs:
-            wait_for_readers()
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)

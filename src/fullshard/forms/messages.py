@@ -126,16 +126,16 @@ def saved_by_torch() -> str:
 
 def used_while_freed(called: Any, parameter: str) -> PhaseError:
     """The error for computing with a sharded parameter as if it were whole."""
-    penalty = "add penalty.full_tensor() to the loss where it has a penalty on the parameters; otherwise "
+    penalty = ""
+    if called == "backward":
+        penalty = "add penalty.full_tensor() to the loss where it has a penalty on the parameters; otherwise "
     return PhaseError(
         f"{called} was called with a plain tensor and a sharded parameter whose unit is not gathered.",
         parameter=parameter,
         expected="a call through the unit's forward, which gathers the parameter first",
         got="a call from outside the unit's forward",
-        remedy=penalty
-        * (called == "backward")
-        + "call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
-        "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
+        remedy=f"{penalty}call the module, block(x), not block.forward(x), which bypasses the gather; if another "
+        "method uses this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
         "module.unshard() ... module.reshard(); to combine such tensors on purpose make both DTensors, or use "
         "full_tensor()",
         topic="used-while-freed",

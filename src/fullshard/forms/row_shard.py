@@ -16,7 +16,7 @@ from ..comm import can_open, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..mesh import backend_of
-from ..readers import READERS, wait_for_readers
+from ..readers import READERS
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import (
     become,
@@ -31,7 +31,7 @@ from ..torch_private.local_tensor import (
     set_local,
     write_grad,
 )
-from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of, wait_before
 from .elementwise import on_locals
 from .member import NAME_KEY, attributes_of
 from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
@@ -142,8 +142,8 @@ class RowShard(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if READERS and (changes_in_place(getattr(func, "__name__", "")) or "out" in (kwargs or ())):
-            wait_for_readers()
+        if READERS:
+            wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
             return result

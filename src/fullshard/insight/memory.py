@@ -131,7 +131,7 @@ def explain_memory(
     What changes would free is planned (see `fullshard.plan`) for the model as it is sharded, and is that of the peak of
     a step: a forward with inputs of the shapes, dtypes and keywords of the last one that built a graph, and the
     backward of the losses that it returns, or else of all outputs. Another `torch.autocast` or `requires_grad` alone is
-    not noticed. Inputs of users' classes, other than dataclasses, are not kept: pass `step`. Hooks on modules other
+    not noticed. Inputs of users' classes other than dataclasses cannot be repeated: pass `step`. Hooks on modules other
     than torch's own are left out, and compiled modules run as they are written.
 
     One rank may call it alone. Nothing is communicated (the model's own collectives run on shapes, unless their process

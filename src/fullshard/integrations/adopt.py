@@ -102,7 +102,9 @@ class Adopted:
 
     def __str__(self) -> str:
         lines = [f"fullshard {VERSION} adopts this program (torch {torch.__version__}); taken over:"]
-        lines += [f"  {module}: {len(names)} name{'s' * (len(names) > 1)}" for module, names in self.names.items()]
+        lines += [
+            f"  {module}: {len(names)} name{'' if len(names) == 1 else 's'}" for module, names in self.names.items()
+        ]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 

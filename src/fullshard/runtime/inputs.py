@@ -13,7 +13,7 @@ from torch import Tensor, nn, strided
 
 from .outputs import PLAIN
 
-_WITHOUT_MEMORY = (*PLAIN, torch.Size)
+_PLAIN = (*PLAIN, torch.Size)
 
 
 class TensorInput(SimpleNamespace):
@@ -25,7 +25,7 @@ class TensorInput(SimpleNamespace):
 
 
 class OtherInput(SimpleNamespace):
-    """An object that is not kept, by the name of its class."""
+    """In place of any other object: the name of its class."""
 
     kind: str
 
@@ -43,29 +43,32 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Inputs | None:
-    """The arguments of a forward as they are kept; None if they cannot be read. Not called in a step like the last."""
+    """The arguments of a forward, without memory; None if they cannot be read.
+
+    Called only if shapes, dtypes or keywords differ from those of the last forward, or an argument is not a tensor.
+    """
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     try:
-        return Inputs(_kept(tuple(args)), _kept(dict(kwargs)), autocast)
-    except Exception:  # of a user's class, or of containers inside themselves: what is kept is for explanations only
+        return Inputs(_without_memory(tuple(args)), _without_memory(dict(kwargs)), autocast)
+    except Exception:  # of a user's class, or of containers inside themselves: they only serve explanations
         return None
 
 
-def _kept(value: Any) -> Any:
+def _without_memory(value: Any) -> Any:
     """A value without memory. Instances of users' classes may hold more than their items, except in new dataclasses."""
     kind = type(value)
     if kind is Tensor and value.layout is strided and not value.is_nested:
         return TensorInput(shape=value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
-    if isinstance(value, _WITHOUT_MEMORY):
+    if isinstance(value, _PLAIN):
         return value
     if kind in (dict, OrderedDict) and all(isinstance(key, PLAIN) for key in value):
-        return kind((key, _kept(item)) for key, item in value.items())
+        return kind((key, _without_memory(item)) for key, item in value.items())
     if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_make")):
-        return getattr(kind, "_make", kind)(map(_kept, value))
+        return getattr(kind, "_make", kind)(map(_without_memory, value))
     if dataclasses.is_dataclass(kind) and not isinstance(value, (dict, list, tuple, nn.Module)):
         new = object.__new__(kind)
         for field in dataclasses.fields(kind):
             if hasattr(value, field.name):
-                object.__setattr__(new, field.name, _kept(getattr(value, field.name)))
+                object.__setattr__(new, field.name, _without_memory(getattr(value, field.name)))
         return new
     return OtherInput(kind=kind.__name__)

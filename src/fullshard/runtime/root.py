@@ -20,7 +20,7 @@ from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access, read_version
 from ..torch_private.profiler import recording
-from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .inputs import Inputs
@@ -239,7 +239,7 @@ class Root:
         self.additions.check()
         with_grad = torch.is_grad_enabled()
         kind = 2 * top.index + with_grad
-        first = word(FORWARD, kind) not in self.position.log.complete
+        first = (FORWARD | kind << VERB_BITS) not in self.position.log.complete
         if first and with_grad:
             check_attached_units(self._unit_list)
         gathered = self._gathered()

@@ -52,15 +52,15 @@ def run(
     runner: Runner, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `forward`, a method of `module`, with the unit gathered; if it raises, the unit is closed."""
-    before, after, broken = before_forward, after_forward, break_off
+    before, after = before_forward, after_forward
     if is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
-        before, after, broken = _GUARDED_BEFORE, _GUARDED_AFTER, _GUARDED_BREAK
+        before, after = _GUARDED_BEFORE, _GUARDED_AFTER
     depth = len(runner.forwards)
     try:
         args, kwargs = before(runner, args, kwargs)
         return after(runner, module, forward(*args, **kwargs))
     except BaseException as error:
-        broken(runner, depth, error)
+        break_off(runner, depth, error)
         raise
 
 
@@ -157,6 +157,7 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
     return output
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def break_off(runner: Runner, depth: int, error: BaseException) -> None:
     """Clean up after the forward, or the code before or after it, raised; the user sees `error` whatever happens here.
 
@@ -183,7 +184,6 @@ def break_off(runner: Runner, depth: int, error: BaseException) -> None:
 
 _GUARDED_BEFORE = torch.compiler.disable(before_forward)
 _GUARDED_AFTER = torch.compiler.disable(after_forward)
-_GUARDED_BREAK = torch.compiler.disable(break_off)
 
 
 class Call:

@@ -105,7 +105,9 @@ def no_forward_yet() -> ConfigError:
 
 
 def inputs_of_other_kinds(kinds: Sequence[str]) -> ConfigError:
-    return ConfigError(f"explain_memory(): inputs of class {', '.join(kinds[:3])} are not known.", remedy="pass step=")
+    return ConfigError(
+        f"explain_memory(): inputs of class {', '.join(kinds[:3])} cannot be repeated.", remedy="pass step="
+    )
 
 
 def calls_another_model(what: str) -> ConfigError:
