@@ -78,7 +78,7 @@ def byte_problems(held: list[int], way: Way, reference: nn.Module) -> list:
 def plain_counts(model: Any, way: Way, world: int) -> dict[str, int] | None:
     """The collectives of one step of the plain idiom (docs/architecture.md); None of any other.
 
-    Two gathers of each unit, but one of `fully_shard`'s root; a reduction of each, and one small all-reduce.
+    Two gathers of each unit, but one of the root; a reduction of each, and one small all-reduce.
     """
     plan = model.plan
     blocks = plan.blocks
@@ -90,7 +90,7 @@ def plain_counts(model: Any, way: Way, world: int) -> dict[str, int] | None:
     if not plain or world == 1:
         return None
     calls = sum(2 if block.kind == "again" else 1 for block in blocks)
-    return {"gathers": 2 * calls + (2 if way.wraps else 1), "reductions": len(blocks) + 1, "small": 1}
+    return {"gathers": 2 * calls + 1, "reductions": len(blocks) + 1, "small": 1}
 
 
 def held_by_this_process() -> dict[str, int]:
