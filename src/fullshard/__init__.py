@@ -11,6 +11,7 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .insight import last_words
 from .version import VERSION
 
 __version__ = VERSION
@@ -154,6 +155,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+        if name in ("fully_shard", "FullyShardedDataParallel"):
+            last_words.install()
         return value
     if name in _MODULES:
         return import_module(f".{name}", __name__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,24 @@ from ..errors import ConfigError
 from ..forms import Member, owner_of
 from ..names import size
 from ..optim import OwnerOptimizer
-from ..runtime import bytes_asked, explain, is_out_of_memory, runners_in
+from ..optim.guard import stepping
+from ..runtime import (
+    Account,
+    Root,
+    account,
+    all_roots,
+    bytes_asked,
+    explain_anew,
+    explained,
+    is_out_of_memory,
+    memory_in_words,
+    runners_in,
+)
 from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words
-from .planner.optimizer import as_list
+from .planner.optimizer import Optimizers, as_list
 from .planner.profile import Step
 
 
@@ -158,33 +171,86 @@ def explain_memory(
     """
     optimizers = [] if optimizer is None else as_list(optimizer)
     _check_arguments("explain_memory", model, optimizers)
-    runners = runners_in(model)
-    if not runners:
+    if not runners_in(model):
         raise ConfigError(
             "explain_memory() needs a sharded model.",
             expected="a module with units",
             got=type(model).__name__,
             remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
         )
-    planned, why = None, None
-    how: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
-    try:
-        _, changes, failed = plan_changes(model, optimizer, build, step=step, **how)
-        planned = [(saved, words) for words, saved in changes.items() if saved > 0]
-        why = "; ".join(f"{words}: {reason}" for words, reason in failed.items()) or None
-    except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
-        if build is not None or step is not None:
-            raise
-        why = in_few_words(error)
+    planned, why = _planned(model, optimizer, build, step=step, batch=batch, micro_batch=micro_batch, sequence=sequence)
     handled = sys.exception()
-    return explain(
-        runners,
-        sum(memory_use(model, each).optimizer for each in optimizers) if optimizers else None,
-        bytes_asked(str(handled)) if handled is not None and is_out_of_memory(handled) else None,
-        optimizer_is_sharded=not any(isinstance(each, OwnerOptimizer) for each in optimizers),
-        planned=planned,
-        why=why,
-    )
+    asked = bytes_asked(str(handled)) if handled is not None and is_out_of_memory(handled) else None
+    return memory_in_words(_account(model, optimizers, asked), planned, why)
+
+
+def explain_at_the_end(error: BaseException) -> None:
+    """Complete the note of an error of memory that ends the program, by what changes would free, planned.
+
+    It is about the model in whose pass the allocation failed; if that was elsewhere (in an optimizer's step, say),
+    about the largest model of this process. Of optimizers those are counted that began to step at least once. Planning
+    ends after 20 seconds, since other ranks may wait for this one.
+    """
+    failed = next((each for each in _chain(error) if is_out_of_memory(each)), None)
+    if failed is None:
+        return
+    seen = explained(failed)
+    runner = seen.runner() if seen is not None else None
+    roots = [root for root in all_roots() if root.top.modules]
+    root = runner.root if runner is not None and runner.root is not None else max(roots, key=_shards, default=None)
+    if root is None:
+        return
+    model = root.top.modules[0]
+    optimizers = stepping([runner.unit for runner in root.units])
+    if seen is None:
+        held = _account(model, optimizers, bytes_asked(str(failed)))
+    else:
+        held = seen.account
+        if optimizers:  # the engine does not know them: their state was counted among the rest
+            state = _state(model, optimizers)
+            held = replace(held, optimizer=state, rest=None if held.rest is None else max(held.rest - state, 0))
+    planned, why = _planned(model, optimizers, None, until=time.monotonic() + _SECONDS)
+    explain_anew(failed, memory_in_words(held, planned, why))
+
+
+_SECONDS = 20.0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _shards(root: Root) -> int:
+    return _nbytes(shard for unit in root.units for bucket in unit.unit.buckets for shard in bucket.shard_tensors)
+
+
+def _planned(
+    model: nn.Module, optimizer: Optimizers | None, build: nn.Module | Callable[[], nn.Module] | None, **how: Any
+) -> tuple[list[tuple[int, str]] | None, str | None]:
+    """What changes would free at the peak of a step, and what could not be planned, and why."""
+    try:
+        _, changes, failed = plan_changes(model, optimizer, build, **how)
+    except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
+        if build is not None or how.get("step") is not None:
+            raise
+        return None, in_few_words(error)
+    planned = [(saved, words) for words, saved in changes.items() if saved > 0]
+    return planned, "; ".join(f"{words}: {reason}" for words, reason in failed.items()) or None
+
+
+def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], asked: int | None) -> Account:
+    is_sharded = not any(isinstance(each, OwnerOptimizer) for each in optimizers)
+    state = _state(model, optimizers) if optimizers else None
+    return account(runners_in(model), state, asked, optimizer_is_sharded=is_sharded)
+
+
+def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    return sum(memory_use(model, each).optimizer for each in optimizers)
 
 
 def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:

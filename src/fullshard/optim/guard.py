@@ -35,7 +35,7 @@ from ..forms import (
 )
 from ..readers import wait_for_readers
 from ..runtime import left_alone_by_all
-from ..shard import all_ranks_hold
+from ..shard import Unit, all_ranks_hold
 from .clip import STEPPED_KEY
 from .owner_optimizer import OwnerOptimizer
 from .probe import COUPLED, names_of, treats_elements
@@ -107,6 +107,16 @@ class Checked:
                 for gradients in views:
                     gradients.delivery.follow()
                 unit.touched.step(self.number, self.words)
+
+
+def stepping(units: Iterable[Unit]) -> list[Optimizer]:
+    """The optimizers that began to step parameters of these units, or views over them, at least once."""
+    mine = set(map(id, units))
+    return [
+        optimizer
+        for optimizer in _checked
+        if any(id(owner_of(p)) in mine for group in optimizer.param_groups for p in group["params"])
+    ]
 
 
 _PLAIN = (int, float, bool, str, tuple, type(None))

@@ -1,9 +1,11 @@
 """Decides when things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, copy_unsharded, deepcopy_module, pickling_error, without_units
+from .hints import explain_anew, explained
 from .inputs import Inputs, OtherInput, TensorInput
+from .messages import Account, memory_in_words
 from .noticed import install as notice_torch
-from .out_of_memory import bytes_asked, explain, is_out_of_memory
+from .out_of_memory import account, bytes_asked, is_out_of_memory
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
@@ -30,6 +32,7 @@ from .units import (
 
 __all__ = [
     "RUNNER_KEY",
+    "Account",
     "InFlight",
     "Inputs",
     "OtherInput",
@@ -39,12 +42,14 @@ __all__ = [
     "Runner",
     "TensorInput",
     "UnitSettings",
+    "account",
     "all_roots",
     "bytes_asked",
     "copy_module",
     "copy_unsharded",
     "deepcopy_module",
-    "explain",
+    "explain_anew",
+    "explained",
     "find_root",
     "is_managed",
     "is_out_of_memory",
@@ -52,6 +57,7 @@ __all__ = [
     "left_alone",
     "left_alone_by_all",
     "mark_managed",
+    "memory_in_words",
     "move_buffers",
     "name_members",
     "notice_torch",

@@ -7,7 +7,9 @@ after they are raised, and only if their text is one that sharding is known to c
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +17,14 @@ from torch import nn
 from ..errors import FullshardError
 from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
 from ..torch_private.local_tensor import plain_tensors, view_base
-from .out_of_memory import bytes_asked, explain, is_out_of_memory
+from .messages import Account, memory_in_words
+from .out_of_memory import account, bytes_asked, is_out_of_memory
 from .root import Runnable
 
 _FREED = "data is not allocated yet"
 _SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
 _DTYPES = re.compile(r"same dtype|expected scalar type")
+_NAME = "Fullshard: "
 _SEEN = "_fullshard_seen"  # marks inspected errors: when outer units see one, inner units show other parameters
 
 
@@ -40,14 +44,45 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
     elif _DTYPES.search(text):
         hint = _of_dtypes(runner)
     if hint is not None:
-        error.add_note(f"Fullshard: {hint}")
+        error.add_note(f"{_NAME}{hint}")
 
 
 def explain_failed_allocation(error: BaseException, runners: Sequence[Runnable]) -> None:
     """Add what holds memory to an error of memory that is not explained yet, before these units' state is reset."""
     if is_out_of_memory(error) and _SEEN not in error.__dict__:
-        error.__dict__[_SEEN] = True
-        error.add_note(f"Fullshard: {explain(runners, asked=bytes_asked(str(error)))}")
+        held = account(runners, asked=bytes_asked(str(error)))
+        note = f"{_NAME}{memory_in_words(held)}"
+        error.__dict__[_SEEN] = Explained(weakref.ref(runners[0]), held, note)
+        error.add_note(note)
+
+
+class Explained(NamedTuple):
+    """What an error of memory was explained by.
+
+    Attributes:
+        runner: of one of the units.
+        account: what held memory when the allocation failed.
+        note: the paragraph that was added.
+    """
+
+    runner: weakref.ref[Runnable]
+    account: Account
+    note: str
+
+
+def explained(error: BaseException) -> Explained | None:
+    """What `explain_failed_allocation` added to this error."""
+    seen = error.__dict__.get(_SEEN)
+    return seen if isinstance(seen, Explained) else None
+
+
+def explain_anew(error: BaseException, words: str) -> None:
+    """Put a paragraph on memory in place of the one that was added when the allocation failed, or add it."""
+    seen, new = explained(error), f"{_NAME}{words}"
+    notes = [note for note in getattr(error, "__notes__", ()) if seen is None or note != seen.note]
+    error.__notes__ = [*notes, new]
+    if seen is not None:
+        error.__dict__[_SEEN] = seen._replace(note=new)
 
 
 def _of_freed(error: RuntimeError) -> str:

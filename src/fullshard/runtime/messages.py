@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -357,24 +358,11 @@ def reduced_while_it_runs() -> PhaseError:
 # out_of_memory.py
 
 
-def memory_in_words(
-    gathered: Mapping[str, Sequence[tuple[str, int]]],
-    *,
-    reducing: int,
-    shards: int,
-    gradients: int,
-    optimizer: int | None,
-    rest: int | None,
-    unused: int | None,
-    asked: int | None,
-    ranks: int,
-    saved: int,
-    planned: Sequence[tuple[int, str]] | None,
-    why: str | None,
-) -> str:
-    """One paragraph on what holds memory, and a line for each change that frees some.
+@dataclass(frozen=True)
+class Account:
+    """What holds memory on this rank.
 
-    Args:
+    Attributes:
         gathered: units and their bytes, by why they are gathered: "running", "kept", "prefetched".
         reducing, shards, gradients: bytes of reductions in flight, of sharded parameters, and of reduced gradients.
         optimizer: bytes of its state; None: not known.
@@ -383,9 +371,30 @@ def memory_in_words(
         asked: bytes of the allocation that failed; None: none failed.
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
-        planned: bytes that each change frees, and its description; None: estimated from what is held now.
+    """
+
+    gathered: dict[str, list[tuple[str, int]]]
+    reducing: int
+    shards: int
+    gradients: int
+    optimizer: int | None
+    rest: int | None
+    unused: int | None
+    asked: int | None
+    ranks: int
+    saved: int
+
+
+def memory_in_words(account: Account, planned: Sequence[tuple[int, str]] | None = None, why: str | None = None) -> str:
+    """One paragraph on what holds memory, and a line for each change that frees some, the smallest first.
+
+    Args:
+        account: what holds memory.
+        planned: bytes that each change frees at the peak of a step, and its description; None: estimated from
+            `account`.
         why: what is not planned, and why; None, and nothing is planned: it was not tried.
     """
+    gathered, asked, rest, optimizer = account.gathered, account.asked, account.rest, account.optimizer
     reasons = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
     words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
     parts = [
@@ -393,8 +402,8 @@ def memory_in_words(
         for kind, units in gathered.items()
         if units
     ]
-    parts += [f"{size(reducing)} in reductions"] if reducing else []
-    parts += [f"{size(shards)} in sharded parameters", f"{size(gradients)} in reduced gradients"]
+    parts += [f"{size(account.reducing)} in reductions"] if account.reducing else []
+    parts += [f"{size(account.shards)} in sharded parameters", f"{size(account.gradients)} in reduced gradients"]
     parts += [f"{size(optimizer)} in optimizer state"] if optimizer is not None else []
     other = "activations and the program's own tensors"
     parts += (
@@ -403,10 +412,10 @@ def memory_in_words(
         else []
     )
     words.append(f"This rank holds {', '.join(parts)}.")
-    if unused:
-        words.append(f"The allocator has {size(unused)} more, which are free but may lie in pieces.")
+    if account.unused:
+        words.append(f"The allocator has {size(account.unused)} more, which are free but may lie in pieces.")
     kept, ahead = (sum(nbytes for _, nbytes in gathered[kind]) for kind in ("kept", "prefetched"))
-    state = shards + gradients + (optimizer or 0)
+    state = account.shards + account.gradients + (optimizer or 0)
     changes = [
         (ahead, "prefetch=0"),
         (kept, "reshard_after_forward=True (or reshard() where unshard() was called)"),
@@ -414,7 +423,7 @@ def memory_in_words(
             (rest or 0) // 2,
             "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more",
         ),
-        (saved, f"shards over {2 * ranks} ranks in place of {ranks}"),
+        (account.saved, f"shards over {2 * account.ranks} ranks in place of {account.ranks}"),
         (state, "CPUOffloadPolicy()"),
     ]
     title = "What changes would free now, the smallest change first:"

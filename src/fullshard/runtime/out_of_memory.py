@@ -1,4 +1,4 @@
-"""What holds memory now, in one paragraph, with the smallest changes that free some: for errors, and on demand.
+"""What holds memory now: for errors, and on demand.
 
 Bytes of units are the engine's own; what the allocator holds beyond them are activations and the program's own tensors.
 """
@@ -13,7 +13,7 @@ import torch
 from ..comm import has_streams
 from ..shard import Gradients, State, share_over
 from ..torch_private.local_tensor import plain_tensors
-from .messages import memory_in_words
+from .messages import Account
 from .phases import Phase
 from .root import Runnable
 
@@ -32,25 +32,20 @@ def bytes_asked(text: str) -> int | None:
     return round(float(asked[1]) * _UNITS[asked[2]]) if asked and asked[2] in _UNITS else None
 
 
-def explain(
+def account(
     runners: Sequence[Runnable],
     optimizer: int | None = None,
     asked: int | None = None,
     *,
     optimizer_is_sharded: bool = True,
-    planned: Sequence[tuple[int, str]] | None = None,
-    why: str | None = None,
-) -> str:
-    """Describe what holds memory, and how much each change would free, the smallest change first.
+) -> Account:
+    """What holds memory now.
 
     Args:
         runners: of all units of a model.
         optimizer: bytes of optimizer state; None: not known.
         asked: bytes of the allocation that failed; None: none failed.
         optimizer_is_sharded: whether the state is split like the parameters, not whole on owners.
-        planned: bytes that each change frees at the peak of a step, and its description; None: estimated from what is
-            held now.
-        why: what is not planned, and why; None, and nothing is planned: it was not tried.
     """
     kinds: dict[str, list[tuple[str, int]]] = {"running": [], "kept": [], "prefetched": []}
     for runner in runners:
@@ -66,11 +61,10 @@ def explain(
     shards = sum(tensor.nbytes for tensor in _on_device(tensors))
     every = [gradients for runner in runners for gradients in runner.unit.gradients]
     gradients = sum(g.residual_bytes + (g.held_bytes if g.bucket.home is None else 0) for g in every)
-    device = next((bucket.axes.device for r in runners for bucket in r.unit.buckets), torch.device("cpu"))
-    ranks = max((bucket.axes.shard.size for r in runners for bucket in r.unit.buckets), default=1)
+    device = next((bucket.axes.device for bucket in buckets), torch.device("cpu"))
     allocated, reserved = _allocator(device)
     known = shards + gradients + ledger.live + (optimizer or 0)
-    return memory_in_words(
+    return Account(
         kinds,
         reducing=ledger.reducing,
         shards=shards,
@@ -79,10 +73,8 @@ def explain(
         rest=None if allocated is None else max(allocated - known, 0),
         unused=None if allocated is None or reserved is None else reserved - allocated,
         asked=asked,
-        ranks=ranks,
+        ranks=max((bucket.axes.shard.size for bucket in buckets), default=1),
         saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
-        planned=planned,
-        why=why,
     )
 
 

@@ -43,6 +43,7 @@ def plan_changes(
     batch: int | None = None,
     micro_batch: int | None = None,
     sequence: int = 1,
+    until: float | None = None,
 ) -> tuple[Plan, dict[str, int], dict[str, str]]:
     """The plan of a sharded model as it is, and the bytes that changes free at the peak of a step; negative: it grows.
 
@@ -57,6 +58,7 @@ def plan_changes(
         batch: sequences of a rank and optimizer step; None: `micro_batch`.
         micro_batch: sequences of a forward; None: `batch`, or else as many as in that forward.
         sequence: see `fullshard.plan`.
+        until: give up what is not planned at this time of `time.monotonic`; None: never.
 
     Raises:
         ConfigError: see `fullshard.plan`; `build` makes another model; or there was no such forward.
@@ -78,7 +80,7 @@ def plan_changes(
         built = copies[id(model)]
     tensor = [m.split.mesh.size() for runner in units.values() for m in runner.unit.members if m.split is not None]
     make = _maker(model, optimizer) if not tensor else _maker_of_shards(optimizer)
-    planner = Planner(built, step, root.settings.policy, make, device, meshes=_meshes(units, root))
+    planner = Planner(built, step, root.settings.policy, make, device, meshes=_meshes(units, root), until=until)
     planner.tensor = max(tensor, default=1)  # the model is split already
     if build is not None:
         _check_same(model, planner.model)

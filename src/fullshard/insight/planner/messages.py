@@ -81,6 +81,11 @@ def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigErro
     )
 
 
+def took_too_long() -> ConfigError:
+    """Only where the program ends: others may be waiting for it."""
+    return ConfigError("planning takes too long here", remedy="call explain_memory(), which has no limit")
+
+
 def optimizer_failed(error: Exception) -> ConfigError:
     return ConfigError(
         f"plan() could not run the optimizer on fake tensors: {type(error).__name__}: {error}",

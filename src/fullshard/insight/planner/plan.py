@@ -393,7 +393,7 @@ def solve(
 class Planner:
     """Plans strategies of one model; profiles and unit costs are computed once for all of them.
 
-    Args: see `plan`; `tensor` is `tensor_parallel` and `parallelize`.
+    Args: see `plan`; `tensor` is `tensor_parallel` and `parallelize`; `until`: see `profile`.
     """
 
     def __init__(
@@ -408,6 +408,7 @@ class Planner:
         tensor: tuple[int, Parallelize | None] = (1, None),
         rates: Rates | None = None,
         hook: Hook | None = None,
+        until: float | None = None,
     ) -> None:
         if device not in RESERVE:
             raise messages.unknown_device(device)
@@ -419,7 +420,7 @@ class Planner:
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.policy, self.device, self.device_memory, self.tensor = mp_policy, device, device_memory, tensor[0]
         self.meshes = _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()])
-        self.step, self.hook = step or own_step or tokens_to_loss, hook
+        self.step, self.hook, self.until = step or own_step or tokens_to_loss, hook, until
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
         self.blocks = cache(self._blocks)
@@ -446,7 +447,7 @@ class Planner:
     def _profile(
         self, policies: tuple[tuple[str, MixedPrecisionPolicy], ...], micro_batch: int, sequence: int, recomputes: bool
     ) -> Profile:
-        how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor}
+        how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor, "until": self.until}
         try:
             return profile(self.model, dict(policies), self.step, micro_batch, sequence, **how)
         except FullshardError:

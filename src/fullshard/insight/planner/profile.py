@@ -12,6 +12,7 @@ count until the unit is done, when a reduction takes them.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from ...torch_private.fake_tensors import fake_tensors, forget_value
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from ...watcher import unobserved
+from .messages import took_too_long
 
 Step = Callable[[nn.Module, int, int], torch.Tensor]
 """`step(model, micro_batch, sequence)` makes a batch, runs the forward, and returns a loss of one element."""
@@ -104,6 +106,7 @@ def profile(
     *,
     checkpointing: bool = False,
     tensor_parallel: int = 1,
+    until: float | None = None,
 ) -> Profile:
     """Run one step on fake tensors. Leaves the model unchanged.
 
@@ -115,8 +118,10 @@ def profile(
         micro_batch, sequence: passed to `step`.
         checkpointing: whether the activations of units other than the root are recomputed in the backward.
         tensor_parallel: ranks of that mesh.
+        until: give up at this time of `time.monotonic`; None: never.
 
     Raises:
+        ConfigError: it took longer.
         Exception: whatever the model raises.
     """
     modules = {path: model.get_submodule(path) for path in units}
@@ -138,7 +143,7 @@ def profile(
     with fake_tensors(), _faked(model, dtypes, policies, alone) as fakes:
         own = {path: [(fakes[id(p)], reduced[id(p)]) for p in of_unit] for path, of_unit in parameters.items()}
         for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
-            tracker = Tracker([part for fake in fakes.values() for part in plain_tensors(fake)], tensor_parallel)
+            tracker = Tracker([part for fake in fakes.values() for part in plain_tensors(fake)], tensor_parallel, until)
             recorder = _Recorder(tracker, own)
             with contextlib.ExitStack() as undo:
                 for path, module in modules.items():
@@ -231,6 +236,7 @@ class Tracker(TorchDispatchMode):
     Args:
         uncounted: tensors that exist already and do not count.
         ranks: of the group over which functional collectives run.
+        until: raise an error in operations after this time of `time.monotonic`; None: never.
 
     Attributes:
         live, logits: bytes alive now; of these, those that count as logits.
@@ -241,17 +247,19 @@ class Tracker(TorchDispatchMode):
         sent, collectives: bytes that a rank sends in functional collectives since then, and their number.
     """
 
-    def __init__(self, uncounted: Sequence[torch.Tensor], ranks: int = 1) -> None:
+    def __init__(self, uncounted: Sequence[torch.Tensor], ranks: int = 1, until: float | None = None) -> None:
         super().__init__()
         self.live = self.logits = self.peak = self.peak_logits = self.flops = self.sent = self.collectives = 0
         self.in_loss = False
-        self._ranks = ranks
+        self._ranks, self._until = ranks, until
         self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
         self._logits: dict[int, int] = {}  # bytes, by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors and the like call operations on their parts, which come here
+        if self._until is not None and time.monotonic() > self._until:
+            raise took_too_long()
         kwargs = kwargs or {}
         if func.namespace == "c10d":  # the model's own: of known values it would be issued, by one rank alone
             for leaf in pytree.tree_leaves((args, kwargs)):

@@ -19,7 +19,8 @@ def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu"
 
     Collective over the default group, if there is one of more than one rank; without it communication is a copy.
     Latency is the time of a gather of a few bytes; bandwidths are those of a gather and a reduction of 16 MiB, less
-    latency; `large` compares these with 64 MiB, and `overlap` compares gathers beside `work` with both apart.
+    latency; `large` compares these with 64 MiB in memory that is allocated for it, as units' buffers are; `overlap`
+    compares gathers beside `work` with both apart.
 
     Args:
         work: a forward and backward of the kind that will be run (one block of the model), on `device`.
@@ -48,6 +49,9 @@ def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu"
     def reduce(buffer: torch.Tensor) -> None:
         comm.reduce(axis, shard[: buffer.numel() // world], buffer, True).wait()
 
+    def reduce_large() -> None:
+        reduce(torch.empty_like(large).copy_(large))
+
     def beside() -> None:
         gathers = [gather(whole) for _ in range(count)]
         work()
@@ -61,8 +65,8 @@ def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu"
             lambda: gather(whole[:world]).wait(),
             lambda: gather(whole).wait(),
             lambda: reduce(whole),
-            lambda: gather(large).wait(),
-            lambda: reduce(large),
+            lambda: gather(torch.empty_like(large)).wait(),
+            reduce_large,
         ),
         place,
         5 * rounds,  # they take milliseconds, and vary
@@ -79,7 +83,7 @@ def measure_rates(work: Callable[[], object], flops: int, *, device: str = "cpu"
         copy=2 * whole.nbytes / copying,
         reduce=sent / max(reducing - latency, 1e-9),
         overlap=min(1.0, max(0.0, (compute + count * gathering - beside_work) / (count * gathering))),
-        large=min(1.0, 4 * (gathering + reducing) / (gathering_large + reducing_large)),
+        large=min(1.0, 4 * (gathering + reducing) / max(gathering_large + reducing_large - 4 * copying, 1e-9)),
     )
 
 
