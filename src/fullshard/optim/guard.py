@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ..containers import NONES
 from ..errors import ConfigError, message
 from ..forms import (
     NAME_KEY,
@@ -29,13 +32,15 @@ from ..forms import (
     WHOLE_KEY,
     FlatShard,
     RowShard,
-    note_change,
+    note_changes,
     owner_of,
     successor_of,
 )
 from ..readers import wait_for_readers
 from ..runtime import left_alone_by_all
-from ..shard import Unit, all_ranks_hold
+from ..shard import Unit, all_ranks_hold, before_step
+from ..torch_private.dynamo import apart
+from ..torch_private.local_tensor import plain_access, read_grad
 from .clip import STEPPED_KEY
 from .owner_optimizer import OwnerOptimizer
 from .probe import COUPLED, names_of, treats_elements
@@ -73,7 +78,7 @@ _warned: set[str] = set()
 def install() -> None:
     """Check every optimizer of this process at its first step, and again when it gains parameters."""
     # Dynamo cannot trace the hook, and a compiled step must not skip it: this breaks the graph.
-    register_optimizer_step_pre_hook(torch.compiler.disable(_check))
+    register_optimizer_step_pre_hook(apart(_check))
 
 
 @dataclass(slots=True)
@@ -99,14 +104,10 @@ class Checked:
         if settings != self.settings or not self.words:
             self.settings, self.words = settings, _described(optimizer)
             self.number = zlib.crc32(self.words.encode())
-        for reference in self.units:
-            if (unit := reference()) is not None:
-                views = [gradients for gradients in unit.gradients if gradients.delivery.views]
-                if unit.touched.assigned or (views and unit.replaced()):  # optimizer views share the old memory
-                    unit.refresh()
-                for gradients in views:
-                    gradients.delivery.follow()
-                unit.touched.step(self.number, self.words)
+        units = [unit for reference in self.units if (unit := reference()) is not None]
+        before_step(units)
+        for unit in units:
+            unit.touched.step(self.number, self.words)
 
 
 def stepping(units: Iterable[Unit]) -> list[Optimizer]:
@@ -139,15 +140,16 @@ def _described(optimizer: Optimizer) -> str:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     wait_for_readers()
     groups = optimizer.param_groups
-    count = sum([len(group["params"]) for group in groups])
+    parameters = [p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)]
     checked = _checked.get(optimizer)
-    if checked is None or checked.count != count:
+    if checked is None or checked.count != len(parameters):
         check_parameters(optimizer)
-        checked = _checked[optimizer] = Checked(count, _stepped_by(groups))
+        checked = _checked[optimizer] = Checked(len(parameters), _stepped_by(groups))
         _warn_of_outside(groups)
     if checked.units:
         checked.step(optimizer)
-    note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
+    with plain_access():
+        note_changes(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
 
 
 def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..errors import PhaseError
 from ..forms import WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
-from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.dynamo import apart
 from ..torch_private.versions import set_version
 from ..watcher import RANK
 from .hints import explain_failed_allocation
@@ -72,17 +72,6 @@ def _recover_after(error: BaseException) -> None:
         recover()
     except Exception as second:
         error.add_note(f"The units could not be restored after this error: {second!r}")
-
-
-def _apart(function: Callable[..., None]) -> Callable[..., None]:
-    """Let `function` bypass Dynamo when a whole step is compiled: Dynamo can trace neither it nor its hooks."""
-    guarded = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> None:
-        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
-
-    return called
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:
@@ -185,19 +174,19 @@ def install() -> None:
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
     original_grad, of_module = torch.autograd.grad, nn.Module.zero_grad
 
-    @_apart
+    @apart
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         give_up([parameter for group in self.param_groups for parameter in group["params"]], set_to_none)
         original(self, set_to_none)
 
-    @_apart
+    @apart
     @functools.wraps(of_module)
     def module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         give_up(self.parameters(), set_to_none)
         of_module(self, set_to_none)
 
-    @_apart
+    @apart
     @functools.wraps(original_backward)
     def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
         if len(args) > 5:  # inputs, by position

@@ -19,4 +19,4 @@ from .scaling import MEAN, REDUCTIONS, ReduceSettings
 from .share import Share
 from .tokens import TokenCount
 from .unit import State, Unit
-from .views import add_views, follow_views, run_of
+from .views import add_views, before_step, follow_views, run_of

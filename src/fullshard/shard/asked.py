@@ -14,9 +14,8 @@ from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 
 from ..containers import NONES, drain
-from ..forms import all_hold
 from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad, write_grad
-from .bucket import Bucket
+from .bucket import Bucket, none_replaced
 from .gradients import Gradients, release_all
 from .lookup import refuse_meta
 from .optimizer_view import OptimizerView
@@ -54,7 +53,7 @@ class Check:
 
 
 _GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
-_UNTOUCHED, _FOLLOWED, _FOLLOWS = attrgetter("untouched"), attrgetter("followed"), attrgetter("form.follows")
+_FOLLOWED, _FOLLOWS = attrgetter("followed"), attrgetter("form.follows")
 _SHARDED, _VIEWS, _FLAT = attrgetter("sharded"), attrgetter("delivery.views"), attrgetter("form.flat")
 _ALONE, _TENSOR, _ADOPTED = attrgetter("alone"), attrgetter("tensor"), attrgetter("adopted")
 _MEMBERS = attrgetter("bucket.sharded")
@@ -66,13 +65,11 @@ def _refresh(units: Sequence[Unit]) -> None:
     """Run `Unit.refresh` on each unit, if one comparison in C finds that users touched any of them."""
     gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
     buckets = [*map(_BUCKET, gradients)]
-    untouched = [*map(_UNTOUCHED, buckets)]
     views = [*chain.from_iterable(map(_VIEWS, gradients))]
     if (
-        None in untouched
-        or True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
+        True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
         or (views and not _all_let_go(gradients, views))
-        or not all_hold(untouched)
+        or not none_replaced(buckets)
         or not _all_followed(buckets)
     ):
         for unit in units:

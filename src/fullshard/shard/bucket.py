@@ -12,6 +12,7 @@ The form decides how a sharded parameter shows (`forms/`). Gradients have their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ..forms import (
     GatherPlan,
     Member,
     Untouched,
+    all_hold,
     attributes_of,
     hooks_onto,
     take_grad_dtype,
@@ -484,3 +486,12 @@ class Bucket:
 
 def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
     return buffer.as_strided(part.shape, part.stride, buffer.storage_offset() + part.offset)
+
+
+_UNTOUCHED = attrgetter("untouched")
+
+
+def none_replaced(buckets: Sequence[Bucket]) -> bool:
+    """Whether users replaced no sharded parameter, and no storage, of these. Compared together, in C."""
+    untouched = [*map(_UNTOUCHED, buckets)]
+    return None not in untouched and all_hold(untouched)

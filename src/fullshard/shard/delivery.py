@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..containers import NONES, drain
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
-from .gradient_set import GradientSet
+from .gradient_set import GradientSet, any_astray
 from .hooks import hooked_flat, hooked_member, sees_gradients
 from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
@@ -208,7 +209,9 @@ class Delivery:
     @staticmethod
     def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether `grads`, by member, are those that `current` delivered: no new `.grad` or `.data` was assigned."""
-        return not current.astray() and all(
+        if current.astray():
+            return False
+        return all(map(is_, grads, current.parts)) or all(
             [
                 grad is part or (grad is None and not (shown and part.numel()))
                 for grad, part, shown in zip(grads, current.parts, current.shown, strict=True)
@@ -353,20 +356,15 @@ class Delivery:
         adopted = view.adopted
         return adopted is not None and at == adopted.data_ptr() + (part.offset - view.offset) * adopted.element_size()
 
-    def follow(self) -> None:
-        """Take gradients that users assigned to parameters over into optimizer views; call before an optimizer steps.
-
-        Raises:
-            ConfigError: users assigned a different gradient to the view as well.
-        """
-        with plain_access(), torch.no_grad():
-            current, grads = self.set, [read_grad(member.sharded) for member in self.bucket.members]
-            delivered = current is not None and self._as_delivered(current, grads)
-            for at, view in enumerate(self.views):
-                if view.alone or (tensor := view.tensor) is None:
-                    continue
-                if not (delivered and current is not None and tensor.grad is current.views[at]):
-                    self._follow(at, view, tensor)
+    def follow_assigned(self) -> None:
+        """One of `follow`."""
+        current, grads = self.set, [*map(read_grad, self.bucket.sharded or self.bucket.list_sharded())]
+        delivered = current is not None and self._as_delivered(current, grads)
+        for at, view in enumerate(self.views):
+            if view.alone or (tensor := view.tensor) is None:
+                continue
+            if not (delivered and current is not None and tensor.grad is current.views[at]):
+                self._follow(at, view, tensor)
 
     def _follow(self, at: int, view: OptimizerView, tensor: torch.Tensor) -> None:
         members, current, whole = self.bucket.members, self.set, tensor.grad
@@ -514,3 +512,35 @@ class Delivery:
                     warnings.warn(zero_in_a_view(member.name), stacklevel=2)
                     return True
         return False
+
+
+_SET, _VIEWS, _MEMBERS = attrgetter("set"), attrgetter("views"), attrgetter("bucket.sharded")
+_PARTS, _ALONE, _TENSOR = attrgetter("parts"), attrgetter("alone"), attrgetter("tensor")
+
+
+def follow(deliveries: Sequence[Delivery]) -> None:
+    """Take gradients that users assigned to parameters over into optimizer views; call before an optimizer steps.
+
+    Raises:
+        ConfigError: users assigned a different gradient to a view as well.
+    """
+    with plain_access():
+        if not _all_delivered(deliveries):
+            with torch.no_grad():
+                for delivery in deliveries:
+                    delivery.follow_assigned()
+
+
+def _all_delivered(deliveries: Sequence[Delivery]) -> bool:
+    """Whether all parameters and views show the gradients that were delivered last; compared together, in C."""
+    sets: list[Any] = [*map(_SET, deliveries)]
+    members, join = [*map(_MEMBERS, deliveries)], chain.from_iterable
+    if None in sets or [] in members or any_astray(sets):
+        return False
+    views = [*join(map(_VIEWS, deliveries))]
+    tensors = [*map(_TENSOR, views)]
+    if True in map(_ALONE, views) or any(map(is_, tensors, NONES)):
+        return False
+    return all(map(is_, map(read_grad, join(members)), join(map(_PARTS, sets)))) and all(
+        map(is_, map(read_grad, tensors), join(map(_VIEWS, sets)))
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter, call
+from itertools import chain, repeat
+from operator import attrgetter, call, methodcaller
 from typing import Any
 
 import torch
@@ -16,9 +16,13 @@ from ..torch_private.holders import holders, holders_of_many
 from ..torch_private.local_tensor import inside, plain_access
 from .reduce_buffer import PlannedReduction
 
+_ADDRESS = methodcaller("data_ptr")
 
-def _address(part: Any) -> int:
-    return inside(part).data_ptr()
+
+def _addresses(parts: Iterable[Any]) -> list[int]:
+    """Where in memory each of these is, or the local tensor inside it; read in C."""
+    parts = [*parts]
+    return [*map(_ADDRESS, map(getattr, parts, repeat("_local_tensor"), parts))]
 
 
 @dataclass(eq=False)
@@ -56,7 +60,9 @@ class GradientSet:
         self.shown = [False] * len(self.parts)
         # Parts with elements on this rank, and the offset of each from `flat`, in bytes.
         self._nonempty = [part for part in self.parts if inside(part).numel()]
-        self._offsets = [at - self.flat.data_ptr() for at in map(_address, self._nonempty)]
+        self._offsets = [at - self.flat.data_ptr() for at in _addresses(self._nonempty)]
+        self._places: list[int] = []
+        self._base = -1  # the memory when it was looked at last, and where in it the parts are
         # Users may hold the tensors they see, or those inside them.
         self.watched: list[Any] = [*self.parts, *self.views]
         self.watched += [plain for part in self.parts if (plain := inside(part)) is not part]
@@ -68,8 +74,12 @@ class GradientSet:
 
     def astray(self) -> bool:
         """Whether a new tensor was assigned to the `.data` of a part."""
-        base = self.flat.data_ptr()
-        return [at - base for at in map(_address, self._nonempty)] != self._offsets
+        return any_astray([self])
+
+    def locate(self) -> None:
+        """Note where in memory the parts are to be."""
+        self._base = self.flat.data_ptr()
+        self._places = [self._base + offset for offset in self._offsets]
 
     def version(self) -> int:
         """Return a number that rises with every write to the slice, including writes inside DTensors and FlatShards."""
@@ -85,6 +95,17 @@ class GradientSet:
         for part, grad in zip(self.parts, grads, strict=True):
             if grad is not None:
                 part.add_(grad)
+
+
+_FLAT, _BASE, _NONEMPTY, _PLACES = (attrgetter(name) for name in ("flat", "_base", "_nonempty", "_places"))
+
+
+def any_astray(sets: Sequence[GradientSet]) -> bool:
+    """Whether a new tensor was assigned to the `.data` of a part of any of these; compared together, in C."""
+    if _addresses(map(_FLAT, sets)) != [*map(_BASE, sets)]:  # their memory was allocated anew
+        for each in sets:
+            each.locate()
+    return _addresses(chain.from_iterable(map(_NONEMPTY, sets))) != [*chain.from_iterable(map(_PLACES, sets))]
 
 
 _UNHELD, _WATCHED, _CDATA, _FREE = (attrgetter(name) for name in ("unheld", "watched", "storage._cdata", "free"))

@@ -14,6 +14,7 @@ import torch
 
 from ..torch_private.local_tensor import follow_local, plain_access, plain_tensors, read_grad, view_base
 from .bucket import Bucket
+from .delivery import follow
 from .gradient_set import GradientSet
 from .gradients import Gradients
 from .messages import parked_asked_to_compute
@@ -207,7 +208,7 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     delivery = gradients.delivery
     for name, residual in gradients.residuals.items():
         gradients.residuals[name] = mover.move(residual)
-    delivery.follow()
+    follow([delivery])
     holders: list[Any] = [member.sharded for member in bucket.members]
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ..forms import NAME_KEY, PART_KEY, mark_view, owner_of
-from .bucket import Bucket
-from .delivery import Delivery
+from .bucket import Bucket, none_replaced
+from .delivery import Delivery, follow
 from .messages import view_on_meta, viewed_twice
 from .optimizer_view import OptimizerView
+from .unit import Unit
 
 
 def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
@@ -38,7 +39,7 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         tensors.append(tensor)
     delivery.views = views
     delivery.drop_set()  # it has the old views; gradients it delivered live on
-    delivery.follow()
+    follow([delivery])
     return tensors
 
 
@@ -66,6 +67,20 @@ def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]
 def follow_views(parameters: Iterable[torch.Tensor]) -> None:
     """Take over gradients that users assigned to parameters under optimizer views; `parameters` may include others."""
     for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
-        for gradients in unit.gradients:
-            if gradients.delivery.views:
-                gradients.delivery.follow()
+        follow([gradients.delivery for gradients in unit.gradients if gradients.delivery.views])
+
+
+def before_step(units: Sequence[Unit]) -> None:
+    """Take over storage and gradients that users assigned to parameters under optimizer views, which show the old ones.
+
+    Raises:
+        ConfigError: see `Unit.refresh` and `follow`.
+    """
+    viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
+    replaced: list[Unit] = []
+    if not none_replaced([bucket for unit in viewed for bucket in unit.buckets]):
+        replaced = [unit for unit in viewed if unit.replaced()]
+    for unit in units:
+        if unit.touched.assigned or unit in replaced:
+            unit.refresh()
+    follow([gradients.delivery for unit in viewed for gradients in unit.gradients if gradients.delivery.views])
