@@ -17,12 +17,14 @@ from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
 from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, Member, owner_of
 from ..shard import Bucket, Unit, follow_views
-from ..torch_private.local_tensor import inside, local_part, read_grad
+from ..torch_private.local_tensor import inside, local_part, plain_access, read_grad
 
 STEPPED_KEY = "_fullshard_steps_in_backward"
 """Attribute of an optimizer that steps during the backward, and of its parameters: its `StepsInBackward`."""
 Groups = Sequence[dist.ProcessGroup]
 """The process groups that the elements of a gradient are split over, one per mesh axis; empty if it is not split."""
+KnownGroups = dict[tuple[int, Any], Groups]
+"""By the id of a mesh, and placements on it: the groups over which they split elements. Kept for one call."""
 
 
 def clip_grad_norm_(
@@ -55,17 +57,20 @@ def clip_grad_norm_(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
     refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips")
     follow_views(tensors)
-    members_by_view = {id(p): _members_of_view(p) for p in tensors if PART_KEY in p.__dict__ and p.grad is not None}
-    in_views = {id(member) for members in members_by_view.values() for member in members}
-    tensors = [p for p in tensors if p.grad is not None and id(p) not in in_views]
-    grads = [p.grad for p in tensors if p.grad is not None]
-    total = _norm_of([part for p in tensors for part in _gradient_parts(p, members_by_view.get(id(p), []))], norm_type)
+    with plain_access():
+        grads = {id(p): (p, grad) for p in tensors if (grad := read_grad(p)) is not None}
+        members_of = {id(p): _members_of_view(p) for p, _ in grads.values() if PART_KEY in p.__dict__}
+        for member in [member for members in members_of.values() for member in members]:
+            grads.pop(id(member), None)
+        known: KnownGroups = {}
+        parts = [part for p, g in grads.values() for part in _gradient_parts(p, g, members_of.get(id(p), []), known)]
+    total = _norm_of(parts, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
             topic="nonfinite-gradients",
         )
-    scale_gradients(grads, total, max_norm)
+    scale_gradients([grad for _, grad in grads.values()], total, max_norm)
     return total
 
 
@@ -131,7 +136,8 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     Returns:
         A 0-d float32 tensor (float64 if any gradient is float64); zero if there are no gradients.
     """
-    return _norm_of([(grad, shard_groups(grad)) for grad in grads], norm_type)
+    known: KnownGroups = {}
+    return _norm_of([(grad, shard_groups(grad, known)) for grad in grads], norm_type)
 
 
 def _norm_of(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> torch.Tensor:
@@ -144,9 +150,11 @@ def local_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[tu
 
     A norm is a tensor of one element, or of none where this rank's part is empty.
     """
-    result = []
+    result: list[tuple[Groups, torch.Tensor]] = []
+    known: KnownGroups = {}
     for parameter in parameters:
-        ((grad, groups),) = _gradient_parts(parameter, [])
+        assert parameter.grad is not None
+        ((grad, groups),) = _gradient_parts(parameter, parameter.grad, [], known)
         ((_, norm),) = _local_norms([(grad, groups)], norm_type)
         result.append((groups, norm if inside(grad).numel() else norm[:0]))
     return result
@@ -204,19 +212,20 @@ def _members_of_view(parameter: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _gradient_parts(parameter: torch.Tensor, members: list[torch.Tensor]) -> list[tuple[torch.Tensor, Groups]]:
+def _gradient_parts(
+    parameter: torch.Tensor, grad: torch.Tensor, members: list[torch.Tensor], known: KnownGroups
+) -> list[tuple[torch.Tensor, Groups]]:
     """A parameter's gradient with its groups; for a view whose `members` have different groups, those of each."""
-    assert parameter.grad is not None
-    groups = _groups_of(parameter)
+    groups = _groups_of(parameter, grad, known)
     if not members:
-        return [(parameter.grad, groups)]
-    member_groups = [shard_groups(member) for member in members]
+        return [(grad, groups)]
+    member_groups = [shard_groups(member, known) for member in members]
     if all(groups == member_groups[0] for groups in member_groups):
-        return [(parameter.grad, member_groups[0])]
-    return [(m.grad, groups) for m, groups in zip(members, member_groups, strict=True) if m.grad is not None]
+        return [(grad, member_groups[0])]
+    return [(g, groups) for m, groups in zip(members, member_groups, strict=True) if (g := read_grad(m)) is not None]
 
 
-def _groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+def _groups_of(parameter: torch.Tensor, grad: torch.Tensor, known: KnownGroups) -> Groups:
     """The groups over which a parameter's gradient is split.
 
     Raises:
@@ -229,26 +238,27 @@ def _groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
             parameter=parameter.__dict__.get(NAME_KEY),
             remedy="call model.clip_grad_norm_(max_norm) on the root instance",
         )
-    assert parameter.grad is not None
-    return shard_groups(parameter.grad)
+    return shard_groups(grad, known)
 
 
-def shard_groups(grad: torch.Tensor) -> list[dist.ProcessGroup]:
+def shard_groups(grad: torch.Tensor, known: KnownGroups) -> Groups:
     """The groups over which a gradient's elements are split."""
     if isinstance(grad, FlatShard):
         axis = grad._run.axis
         return [axis.group] if axis.size > 1 else []
-    if isinstance(grad, DTensor):
-        for placement in grad.placements:
-            if placement.is_partial():
-                raise ConfigError("cannot take the norm of a gradient with a partial placement; redistribute it first")
-        mesh = grad.device_mesh
-        return [
+    if not isinstance(grad, DTensor):
+        return []
+    mesh, placements = grad.device_mesh, grad.placements
+    groups = known.get((id(mesh), placements))
+    if groups is None:
+        if any(placement.is_partial() for placement in placements):
+            raise ConfigError("cannot take the norm of a gradient with a partial placement; redistribute it first")
+        groups = known[id(mesh), placements] = [
             mesh.get_group(dim)
-            for dim, placement in enumerate(grad.placements)
+            for dim, placement in enumerate(placements)
             if not placement.is_replicate() and mesh.size(dim) > 1
         ]
-    return []
+    return groups
 
 
 def local_gradients(bucket: Bucket) -> Iterator[tuple[Member, torch.Tensor]]:
@@ -285,6 +295,7 @@ def clip_units(
     # This rank's parts by the groups that they are split over: the same groups in the same order on all ranks.
     parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): []}
     by_id: dict[int, torch.Tensor] = {}  # the gradients that the parts are in
+    known: KnownGroups = {}
     for bucket in [bucket for unit in units for bucket in unit.buckets]:
         for member in bucket.members:
             parts.setdefault(_split_over(bucket, member), [])
@@ -293,7 +304,7 @@ def clip_units(
             grad: Any = (member.sharded if bucket.flat_parameter is None else bucket.flat_parameter).grad
             by_id[id(grad)] = grad
     for parameter in others:
-        tensors = parts.setdefault(tuple(shard_groups(parameter)), [])
+        tensors = parts.setdefault(tuple(shard_groups(parameter, known)), [])
         if parameter.grad is not None:
             local = local_part(parameter.grad)
             tensors.append(local)
