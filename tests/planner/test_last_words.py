@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from fullshard import explain_memory, fully_shard
 from fullshard.insight import memory
+from fullshard.watcher.rank import Rank, note_at_the_end
 
 PROGRAM = """
 import sys, types
@@ -35,11 +38,11 @@ for step in range(3):
 """
 STEP = "model(torch.ones(4, 32, 7)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()"
 ASKED = "CUDA out of memory. Tried to allocate 20.00 KiB. GPU 0 has ..."
-PLANNED = "What changes would free at the peak of a step (fullshard.plan):"
+PLANNED = "at the peak of a step (fullshard.plan):"
 
 
-def build() -> nn.Module:
-    model = Model()
+def build(model: nn.Module | None = None) -> nn.Module:
+    model = model or Model()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=False)
     return fully_shard(model)
@@ -64,17 +67,26 @@ def stderr_of(where: str, line: str = STEP, first: str = "") -> str:
     return ended.stderr
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
-def test_the_error_that_ends_the_program_is_explained_by_a_plan(where):
-    """Once, under the traceback, with the optimizer's state, and what the moment of the failure held."""
-    said = stderr_of(where)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_a_pass_is_printed_first_and_then_a_plan(where):
+    """The error's note is the account of that moment; what follows is planned, with the optimizer's state."""
+    said = stderr_of(where).replace("[rank0]: ", "")
+    head, note, plan = said.partition("Fullshard: An allocation of 20.0 KiB failed.")
+    assert "Traceback" in head and ASKED in head, said
+    note, _, plan = plan.partition("Fullshard: ")
+    assert "units in use ((root), blocks.2)" in note and "would free now" in note, said
+    assert re.match(r"[1-9][\d.]* [KM]iB of what this rank held were optimizer state\.\n", plan), said
+    assert PLANNED in plan and "reshard_after_forward=True" in plan, said
+    assert said.count("This rank holds") == said.count(PLANNED) == 1, said
+
+
+def test_an_error_of_the_optimizers_step_is_explained_as_a_whole():
+    said = stderr_of("optimizer")
     head, _, rest = said.partition("Fullshard: ")
     assert "Traceback" in head and ASKED in head, said
-    assert rest.startswith("An allocation of 20.0 KiB failed.") and rest.count("This rank holds") == 1, said
-    assert PLANNED in rest and "reshard_after_forward=True" in rest and "(enough)" in rest, said
-    assert "would free now" not in rest and "fullshard.explain_memory" not in rest, said
-    assert "optimizer state" in rest and "0 B in optimizer state" not in rest, said
-    assert ("units in use ((root), blocks.2)" in rest) == (where != "optimizer"), said
+    outside = "This was outside of a pass of the model. An allocation of 20.0 KiB failed. This rank holds "
+    assert rest.startswith(outside), said
+    assert re.search(r"[1-9][\d.]* [KM]iB in optimizer state", rest) and PLANNED in rest, said
 
 
 def test_an_error_raised_from_it_is_explained_too():
@@ -85,7 +97,7 @@ def test_an_error_raised_from_it_is_explained_too():
         raise ValueError("step") from error
 """
     said = stderr_of("forward", line)
-    assert PLANNED in said and said.rstrip().endswith("ValueError: step"), said
+    assert PLANNED in said.partition("ValueError: step")[2], said
 
 
 def test_other_errors_are_left_alone():
@@ -99,6 +111,41 @@ def test_hooks_of_others_are_called():
     assert "theirs Fullshard: An allocation" in said and PLANNED in said, said
 
 
+RANKS = """
+import os, sys, time
+import torch, torch.distributed as dist
+import fullshard
+
+sys.path[:0] = {path!r}
+from test_explained_changes import Model
+from test_last_words import build, fails_in
+
+class Slow(Model):
+    def forward(self, x):
+        time.sleep(0.2)
+        return super().forward(x)
+
+dist.init_process_group("gloo")
+model = build(Slow())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    if step == 2 and dist.get_rank() == 1:
+        fails_in(model, optimizer, "forward")
+    {line}
+"""
+
+
+def test_a_rank_that_runs_out_of_memory_alone_plans(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(RANKS.format(path=[path for path in sys.path if path], line=STEP))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    ended = subprocess.run(
+        torchrun, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 1
+    assert "Fullshard, rank 1: " in ended.stderr and PLANNED in ended.stderr, ended.stderr
+
+
 @pytest.fixture
 def failed(fake_world) -> tuple[nn.Module, torch.OutOfMemoryError]:
     fake_world(8)
@@ -109,30 +156,66 @@ def failed(fake_world) -> tuple[nn.Module, torch.OutOfMemoryError]:
     return model, caught.value
 
 
-def test_the_paragraph_is_what_a_user_would_get(failed):
-    """Of a model that no optimizer has stepped: the account of the failure, and the changes of `explain_memory`."""
+def test_the_changes_are_those_that_a_user_would_get(failed):
+    """Of a model that no optimizer has stepped: those of `explain_memory`. The error's note stays."""
     model, error = failed
-    (account,) = error.__notes__
-    memory.explain_at_the_end(error)
-    (note,) = error.__notes__
-    assert note.split("\n")[0] == account.split("\n")[0]
-    freed = [line.removesuffix("  (enough)") for line in note.split("\n")[1:]]
-    assert freed == explain_memory(model).split("\n")[1:]
-    memory.explain_at_the_end(error)
-    assert error.__notes__ == [note]
+    notes = list(error.__notes__)
+    said = memory.explained_at_the_end(error).split("\n")
+    assert said == explain_memory(model).split("\n")[1:]
+    assert error.__notes__ == notes
 
 
 def test_a_plan_that_takes_long_is_given_up(failed, monkeypatch):
     _, error = failed
     monkeypatch.setattr(memory, "_SECONDS", 0.0)
-    memory.explain_at_the_end(error)
-    (note,) = error.__notes__
-    assert "could not be planned (planning takes too long here; call explain_memory(), which has no limit)" in note
-    assert "units in use ((root), blocks.2)" in note and "What changes would free now" in note
+    said = memory.explained_at_the_end(error)
+    assert "could not be planned (planning takes too long here; call explain_memory(), which has no limit)" in said
+    assert "What changes would free now" in said
+
+
+@pytest.mark.parametrize("does", ["exits", "waits", "is interrupted"])
+def test_a_forward_that_exits_or_waits_when_it_is_planned(does):
+    """Neither the exit code nor the end of the program depends on it."""
+    fails = {"exits": "sys.exit(0)", "waits": "time.sleep(600)", "is interrupted": "os.kill(os.getpid(), 2)"}[does]
+    line = f"""
+    if step == 2:
+        Model.go, Model.forward = Model.forward, lambda self, x: {fails} if self is not model else self.go(x)
+    memory._SECONDS = 1.0
+    {STEP}
+"""
+    first = "import os, time; from fullshard.insight import memory"
+    said = stderr_of("optimizer", line, first)
+    words = {"exits": "SystemExit: 0", "waits": "takes too long", "is interrupted": "interrupted"}[does]
+    assert "OutOfMemoryError" in said and words in said, said
+
+
+def test_what_planning_says_nothing_of(fake_world):
+    """A pass without a graph, and memory of the host that is asked for elsewhere (by the data, say)."""
+    fake_world(8)
+    model = build()
+    fails_in(model, torch.optim.SGD(model.parameters()), "forward")
+    with pytest.raises(torch.OutOfMemoryError) as caught, torch.no_grad():
+        model(torch.ones(4, 32, 7))
+    assert "This rank holds" in caught.value.__notes__[0]
+    assert memory.explained_at_the_end(caught.value) is None
+    assert memory.explained_at_the_end(MemoryError("Unable to allocate 256. TiB for an array")) is None
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FULLSHARD_PLAN_AFTER_OOM", "0")
+    assert "Fullshard: " not in stderr_of("optimizer")
+
+
+def test_the_error_is_recorded_after_the_last_words(monkeypatch):
+    """Other ranks end once they know of it, and with them the job."""
+    rank, recorded = Rank(), []
+    rank.last_words.append(lambda error: recorded.append(rank.raised))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: recorded.append("printed"))
+    note_at_the_end(rank)
+    sys.excepthook(MemoryError, MemoryError(), None)
+    assert recorded == ["printed", None] and rank.raised is not None
 
 
 def test_without_a_sharded_model_nothing_is_said(monkeypatch):
     monkeypatch.setattr(memory, "all_roots", list)
-    error = torch.OutOfMemoryError(ASKED)
-    memory.explain_at_the_end(error)
-    assert not hasattr(error, "__notes__")
+    assert memory.explained_at_the_end(torch.OutOfMemoryError(ASKED)) is None

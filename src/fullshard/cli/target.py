@@ -26,7 +26,7 @@ def function_at(target: str) -> Callable[..., Any]:
         module = _script(Path(source)) if source.endswith(".py") else _module(source)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):

@@ -1,7 +1,8 @@
-"""An error of memory that ends the program is explained by a plan before it is printed."""
+"""After an error of memory that ends the program: what changes would have freed, planned."""
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from types import TracebackType
@@ -9,17 +10,43 @@ from types import TracebackType
 
 @cache
 def install() -> None:
-    """Install an exception hook, which calls the one that is installed now. For programs that may shard a model."""
+    """Follow the error that ends the program, if it is one of memory, by a plan. For programs that may shard a model.
+
+    Not if the environment has FULLSHARD_PLAN_AFTER_OOM=0: planning runs the forward again, on shapes. The error is
+    printed first: planning takes seconds, in which another rank may end, and with it the job. Where there is a
+    watcher, its hook calls; it is installed after the process group, whose own hook holds back what earlier ones print.
+    """
+    from ..watcher import RANK  # `import fullshard` alone imports no torch
+
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            from .memory import explain_at_the_end  # not before: it imports what plans need
-
-            explain_at_the_end(error)
-        except Exception as second:
-            error.add_note(f"Fullshard could not explain what holds memory: {second!r}")
-        finally:
-            previous(kind, error, trace)
+        previous(kind, error, trace)
+        if not RANK.records_its_end:
+            _say(error)
 
     sys.excepthook = hook
+    RANK.last_words.append(_say)
+
+
+_ROOM = 64 * 2**20
+
+
+def _say(error: BaseException) -> None:
+    if os.environ.get("FULLSHARD_PLAN_AFTER_OOM") == "0":
+        return
+    try:
+        bytearray(_ROOM)  # a host without memory cannot plan: torch would end in a segmentation fault
+    except MemoryError:
+        return
+    try:
+        from .memory import explained_at_the_end  # not before: it imports what plans need
+
+        words = explained_at_the_end(error)
+    except KeyboardInterrupt:
+        words = "a plan of the step was interrupted."
+    except Exception as second:
+        words = f"What holds memory could not be explained: {second!r}"
+    if words is not None:
+        rank = os.environ.get("RANK")
+        print(f"Fullshard{'' if rank is None else f', rank {rank}'}: {words}", file=sys.stderr, flush=True)

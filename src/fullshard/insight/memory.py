@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..runtime import (
     account,
     all_roots,
     bytes_asked,
-    explain_anew,
+    changes_in_words,
     explained,
     is_out_of_memory,
     memory_in_words,
@@ -32,9 +33,10 @@ from ..runtime import (
 from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
 from .planner.live import plan_changes
-from .planner.messages import in_few_words
+from .planner.messages import in_few_words, took_too_long
 from .planner.optimizer import Optimizers, as_list
 from .planner.profile import Step
+from .planner.strategy import check_counts
 
 
 @dataclass(frozen=True)
@@ -178,42 +180,73 @@ def explain_memory(
             got=type(model).__name__,
             remedy="call fully_shard or FullyShardedDataParallel first; fullshard.plan computes memory before that",
         )
-    planned, why = _planned(model, optimizer, build, step=step, batch=batch, micro_batch=micro_batch, sequence=sequence)
+    given = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
+    check_counts("explain_memory", **{name: value for name, value in given.items() if value is not None})
+    own = [*filter(_steps_any_of(model), optimizers)]
+    if optimizers and not own:
+        raise ConfigError(
+            "explain_memory(optimizer=) steps none of the model's parameters.",
+            remedy="pass the optimizer of this model, built from model.parameters() after it was sharded",
+        )
+    planned, why = _planned(model, own, build, step=step, batch=batch, micro_batch=micro_batch, sequence=sequence)
     handled = sys.exception()
     asked = bytes_asked(str(handled)) if handled is not None and is_out_of_memory(handled) else None
     return memory_in_words(_account(model, optimizers, asked), planned, why)
 
 
-def explain_at_the_end(error: BaseException) -> None:
-    """Complete the note of an error of memory that ends the program, by what changes would free, planned.
+def explained_at_the_end(error: BaseException) -> str | None:
+    """What is left to say of an error of memory that ends the program: what changes would free, planned.
 
-    It is about the model in whose pass the allocation failed; if that was elsewhere (in an optimizer's step, say),
-    about the largest model of this process. Of optimizers those are counted that began to step at least once. Planning
-    ends after 20 seconds, since other ranks may wait for this one.
+    It is about the model in whose pass the allocation failed, of which the error's note says what held memory. If it
+    failed elsewhere (in an optimizer's step, say), it is about the largest model of this process, and says that, too.
+    Of optimizers those are planned that began to step at least once. Planning ends after 20 seconds.
+
+    Returns:
+        None: it is another error, also one of memory that is not torch's; no model is sharded; or the pass builds no
+        graph: the peak of a step says nothing of it.
     """
     failed = next((each for each in _chain(error) if is_out_of_memory(each)), None)
     if failed is None:
-        return
+        return None
     seen = explained(failed)
+    if not seen.with_grad if seen is not None else isinstance(failed, MemoryError):
+        return None
     runner = seen.runner() if seen is not None else None
-    roots = [root for root in all_roots() if root.top.modules]
-    root = runner.root if runner is not None and runner.root is not None else max(roots, key=_shards, default=None)
+    root = runner.root if runner is not None else None
     if root is None:
-        return
+        root = max([root for root in all_roots() if root.top.modules], key=_shards, default=None)
+    if root is None:
+        return None
     model = root.top.modules[0]
     optimizers = stepping([runner.unit for runner in root.units])
+    held = seen.account if seen is not None else _account(model, optimizers, bytes_asked(str(failed)))
+    state = size(_state(model, optimizers))
+    planned, why = _planned_soon(model, optimizers)  # last: a plan that does not end leaves the model without units
     if seen is None:
-        held = _account(model, optimizers, bytes_asked(str(failed)))
-    else:
-        held = seen.account
-        if optimizers:  # the engine does not know them: their state was counted among the rest
-            state = _state(model, optimizers)
-            held = replace(held, optimizer=state, rest=None if held.rest is None else max(held.rest - state, 0))
-    planned, why = _planned(model, optimizers, None, until=time.monotonic() + _SECONDS)
-    explain_anew(failed, memory_in_words(held, planned, why))
+        return f"This was outside of a pass of the model. {memory_in_words(held, planned, why)}"
+    words = changes_in_words(held, planned, why)
+    return f"{state} of what this rank held were optimizer state.\n{words}" if optimizers else words
 
 
 _SECONDS = 20.0
+
+
+def _planned_soon(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[tuple[int, list[tuple[int, str]]] | None, str | None]:
+    """As `_planned`, within 20 seconds, and whatever the forward does: it may exit, or wait for what has ended."""
+    planned: list[Any] = []
+
+    def plan() -> None:
+        try:
+            planned.append(_planned(model, optimizers, None, until=time.monotonic() + _SECONDS))
+        except BaseException as error:
+            planned.append((None, f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=plan, name="fullshard-last-words", daemon=True)
+    thread.start()
+    thread.join(_SECONDS + 1.0)
+    return planned[0] if planned else (None, in_few_words(took_too_long()))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -231,16 +264,16 @@ def _shards(root: Root) -> int:
 
 def _planned(
     model: nn.Module, optimizer: Optimizers | None, build: nn.Module | Callable[[], nn.Module] | None, **how: Any
-) -> tuple[list[tuple[int, str]] | None, str | None]:
-    """What changes would free at the peak of a step, and what could not be planned, and why."""
+) -> tuple[tuple[int, list[tuple[int, str]]] | None, str | None]:
+    """The peak of a step with what changes would free of it, and what could not be planned, and why."""
     try:
-        _, changes, failed = plan_changes(model, optimizer, build, **how)
+        now, changes, failed = plan_changes(model, optimizer, build, **how)
     except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
         if build is not None or how.get("step") is not None:
             raise
         return None, in_few_words(error)
     planned = [(saved, words) for words, saved in changes.items() if saved > 0]
-    return planned, "; ".join(f"{words}: {reason}" for words, reason in failed.items()) or None
+    return (now.peak, planned), "; ".join(f"{words}: {reason}" for words, reason in failed.items()) or None
 
 
 def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], asked: int | None) -> Account:
@@ -251,6 +284,16 @@ def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], aske
 
 def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return sum(memory_use(model, each).optimizer for each in optimizers)
+
+
+def _steps_any_of(model: nn.Module) -> Callable[[torch.optim.Optimizer], bool]:
+    units, parameters = set(map(id, units_of(model))), set(map(id, model.parameters()))
+
+    def steps(optimizer: torch.optim.Optimizer) -> bool:
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return any(id(each) in parameters or id(owner_of(each)) in units for each in every)
+
+    return steps
 
 
 def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:

@@ -1,9 +1,9 @@
 """Decides when things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, copy_unsharded, deepcopy_module, pickling_error, without_units
-from .hints import explain_anew, explained
+from .hints import explained
 from .inputs import Inputs, OtherInput, TensorInput
-from .messages import Account, memory_in_words
+from .messages import Account, changes_in_words, memory_in_words
 from .noticed import install as notice_torch
 from .out_of_memory import account, bytes_asked, is_out_of_memory
 from .outputs import shown_part
@@ -45,10 +45,10 @@ __all__ = [
     "account",
     "all_roots",
     "bytes_asked",
+    "changes_in_words",
     "copy_module",
     "copy_unsharded",
     "deepcopy_module",
-    "explain_anew",
     "explained",
     "find_root",
     "is_managed",

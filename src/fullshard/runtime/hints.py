@@ -24,7 +24,6 @@ from .root import Runnable
 _FREED = "data is not allocated yet"
 _SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
 _DTYPES = re.compile(r"same dtype|expected scalar type")
-_NAME = "Fullshard: "
 _SEEN = "_fullshard_seen"  # marks inspected errors: when outer units see one, inner units show other parameters
 
 
@@ -44,16 +43,17 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
     elif _DTYPES.search(text):
         hint = _of_dtypes(runner)
     if hint is not None:
-        error.add_note(f"{_NAME}{hint}")
+        error.add_note(f"Fullshard: {hint}")
 
 
 def explain_failed_allocation(error: BaseException, runners: Sequence[Runnable]) -> None:
     """Add what holds memory to an error of memory that is not explained yet, before these units' state is reset."""
     if is_out_of_memory(error) and _SEEN not in error.__dict__:
         held = account(runners, asked=bytes_asked(str(error)))
-        note = f"{_NAME}{memory_in_words(held)}"
-        error.__dict__[_SEEN] = Explained(weakref.ref(runners[0]), held, note)
-        error.add_note(note)
+        root = runners[0].root
+        with_grad = root is None or root.pass_grad or root.backward is not None
+        error.__dict__[_SEEN] = Explained(weakref.ref(runners[0]), held, with_grad)
+        error.add_note(f"Fullshard: {memory_in_words(held)}")
 
 
 class Explained(NamedTuple):
@@ -62,27 +62,18 @@ class Explained(NamedTuple):
     Attributes:
         runner: of one of the units.
         account: what held memory when the allocation failed.
-        note: the paragraph that was added.
+        with_grad: whether the pass builds a graph, or is a backward.
     """
 
     runner: weakref.ref[Runnable]
     account: Account
-    note: str
+    with_grad: bool
 
 
 def explained(error: BaseException) -> Explained | None:
     """What `explain_failed_allocation` added to this error."""
     seen = error.__dict__.get(_SEEN)
     return seen if isinstance(seen, Explained) else None
-
-
-def explain_anew(error: BaseException, words: str) -> None:
-    """Put a paragraph on memory in place of the one that was added when the allocation failed, or add it."""
-    seen, new = explained(error), f"{_NAME}{words}"
-    notes = [note for note in getattr(error, "__notes__", ()) if seen is None or note != seen.note]
-    error.__notes__ = [*notes, new]
-    if seen is not None:
-        error.__dict__[_SEEN] = seen._replace(note=new)
 
 
 def _of_freed(error: RuntimeError) -> str:

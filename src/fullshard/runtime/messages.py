@@ -358,6 +358,10 @@ def reduced_while_it_runs() -> PhaseError:
 # out_of_memory.py
 
 
+Planned = tuple[int, Sequence[tuple[int, str]]]
+"""Bytes at the peak of a step, and what each change frees of them, with its description."""
+
+
 @dataclass(frozen=True)
 class Account:
     """What holds memory on this rank.
@@ -371,6 +375,9 @@ class Account:
         asked: bytes of the allocation that failed; None: none failed.
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
+        elsewhere: bytes of sharded parameters of other models.
+        held: bytes that the allocator holds; None: the device has no allocator that says so.
+        device: the type of the device that holds all this.
     """
 
     gathered: dict[str, list[tuple[str, int]]]
@@ -383,63 +390,65 @@ class Account:
     asked: int | None
     ranks: int
     saved: int
+    elsewhere: int
+    held: int | None
+    device: str
 
 
-def memory_in_words(account: Account, planned: Sequence[tuple[int, str]] | None = None, why: str | None = None) -> str:
-    """One paragraph on what holds memory, and a line for each change that frees some, the smallest first.
-
-    Args:
-        account: what holds memory.
-        planned: bytes that each change frees at the peak of a step, and its description; None: estimated from
-            `account`.
-        why: what is not planned, and why; None, and nothing is planned: it was not tried.
-    """
-    gathered, asked, rest, optimizer = account.gathered, account.asked, account.rest, account.optimizer
+def memory_in_words(account: Account, planned: Planned | None = None, why: str | None = None) -> str:
+    """One paragraph on what holds memory, and a line for each change that frees some: see `changes_in_words`."""
+    optimizer, rest = account.optimizer, account.rest
     reasons = {"running": "in use", "kept": "kept for the backward or by request", "prefetched": "gathered ahead"}
-    words = [] if asked is None else [f"An allocation of {size(asked)} failed."]
+    words = [] if account.asked is None else [f"An allocation of {size(account.asked)} failed."]
     parts = [
         f"{size(sum(nbytes for _, nbytes in units))} in units {reasons[kind]} ({some([name for name, _ in units])})"
-        for kind, units in gathered.items()
+        for kind, units in account.gathered.items()
         if units
     ]
     parts += [f"{size(account.reducing)} in reductions"] if account.reducing else []
     parts += [f"{size(account.shards)} in sharded parameters", f"{size(account.gradients)} in reduced gradients"]
     parts += [f"{size(optimizer)} in optimizer state"] if optimizer is not None else []
-    other = "activations and the program's own tensors"
-    parts += (
-        [f"{size(rest)} in {other if optimizer is not None else 'optimizer state, ' + other}"]
-        if rest is not None
-        else []
-    )
+    parts += [f"{size(account.elsewhere)} in sharded parameters of other models"] if account.elsewhere else []
+    if rest is not None:
+        unknown = "" if optimizer is not None else "optimizer state, "
+        parts.append(f"{size(rest)} in {unknown}activations and the program's own tensors")
     words.append(f"This rank holds {', '.join(parts)}.")
     if account.unused:
         words.append(f"The allocator has {size(account.unused)} more, which are free but may lie in pieces.")
-    kept, ahead = (sum(nbytes for _, nbytes in gathered[kind]) for kind in ("kept", "prefetched"))
-    state = account.shards + account.gradients + (optimizer or 0)
+    return f"{' '.join(words)}\n{changes_in_words(account, planned, why)}"
+
+
+def changes_in_words(account: Account, planned: Planned | None, why: str | None) -> str:
+    """A line for each change that frees memory, the smallest first.
+
+    Args:
+        account: what holds memory.
+        planned: the peak of a step, bytes that each change frees of it, and its description; None: estimated from
+            `account`.
+        why: what is not planned, and why; None, and nothing is planned: it was not tried.
+    """
+    rest = account.rest or 0
+    kept, ahead = (sum(nbytes for _, nbytes in account.gathered[kind]) for kind in ("kept", "prefetched"))
     changes = [
         (ahead, "prefetch=0"),
         (kept, "reshard_after_forward=True (or reshard() where unshard() was called)"),
-        (
-            (rest or 0) // 2,
-            "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more",
-        ),
+        (rest // 2, "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more"),
         (account.saved, f"shards over {2 * account.ranks} ranks in place of {account.ranks}"),
-        (state, "CPUOffloadPolicy()"),
     ]
-    title = "What changes would free now, the smallest change first:"
+    if account.device != "cpu":
+        changes.append((account.shards + account.gradients + (account.optimizer or 0), "CPUOffloadPolicy()"))
+    estimated = " (of activations an estimate: half of the rest)" if rest else ""
+    peak = 0
+    title = f"What changes would free now, the smallest change first{estimated}:"
     if planned is not None:
-        changes, title = list(planned), "What changes would free at the peak of a step (fullshard.plan):"
-    elif rest:
-        title = "What changes would free now, the smallest change first (of activations an estimate: half of the rest):"
-    lines = [
-        f"  {size(nbytes):>10}  {change}{'' if asked is None else '  (enough)' if nbytes >= asked else ''}"
-        for nbytes, change in changes
-        if nbytes
-    ]
-    if why:
-        words.append(f"A step could not be planned ({why})." if planned is None else f"Not planned: {why}.")
-    more = [] if planned is not None or why else [_PLANS]
-    return "\n".join([" ".join(words), title, *lines, *more])
+        peak, changes = planned[0], list(planned[1])
+        title = f"What changes would free of the {size(peak)} at the peak of a step (fullshard.plan):"
+    lines = [] if not why else [f"A step could not be planned ({why})." if planned is None else f"Not planned: {why}."]
+    lines.append(title)
+    for nbytes, change in changes:
+        fits = account.asked and account.held and 0 < peak - nbytes <= account.held - account.elsewhere
+        lines += [f"  {size(nbytes):>10}  {change}{'  (fits)' if fits else ''}"] if nbytes else []
+    return "\n".join([*lines, *([] if planned is not None or why else [_PLANS])])
 
 
 _PLANS = "Of the peak of a whole step (planned; takes seconds): fullshard.explain_memory(model, optimizer)."

@@ -94,6 +94,7 @@ class Rank:
         watcher: the `Watcher`, or None.
         break_off: aborts collectives in flight; set by `comm`.
         records_its_end: whether hooks for the end of the program are installed.
+        last_words: what follows the error that ends the program, once it is printed: functions of the error.
     """
 
     def __init__(self) -> None:
@@ -115,6 +116,7 @@ class Rank:
         self.watcher: Any = None
         self.break_off: Callable[[], None] = lambda: None
         self.records_its_end = False
+        self.last_words: list[Callable[[BaseException], None]] = []
         self._talks = 0
         self._last_root = 0
         self._gone_roots: list[int] = []
@@ -330,13 +332,20 @@ def watch(
 
 
 def note_at_the_end(rank: Rank) -> None:
-    """Install an exception hook that records the error that ends the program."""
+    """Install an exception hook that records the error that ends the program, after its last words.
+
+    Other ranks end soon after the record, and whoever started them then ends this one.
+    """
     previous_hook = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        rank.note(error)
         if rank.verdict is not None and not isinstance(error, DivergenceError):
             error.add_note(messages.reported_earlier(rank.verdict))  # a backend's own error, after the others left
-        previous_hook(kind, error, trace)
+        try:
+            previous_hook(kind, error, trace)
+            for say in rank.last_words:
+                say(error)
+        finally:
+            rank.note(error)
 
     sys.excepthook = hook

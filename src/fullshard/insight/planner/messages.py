@@ -10,10 +10,10 @@ MOST_CHARACTERS = 160
 """Of a reason in a paragraph."""
 
 
-def not_positive(name: str, value: object, least: int = 1) -> ConfigError:
+def not_positive(name: str, value: object, least: int = 1, function: str = "plan") -> ConfigError:
     kind = "a positive integer" if least else "an integer of at least 0"
     expected = f"{least}, {least + 1}, {least + 2}, ..."
-    return ConfigError(f"plan(): {name} must be {kind}.", expected=expected, got=repr(value))
+    return ConfigError(f"{function}(): {name} must be {kind}.", expected=expected, got=repr(value))
 
 
 def not_of_type(name: str, expected: str, value: object) -> ConfigError:
@@ -205,7 +205,7 @@ def unknown_layout(layout: object, known: tuple[str, ...]) -> ConfigError:
     return ConfigError("plan(): unknown layout.", expected=", ".join([*known, "or Blocks(...)"]), got=repr(layout))
 
 
-def build_failed(error: Exception) -> ConfigError:
+def build_failed(error: BaseException) -> ConfigError:
     return ConfigError(
         f"plan() could not build the model: {type(error).__name__}: {error}",
         expected="a function without arguments that returns an nn.Module; its tensors are made on the meta device",

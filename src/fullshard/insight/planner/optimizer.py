@@ -98,7 +98,7 @@ def takes_names(make: Callable[..., Any]) -> bool:
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     """What a `MakeOptimizer` returned."""
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
 def optimizer_bytes(shards: Sequence[Shard], make: MakeOptimizer) -> tuple[int, int]:

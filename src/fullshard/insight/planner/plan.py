@@ -652,7 +652,7 @@ def _built(model: Any) -> tuple[nn.Module, Step | None]:
                 model = model()
         except FullshardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise messages.build_failed(error) from error
         if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
             model, step = model

@@ -16,15 +16,15 @@ from . import messages
 ACCUMULATE = ("reduced", "partial", "whole")
 
 
-def check_counts(least: int = 1, **counts: Any) -> None:
-    """Check that these arguments of `plan`, by name, are integers of at least 1, or 0.
+def check_counts(function: str = "plan", /, least: int = 1, **counts: Any) -> None:
+    """Check that these arguments of a function, by name, are integers of at least 1, or 0.
 
     Raises:
         ConfigError: one is not.
     """
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise messages.not_positive(name, value, least)
+            raise messages.not_positive(name, value, least, function)
 
 
 @dataclass(frozen=True)
