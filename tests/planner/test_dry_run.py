@@ -92,6 +92,13 @@ def test_errors_of_the_program_are_shown(tmp_path):
     assert "Traceback" in ran.stderr and "the program raised an error as rank 0 of 16" in ran.stderr
 
 
+def test_a_program_that_exits_early(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; sys.exit(4)")
+    ran = dry_run("--world", "16", f"{tmp_path}/train.py")
+    assert ran.returncode == 1
+    assert "the program ended with sys.exit(4) before step 2 of its optimizer" in ran.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [["nothing.py"], ["--world", "0", "x.py"], ["--world", "many", "x.py"], ["--colour"], ["--world"], ["--steps=2"]],

@@ -73,7 +73,7 @@ def test_an_error_of_a_pass_is_printed_first_and_then_a_plan(where):
     said = stderr_of(where).replace("[rank0]: ", "")
     head, note, plan = said.partition("Fullshard: An allocation of 20.0 KiB failed.")
     assert "Traceback" in head and ASKED in head, said
-    note, _, plan = plan.partition("Fullshard: ")
+    note, _, plan = plan.partition("Fullshard, rank 0: ")
     assert "units in use ((root), blocks.2)" in note and "would free now" in note, said
     assert re.match(r"[1-9][\d.]* [KM]iB of what this rank held were optimizer state\.\n", plan), said
     assert PLANNED in plan and "reshard_after_forward=True" in plan, said
@@ -82,7 +82,7 @@ def test_an_error_of_a_pass_is_printed_first_and_then_a_plan(where):
 
 def test_an_error_of_the_optimizers_step_is_explained_as_a_whole():
     said = stderr_of("optimizer")
-    head, _, rest = said.partition("Fullshard: ")
+    head, _, rest = said.partition("Fullshard, rank 0: ")
     assert "Traceback" in head and ASKED in head, said
     outside = "This was outside of a pass of the model. An allocation of 20.0 KiB failed. This rank holds "
     assert rest.startswith(outside), said
@@ -199,11 +199,6 @@ def test_what_planning_says_nothing_of(fake_world):
     assert "This rank holds" in caught.value.__notes__[0]
     assert memory.explained_at_the_end(caught.value) is None
     assert memory.explained_at_the_end(MemoryError("Unable to allocate 256. TiB for an array")) is None
-
-
-def test_it_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv("FULLSHARD_PLAN_AFTER_OOM", "0")
-    assert "Fullshard: " not in stderr_of("optimizer")
 
 
 def test_the_error_is_recorded_after_the_last_words(monkeypatch):

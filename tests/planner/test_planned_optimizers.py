@@ -406,3 +406,7 @@ def test_the_command(tmp_path, capsys):
     assert both["sent"]["all_reduce"] < neither["sent"]["all_reduce"]
     assert main([*words, "--optimizer", f"{path}:nothing"]) == 2
     assert main([*words, "--power-sgd", "0"]) == 2
+    for number, text in enumerate(["import sys\nsys.exit()", "def build():\n    raise SystemExit(3)"]):
+        (tmp_path / f"exits{number}.py").write_text(text)
+        assert main(["plan", f"{tmp_path}/exits{number}.py:build", "--ranks", "4"]) == 2
+        assert "SystemExit" in capsys.readouterr().err

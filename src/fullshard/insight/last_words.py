@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import cache
 from types import TracebackType
@@ -12,8 +11,7 @@ from types import TracebackType
 def install() -> None:
     """Follow the error that ends the program, if it is one of memory, by a plan. For programs that may shard a model.
 
-    Not if the environment has FULLSHARD_PLAN_AFTER_OOM=0: planning runs the forward again, on shapes. The error is
-    printed first: planning takes seconds, in which another rank may end, and with it the job. Where there is a
+    It is printed first: planning takes seconds, in which another rank may end, and with it the job. Where there is a
     watcher, its hook calls; it is installed after the process group, whose own hook holds back what earlier ones print.
     """
     from ..watcher import RANK  # `import fullshard` alone imports no torch
@@ -33,12 +31,12 @@ _ROOM = 64 * 2**20
 
 
 def _say(error: BaseException) -> None:
-    if os.environ.get("FULLSHARD_PLAN_AFTER_OOM") == "0":
-        return
     try:
         bytearray(_ROOM)  # a host without memory cannot plan: torch would end in a segmentation fault
     except MemoryError:
         return
+    import torch.distributed as dist
+
     try:
         from .memory import explained_at_the_end  # not before: it imports what plans need
 
@@ -48,5 +46,5 @@ def _say(error: BaseException) -> None:
     except Exception as second:
         words = f"What holds memory could not be explained: {second!r}"
     if words is not None:
-        rank = os.environ.get("RANK")
-        print(f"Fullshard{'' if rank is None else f', rank {rank}'}: {words}", file=sys.stderr, flush=True)
+        rank = f", rank {dist.get_rank()}" if dist.is_initialized() else ""
+        print(f"Fullshard{rank}: {words}", file=sys.stderr, flush=True)
