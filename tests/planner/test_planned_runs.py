@@ -334,6 +334,7 @@ BAD = {
     "step": ({"step": lambda *_: 1 / 0}, "could not run one step"),
     "value of a fake": ({"step": lambda m, b, s: tokens(m, b, s) * tokens(m, b, s).item()}, "could not run one step"),
     "meshes": ({"meshes": {"*": 3}}, "meshes\\['\\*'\\] must say"),
+    "meshes that are none": ({"meshes": 5}, "meshes is invalid"),
     "a mesh that does not divide": ({"meshes": {"*": (3, 1)}}, "product divides 8"),
     "a mesh of nothing": ({"meshes": {"*.experts.*": (2, 4)}}, "no parameter's name matches"),
     "layout": ({"strategy": Strategy(layout="diagonal")}, "layout"),

@@ -89,7 +89,7 @@ def test_a_bad_path_of_one_rank_is_refused_on_all_when_entering(run_ranks, tmp_p
     assert all("cannot write" in answer and "on rank 1" in answer for answer in answers), answers
 
 
-@pytest.mark.parametrize("path", [None, 3])
+@pytest.mark.parametrize("path", [None, 3, ""])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(ConfigError, match="needs a folder"), fullshard.trace(path):
         pass

@@ -702,6 +702,8 @@ def _checked_hook(hook: Any) -> Hook | None:
 def _checked_meshes(
     meshes: Mapping[str, tuple[int, int]] | None, names: Sequence[str]
 ) -> Mapping[str, tuple[int, int]]:
+    if not isinstance(meshes, Mapping | None):
+        raise messages.not_of_type("meshes", "a dict: pattern of parameters' names -> (ranks, replicas)", meshes)
     for pattern, sizes in (meshes or {}).items():
         if not isinstance(sizes, tuple) or len(sizes) != 2:
             raise messages.not_a_mesh(pattern, sizes)

@@ -122,7 +122,7 @@ def trace(path: Path | str) -> Iterator[Recording]:
             context runs.
         DivergenceError: other ranks do not enter the context.
     """
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise not_a_path(path)
     folder = Path(path)
     rank, world, run, offset, error = _meet(folder)
