@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
@@ -280,7 +279,6 @@ def _planned(
 def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], asked: int | None) -> Account:
     is_sharded = not any(isinstance(each, OwnerOptimizer) for each in optimizers)
     state = _state(model, optimizers) if optimizers else None
-    gc.collect()  # models in cycles are no longer the program's
     return account(runners_in(model), state, asked, optimizer_is_sharded=is_sharded)
 
 

@@ -375,9 +375,7 @@ class Account:
         asked: bytes of the allocation that failed; None: none failed.
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
-        elsewhere: bytes of sharded parameters of other models.
         held: bytes that the allocator holds; None: the device has no allocator that says so.
-        device: the type of the device that holds all this.
     """
 
     gathered: dict[str, list[tuple[str, int]]]
@@ -390,9 +388,7 @@ class Account:
     asked: int | None
     ranks: int
     saved: int
-    elsewhere: int
     held: int | None
-    device: str
 
 
 def memory_in_words(account: Account, planned: Planned | None = None, why: str | None = None) -> str:
@@ -408,7 +404,6 @@ def memory_in_words(account: Account, planned: Planned | None = None, why: str |
     parts += [f"{size(account.reducing)} in reductions"] if account.reducing else []
     parts += [f"{size(account.shards)} in sharded parameters", f"{size(account.gradients)} in reduced gradients"]
     parts += [f"{size(optimizer)} in optimizer state"] if optimizer is not None else []
-    parts += [f"{size(account.elsewhere)} in sharded parameters of other models"] if account.elsewhere else []
     if rest is not None:
         unknown = "" if optimizer is not None else "optimizer state, "
         parts.append(f"{size(rest)} in {unknown}activations and the program's own tensors")
@@ -435,7 +430,7 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
         (rest // 2, "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more"),
         (account.saved, f"shards over {2 * account.ranks} ranks in place of {account.ranks}"),
     ]
-    if account.device != "cpu":
+    if account.rest is not None:  # not on a CPU
         changes.append((account.shards + account.gradients + (account.optimizer or 0), "CPUOffloadPolicy()"))
     estimated = " (of activations an estimate: half of the rest)" if rest else ""
     peak = 0
@@ -446,7 +441,7 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
     lines = [] if not why else [f"A step could not be planned ({why})." if planned is None else f"Not planned: {why}."]
     lines.append(title)
     for nbytes, change in changes:
-        fits = account.asked and account.held and 0 < peak - nbytes <= account.held - account.elsewhere
+        fits = account.asked and account.held and 0 < peak - nbytes <= account.held
         lines += [f"  {size(nbytes):>10}  {change}{'  (fits)' if fits else ''}"] if nbytes else []
     return "\n".join([*lines, *([] if planned is not None or why else [_PLANS])])
 

@@ -15,7 +15,7 @@ from ..shard import Gradients, State, share_over
 from ..torch_private.local_tensor import plain_tensors
 from .messages import Account
 from .phases import Phase
-from .root import Runnable, all_roots
+from .root import Runnable
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -57,14 +57,13 @@ def account(
         kinds[kind].append((unit.name or "(root)", nbytes))
     ledger = runners[0].unit.ledger
     buckets = [bucket for runner in runners for bucket in runner.unit.buckets]
-    shards = _shard_bytes(runners)
+    tensors = [plain for bucket in buckets for shard in bucket.shard_tensors for plain in plain_tensors(shard)]
+    shards = sum(tensor.nbytes for tensor in _on_device(tensors))
     every = [gradients for runner in runners for gradients in runner.unit.gradients]
     gradients = sum(g.residual_bytes + (g.held_bytes if g.bucket.home is None else 0) for g in every)
     device = next((bucket.axes.device for bucket in buckets), torch.device("cpu"))
     allocated, reserved = _allocator(device)
-    others = [root for root in all_roots() if root is not runners[0].root]
-    elsewhere = _shard_bytes([runner for root in others for runner in root.units])
-    known = shards + gradients + ledger.live + (optimizer or 0) + elsewhere
+    known = shards + gradients + ledger.live + (optimizer or 0)
     return Account(
         kinds,
         reducing=ledger.reducing,
@@ -76,17 +75,8 @@ def account(
         asked=asked,
         ranks=max((bucket.axes.shard.size for bucket in buckets), default=1),
         saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
-        elsewhere=elsewhere,
         held=reserved,
-        device=device.type,
     )
-
-
-def _shard_bytes(runners: Sequence[Runnable]) -> int:
-    """Bytes of sharded parameters, without those in host memory beside an accelerator's."""
-    buckets = [bucket for runner in runners for bucket in runner.unit.buckets]
-    tensors = [plain for bucket in buckets for shard in bucket.shard_tensors for plain in plain_tensors(shard)]
-    return sum(tensor.nbytes for tensor in _on_device(tensors))
 
 
 def _saved_by_more_ranks(every: Sequence[Gradients], optimizer: int | None) -> int:
