@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, call, is_
 from typing import Any
 
@@ -155,13 +155,3 @@ def note_change(tensors: Iterable[Any]) -> None:
         elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)):
             if (unit := reference()) is not None:
                 unit.touched.changes += 1
-
-
-_DICT, _KEYS = attrgetter("__dict__"), repeat(OWNER_KEY)
-
-
-def note_changes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a change for every unit that owns one of these tensors; found in C."""
-    for unit in {*map(call, filter(None, map(dict.get, map(_DICT, tensors), _KEYS)))}:
-        if unit is not None:
-            unit.touched.changes += 1

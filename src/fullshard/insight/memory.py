@@ -168,8 +168,8 @@ def explain_memory(
         The paragraph.
 
     Raises:
-        ConfigError: the model has no units, or an argument is of a different class; with `build` or `step` also what
-            `fullshard.plan` raises.
+        ConfigError: the model has no units, the optimizers step none of its parameters, or an argument is of another
+            class or not positive; with `build` or `step` also what `fullshard.plan` raises.
     """
     optimizers = [] if optimizer is None else as_list(optimizer)
     _check_arguments("explain_memory", model, optimizers)
@@ -206,10 +206,8 @@ def explained_at_the_end(error: BaseException) -> str | None:
         graph: the peak of a step says nothing of it.
     """
     failed = next((each for each in _chain(error) if is_out_of_memory(each)), None)
-    if failed is None:
-        return None
-    seen = explained(failed)
-    if not seen.with_grad if seen is not None else isinstance(failed, MemoryError):
+    seen = None if failed is None else explained(failed)
+    if failed is None or (seen is None and isinstance(failed, MemoryError)) or (seen and not seen.with_grad):
         return None
     runner = seen.runner() if seen is not None else None
     root = runner.root if runner is not None else None

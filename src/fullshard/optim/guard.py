@@ -32,14 +32,13 @@ from ..forms import (
     WHOLE_KEY,
     FlatShard,
     RowShard,
-    note_changes,
+    note_change,
     owner_of,
     successor_of,
 )
 from ..readers import wait_for_readers
-from ..runtime import left_alone_by_all
+from ..runtime import apart, left_alone_by_all
 from ..shard import Unit, all_ranks_hold, before_step
-from ..torch_private.dynamo import apart
 from ..torch_private.local_tensor import plain_access, read_grad
 from .clip import STEPPED_KEY
 from .owner_optimizer import OwnerOptimizer
@@ -149,7 +148,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if checked.units:
         checked.step(optimizer)
     with plain_access():
-        note_changes(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
+        note_change(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
 
 
 def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:

@@ -4,6 +4,7 @@ from .copy import copy_module, copy_unsharded, deepcopy_module, pickling_error, 
 from .hints import explained
 from .inputs import Inputs, OtherInput, TensorInput
 from .messages import Account, changes_in_words, memory_in_words
+from .noticed import apart
 from .noticed import install as notice_torch
 from .out_of_memory import account, bytes_asked, is_out_of_memory
 from .outputs import shown_part
@@ -44,6 +45,7 @@ __all__ = [
     "UnitSettings",
     "account",
     "all_roots",
+    "apart",
     "bytes_asked",
     "changes_in_words",
     "copy_module",

@@ -375,7 +375,7 @@ class Account:
         asked: bytes of the allocation that failed; None: none failed.
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
-        held: bytes that the allocator holds; None: the device has no allocator that says so.
+        reserved: bytes that the allocator has; None: the device has no allocator that says so.
     """
 
     gathered: dict[str, list[tuple[str, int]]]
@@ -388,7 +388,7 @@ class Account:
     asked: int | None
     ranks: int
     saved: int
-    held: int | None
+    reserved: int | None
 
 
 def memory_in_words(account: Account, planned: Planned | None = None, why: str | None = None) -> str:
@@ -441,7 +441,7 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
     lines = [] if not why else [f"A step could not be planned ({why})." if planned is None else f"Not planned: {why}."]
     lines.append(title)
     for nbytes, change in changes:
-        fits = account.asked and account.held and 0 < peak - nbytes <= account.held
+        fits = account.asked and account.reserved and 0 < peak - nbytes <= account.reserved
         lines += [f"  {size(nbytes):>10}  {change}{'  (fits)' if fits else ''}"] if nbytes else []
     return "\n".join([*lines, *([] if planned is not None or why else [_PLANS])])
 

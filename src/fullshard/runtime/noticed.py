@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..errors import PhaseError
 from ..forms import WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
-from ..torch_private.dynamo import apart
+from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.versions import set_version
 from ..watcher import RANK
 from .hints import explain_failed_allocation
@@ -72,6 +72,17 @@ def _recover_after(error: BaseException) -> None:
         recover()
     except Exception as second:
         error.add_note(f"The units could not be restored after this error: {second!r}")
+
+
+def apart(function: Callable[..., None]) -> Callable[..., None]:
+    """Let `function` bypass Dynamo when a whole step is compiled: Dynamo can trace neither it nor its hooks."""
+    guarded = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
+
+    return called
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:

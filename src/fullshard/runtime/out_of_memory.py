@@ -75,7 +75,7 @@ def account(
         asked=asked,
         ranks=max((bucket.axes.shard.size for bucket in buckets), default=1),
         saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
-        held=reserved,
+        reserved=reserved,
     )
 
 

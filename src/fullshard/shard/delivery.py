@@ -209,9 +209,7 @@ class Delivery:
     @staticmethod
     def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether `grads`, by member, are those that `current` delivered: no new `.grad` or `.data` was assigned."""
-        if current.astray():
-            return False
-        return all(map(is_, grads, current.parts)) or all(
+        return not current.astray() and all(
             [
                 grad is part or (grad is None and not (shown and part.numel()))
                 for grad, part, shown in zip(grads, current.parts, current.shown, strict=True)

@@ -77,10 +77,8 @@ def before_step(units: Sequence[Unit]) -> None:
         ConfigError: see `Unit.refresh` and `follow`.
     """
     viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
-    replaced: list[Unit] = []
-    if not none_replaced([bucket for unit in viewed for bucket in unit.buckets]):
-        replaced = [unit for unit in viewed if unit.replaced()]
+    unchanged = none_replaced([bucket for unit in viewed for bucket in unit.buckets])
     for unit in units:
-        if unit.touched.assigned or unit in replaced:
+        if unit.touched.assigned or (not unchanged and unit in viewed and unit.replaced()):
             unit.refresh()
     follow([gradients.delivery for unit in viewed for gradients in unit.gradients if gradients.delivery.views])

@@ -7,11 +7,7 @@ of this thread now. The public alternative, used if the function is missing, is 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as _callback
@@ -27,14 +23,3 @@ def _always() -> bool:
 
 dynamo_is_active: Callable[[], object] = _callback if HAS_CALLBACK else _always
 """Truthy if Dynamo compiles frames of this thread now, or if torch cannot tell."""
-
-
-def apart(function: Callable[..., None]) -> Callable[..., None]:
-    """Let `function` bypass Dynamo when a whole step is compiled: Dynamo can trace neither it nor its hooks."""
-    guarded = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> None:
-        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
-
-    return called
