@@ -6,6 +6,7 @@ Watchers here are several in one process, over a store in memory, or processes w
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from fullshard.errors import DivergenceError
 from fullshard.watcher import log, roll_call
 from fullshard.watcher.log import MOST_ROOTS, ROOT, TURN, records_of, step_word, word
+from fullshard.watcher.process import frames_at
 from fullshard.watcher.rank import Rank, WatchSettings
 from fullshard.watcher.roll_call import Watcher, start
 from stores import Store
@@ -134,6 +136,24 @@ def test_a_backends_own_error_is_printed_with_the_report() -> None:
     )
     ended = run(program)
     assert "RuntimeError: Connection closed by peer\nfullshard reported earlier: Ranks are stuck" in ended.stderr
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    """CPython before 3.11.9 deadlocks if a collection lets a thread run that starts another one."""
+    read, seen = sys._current_frames, []
+
+    def frames() -> Any:
+        seen.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert frames_at(threading.get_ident())[0].path.endswith(("process.py", "test_rank.py"))
+        assert seen == [False] and gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 # The roll call.

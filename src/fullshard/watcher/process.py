@@ -7,6 +7,7 @@ a signal. Without `/proc` (macOS) nothing here fails: unknown values are empty o
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import re
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -132,7 +133,7 @@ def frames_at(thread: int) -> list[Frame]:
     with _looking:
         if (before := _unobserved.get(thread)) is not None:
             return before
-        stacks = sys._current_frames()
+        stacks = _stacks()
         frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
         frames: list[Frame] = []
         while frame is not None:
@@ -140,6 +141,21 @@ def frames_at(thread: int) -> list[Frame]:
             frame = frame.f_back
         del stacks
     return frames
+
+
+def _stacks() -> dict[int, FrameType]:
+    """`sys._current_frames()`, without a garbage collection inside: before CPython 3.11.9 the process may deadlock.
+
+    The function holds a lock that threads need to start, and a collection may let another thread run
+    (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def frames_of_trace(trace: TracebackType | None) -> list[Frame]:
