@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import fullshard
 import models
-from fullshard import ConfigError, explain_memory, fully_shard, memory_use
+from fullshard import (
+    ConfigError,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    explain_memory,
+    fully_shard,
+    memory_use,
+)
 from fullshard.insight.planner.live import plan_changes
 from fullshard.names import size
 from fullshard.runtime.out_of_memory import bytes_asked, is_out_of_memory
@@ -60,6 +69,32 @@ def test_an_allocation_that_fails_in_a_forward(model):
     assert "CPUOffloadPolicy" not in note
     handle.remove()
     model(TOKENS).sum().backward()  # the model goes on
+
+
+def test_changes_are_named_as_arguments_of_the_front_end(fake_world):
+    """Of the wrapper: its own; what `backward_prefetch=None` frees, by the plans of two models. See also `_smaller`."""
+    fake_world(8)
+
+    def trained(**how: Any) -> FullyShardedDataParallel:
+        wrapped = FullyShardedDataParallel(models.GPT(4), auto_wrap_policy={models.Block}, use_orig_params=True, **how)
+        for _ in range(2):
+            wrapped(TOKENS).sum().backward()
+            wrapped.zero_grad()
+        return wrapped
+
+    wrapped = trained()
+    now, changes, _ = plan_changes(wrapped, None)
+    without, fewer, _ = plan_changes(trained(backward_prefetch=None), None)
+    assert changes["backward_prefetch=None"] == now.peak - without.peak > 0
+    assert "backward_prefetch=None" not in fewer and "cpu_offload=CPUOffload(offload_params=True)" in fewer
+    kept = trained(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert plan_changes(kept, None)[1]["sharding_strategy=ShardingStrategy.FULL_SHARD"] > 0
+    kept.module.blocks[2].mlp[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        kept(TOKENS)
+    (note,) = caught.value.__notes__
+    assert "backward_prefetch=None" in note and "sharding_strategy=ShardingStrategy.FULL_SHARD" in note
+    assert "reshard_after_forward" not in note
 
 
 def test_an_allocation_that_fails_in_a_backward(model):

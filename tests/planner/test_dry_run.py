@@ -99,9 +99,12 @@ def test_a_program_that_exits_early(tmp_path):
     assert "the program ended with sys.exit(4) before step 2 of its optimizer" in ran.stderr
 
 
+UNEVEN = ["--world", "12", "--ranks-per-node", "8", "examples/dry_run.py"]
+
+
 @pytest.mark.parametrize(
     "words",
-    [["nothing.py"], ["--world", "0", "x.py"], ["--world", "many", "x.py"], ["--colour"], ["--world"], ["--steps=2"]],
+    [["nothing.py"], ["--world", "0", "x.py"], ["--world", "many", "x.py"], ["--colour"], ["--world"], ["--steps=2"], UNEVEN],
 )
 def test_bad_arguments(words):
     ran = dry_run(*words)

@@ -422,6 +422,8 @@ def test_the_command(capsys):
         [f"{EXAMPLE}:nothing"],
         ["nothing.json"],
         [f"{EXAMPLE}:demo_model", "--memory", "much"],
+        [f"{EXAMPLE}:demo_model", "--memory", "80"],
+        [f"{EXAMPLE}:demo_model", "--ranks", "12", "--ranks-per-node", "8"],
         [f"{EXAMPLE}:demo_model", "--dtype", "float17"],
         [f"{EXAMPLE}:demo_model", "--fix", "layout"],
         [f"{EXAMPLE}:demo_model", "--fix", "colour=red"],

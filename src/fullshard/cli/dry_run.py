@@ -47,7 +47,10 @@ def run(arguments: list[str]) -> int:
     script = Path(words[0])
     if not script.is_file():
         return refuse(f"there is no file {script}")
-    return _run_script(script, words[1:], options["--world"], options["--ranks-per-node"], options["--steps"])
+    world, per_node = options["--world"], options["--ranks-per-node"]
+    if per_node and per_node < world and world % per_node:
+        return refuse(f"--ranks-per-node {per_node} does not divide --world {world}")
+    return _run_script(script, words[1:], world, per_node, options["--steps"])
 
 
 def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:

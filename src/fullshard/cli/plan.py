@@ -259,11 +259,14 @@ def bytes_of(text: str) -> int | None:
     """The bytes in "80GiB" or "80GB"; None for an empty text.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size, or a small number without a unit.
     """
     if not text:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match[2] not in UNITS or float(match[1]) == 0:
         raise ConfigError(f"{text!r} is not a size of memory", expected="80GiB, 80GB, 24576MiB, ...")
-    return round(float(match[1]) * UNITS[match[2]])
+    nbytes = round(float(match[1]) * UNITS[match[2]])
+    if text.strip().isdigit() and nbytes < 2**20:
+        raise ConfigError(f"{text!r} is a number of bytes, and too small", expected=f"a size with a unit: {text}GiB")
+    return nbytes

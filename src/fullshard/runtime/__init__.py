@@ -3,10 +3,10 @@
 from .copy import copy_module, copy_unsharded, deepcopy_module, pickling_error, without_units
 from .hints import explained
 from .inputs import Inputs, OtherInput, TensorInput
-from .messages import Account, changes_in_words, memory_in_words
+from .messages import CHANGES, Account, changes_in_words, memory_in_words
 from .noticed import apart
 from .noticed import install as notice_torch
-from .out_of_memory import account, bytes_asked, is_out_of_memory
+from .out_of_memory import account, bytes_asked, is_out_of_memory, is_wrapped
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
@@ -32,6 +32,7 @@ from .units import (
 )
 
 __all__ = [
+    "CHANGES",
     "RUNNER_KEY",
     "Account",
     "InFlight",
@@ -56,6 +57,7 @@ __all__ = [
     "is_managed",
     "is_out_of_memory",
     "is_unit",
+    "is_wrapped",
     "left_alone",
     "left_alone_by_all",
     "mark_managed",

@@ -376,6 +376,7 @@ class Account:
         ranks: the number of ranks over which parameters are split.
         saved: bytes that twice as many ranks would free on this one.
         reserved: bytes that the allocator has; None: the device has no allocator that says so.
+        wrapped: whether the model is a `FullyShardedDataParallel`.
     """
 
     gathered: dict[str, list[tuple[str, int]]]
@@ -389,6 +390,15 @@ class Account:
     ranks: int
     saved: int
     reserved: int | None
+    wrapped: bool = False
+
+
+CHANGES = {
+    "prefetch": ("prefetch=0", "backward_prefetch=None"),
+    "free": ("reshard_after_forward=True", "sharding_strategy=ShardingStrategy.FULL_SHARD"),
+    "offload": ("CPUOffloadPolicy()", "cpu_offload=CPUOffload(offload_params=True)"),
+}
+"""What frees memory, as an argument of `fully_shard`, and of `FullyShardedDataParallel`."""
 
 
 def memory_in_words(account: Account, planned: Planned | None = None, why: str | None = None) -> str:
@@ -423,15 +433,16 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
         why: what is not planned, and why; None, and nothing is planned: it was not tried.
     """
     rest = account.rest or 0
+    named = {kind: names[account.wrapped] for kind, names in CHANGES.items()}
     kept, ahead = (sum(nbytes for _, nbytes in account.gathered[kind]) for kind in ("kept", "prefetched"))
     changes = [
-        (ahead, "prefetch=0"),
-        (kept, "reshard_after_forward=True (or reshard() where unshard() was called)"),
+        (ahead, named["prefetch"]),
+        (kept, named["free"] if account.wrapped else f"{named['free']} (or reshard() where unshard() was called)"),
         (rest // 2, "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more"),
         (account.saved, f"shards over {2 * account.ranks} ranks in place of {account.ranks}"),
     ]
     if account.rest is not None:  # not on a CPU
-        changes.append((account.shards + account.gradients + (account.optimizer or 0), "CPUOffloadPolicy()"))
+        changes.append((account.shards + account.gradients + (account.optimizer or 0), named["offload"]))
     estimated = " (of activations an estimate: half of the rest)" if rest else ""
     peak = 0
     title = f"What changes would free now, the smallest change first{estimated}:"

@@ -76,7 +76,13 @@ def account(
         ranks=max((bucket.axes.shard.size for bucket in buckets), default=1),
         saved=_saved_by_more_ranks(every, optimizer if optimizer_is_sharded else None),
         reserved=reserved,
+        wrapped=is_wrapped(runners[0]),
     )
+
+
+def is_wrapped(runner: Runnable) -> bool:
+    """Whether a unit is an instance of `FullyShardedDataParallel`."""
+    return any([hasattr(type(module), "sharding_strategy") for module in runner.modules])
 
 
 def _saved_by_more_ranks(every: Sequence[Gradients], optimizer: int | None) -> int:

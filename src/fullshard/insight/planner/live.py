@@ -23,7 +23,17 @@ from ...generators import restored_generators
 from ...names import plain_name
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
-from ...runtime import Inputs, OtherInput, Runner, TensorInput, copy_unsharded, runner_of, without_units
+from ...runtime import (
+    CHANGES,
+    Inputs,
+    OtherInput,
+    Runner,
+    TensorInput,
+    copy_unsharded,
+    is_wrapped,
+    runner_of,
+    without_units,
+)
 from ...shard import settings_of
 from ..describe import named_runners
 from . import messages
@@ -168,10 +178,14 @@ class _Chosen:
     Args:
         units: by path; the root is "".
         modules: by id of the sharded model's.
+
+    Attributes:
+        named: what frees memory, as an argument of the model's front-end.
     """
 
     def __init__(self, units: Mapping[str, Runner], modules: Mapping[int, nn.Module]) -> None:
         self.units = units
+        self.named = {kind: names[is_wrapped(next(iter(units.values())))] for kind, names in CHANGES.items()}
         self.blocks = [runner for path, runner in units.items() if path and runner.unit.buckets]
         self._modules = modules
 
@@ -210,25 +224,25 @@ def _strategy(chosen: _Chosen, root: Runner, micro_batch: int) -> Strategy:
 
 
 def _prefetch(runner: Runner) -> int:
-    return max(runner.settings.prefetch.forward, runner.settings.prefetch.backward)
+    return runner.settings.prefetch.backward  # the peak is there; the wrapper may gather further ahead in forward
 
 
 def _smaller(base: Strategy, chosen: _Chosen) -> dict[str, Strategy]:
     """Strategies that may need less memory, by what has to change in the program."""
     changes = {}
     if any(map(_prefetch, chosen.blocks)) or base.prefetch:
-        changes["prefetch=0"] = dataclasses.replace(base, prefetch=0, units=chosen.policy(prefetch=0))
+        changes[chosen.named["prefetch"]] = dataclasses.replace(base, prefetch=0, units=chosen.policy(prefetch=0))
     keeps = any(runner.settings.reshard_after_forward is False for runner in chosen.blocks)
     if keeps or base.reshard_after_forward is not True:
         policy = chosen.policy(reshard_after_forward=True)
-        changes["reshard_after_forward=True"] = dataclasses.replace(base, reshard_after_forward=True, units=policy)
+        changes[chosen.named["free"]] = dataclasses.replace(base, reshard_after_forward=True, units=policy)
     if base.micro_batch % 2 == 0:
         halved = dataclasses.replace(base, micro_batch=base.micro_batch // 2)
         changes["half the micro-batch, and twice as many of them"] = halved
     if chosen.blocks:
         changes["activation checkpointing of the units"] = dataclasses.replace(base, checkpointing=True)
     if not base.offload:
-        changes["CPUOffloadPolicy()"] = dataclasses.replace(base, offload=True)
+        changes[chosen.named["offload"]] = dataclasses.replace(base, offload=True)
     return changes
 
 

@@ -290,8 +290,11 @@ def plan(
     """
     policies = _list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
     check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
-    node = node_size(ranks_per_node, ranks * tensor_parallel)
+    devices = ranks * tensor_parallel
+    node = node_size(ranks_per_node, devices)
     check_counts(ranks_per_node=node)
+    if ranks_per_node is not None and node < devices and devices % node:
+        raise messages.not_a_divisor("ranks_per_node", node, "the world", devices)
     tensor = tensor_parallel, parallelize
     hook = _checked_hook(comm_hook)
     planner = Planner(model, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
@@ -314,7 +317,7 @@ def plan(
         if not any(plan.fits for plan in plans) and "offload" not in fixed and device != "cpu":
             plans += [planner.plan(dataclasses.replace(choice, offload=True), *size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
-    return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
+    return Plans(tuple(ranked), type(planner.model).__name__, devices)
 
 
 @restored_generators()
