@@ -104,7 +104,15 @@ UNEVEN = ["--world", "12", "--ranks-per-node", "8", "examples/dry_run.py"]
 
 @pytest.mark.parametrize(
     "words",
-    [["nothing.py"], ["--world", "0", "x.py"], ["--world", "many", "x.py"], ["--colour"], ["--world"], ["--steps=2"], UNEVEN],
+    [
+        ["nothing.py"],
+        ["--world", "0", "x.py"],
+        ["--world", "many", "x.py"],
+        ["--colour"],
+        ["--world"],
+        ["--steps=2"],
+        UNEVEN,
+    ],
 )
 def test_bad_arguments(words):
     ran = dry_run(*words)

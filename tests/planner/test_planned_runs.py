@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import fullshard
 import models
 from fullshard import ConfigError, MixedPrecisionPolicy, Rates, Strategy, plan, solve
 from fullshard.cli.main import main
-from fullshard.insight.planner import strategies
+from fullshard.insight.planner import Plans, schedule, strategies
 from fullshard.insight.planner.schedule import Axes
 from fullshard.wrap import CustomPolicy
 from quantised import GatheredInt8, StoredInt8, quantise
@@ -287,10 +288,67 @@ def test_solving_finds_the_largest_that_fits():
     peaks = {n: plan(gpt, **{**how, "ranks": n, "strategy": Strategy(layout="flat")}).best.peak for n in (2, 4)}
     assert peaks[4] < peaks[2]
     assert solve(gpt, "world", **how, device_memory=peaks[4])[0] == 4
+    assert solve(gpt, "world", **how, device_memory=peaks[2])[0] == 2
     in_threes = {**how, "strategy": Strategy(replicate=3), "device_memory": 2**40}
     assert solve(gpt, "world", **in_threes)[0] == 3
     longest, best = solve(gpt, "sequence", **how, device_memory=peaks[4])
     assert 1 <= longest <= 12 and best.fits
+
+
+@pytest.mark.parametrize("what", ["micro-batch", "sequence", "world"])
+@pytest.mark.parametrize("memory", [200_000, 230_000, 600_000])
+def test_what_is_solved_fits_as_a_search_says_and_the_next_does_not(what, memory):
+    how: dict[str, Any] = {"ranks": 4, "batch": 2, "sequence": 12, "step": tokens, "device": "cpu"}
+    how |= {"device_memory": memory}
+
+    def planned(number: int) -> Plans:
+        name = {"micro-batch": "batch", "sequence": "sequence", "world": "ranks"}[what]
+        fixed = {"micro_batch": number} if what == "micro-batch" else {}
+        return plan(gpt, **{**how, name: number}, fixed=fixed)
+
+    number, best = solve(gpt, what, **how)
+    if number:
+        assert planned(number).best.seconds == best.seconds and best.fits
+    following = {"micro-batch": number + 1, "sequence": number + max(1, number // 16), "world": number - 1}[what]
+    if 1 <= following <= 12 or what == "micro-batch":  # the model takes 12 tokens
+        assert not planned(following).fits
+
+
+def test_a_solution_compares_what_a_search_compares():
+    """Dtypes; offloading; worlds that a number of the strategy divides; and machines beyond the first."""
+    how: dict[str, Any] = {"batch": 1, "sequence": 12, "step": tokens, "device": "cpu"}
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)]
+    at = {"ranks": 4, "device_memory": 300_000, **how}
+    both, swapped = (solve(gpt, "micro-batch", mp_policy=each, **at)[0] for each in (policies, policies[::-1]))
+    assert both == swapped > solve(gpt, "micro-batch", mp_policy=policies[0], **at)[0]
+    assert solve(gpt, "world", fixed={"reshard_after_forward": 3}, device_memory=10**9, **how)[0] == 3
+    whole = solve(gpt, "world", ranks_per_node=2, device_memory=180_000, **how)[0]
+    assert whole > 2 and whole % 2 == 0
+    away = {**how, "device": "cuda", "ranks": 2}
+    least = min(p.reserved for p in plan(gpt, **away, fixed={"offload": False}, device_memory=1).ranked)
+    number, best = solve(gpt, "micro-batch", **away, device_memory=least - 1)
+    assert number >= 1 and best.strategy.offload
+
+
+def test_many_micro_batches_are_counted_as_if_each_were_simulated(monkeypatch):
+    how = {**HOW, "batch": 12, "device": "cpu"}
+    strategies = [
+        Strategy(accumulate=accumulate, replicate=copies)
+        for accumulate in ("reduced", "partial", "whole")
+        for copies in (1, 2)
+    ]
+    few = plan(gpt, **how, strategy=strategies).ranked
+    monkeypatch.setattr(schedule, "FIRST", 12)
+    every = {p.strategy: p for p in plan(gpt, **how, strategy=strategies).ranked}
+    for counted in few:
+        simulated = every[counted.strategy]
+        assert (counted.memory, counted.sent, counted.collectives) == (
+            simulated.memory,
+            simulated.sent,
+            simulated.collectives,
+        )
+        assert counted.seconds == pytest.approx(simulated.seconds, rel=1e-9)
+        assert counted.waits == pytest.approx(simulated.waits, rel=1e-6)
 
 
 def test_a_large_world_takes_seconds():
@@ -397,6 +455,7 @@ def test_fixed_fields_are_not_searched():
         ({"colour": 1}, None, "no field 'colour'"),
         ({"prefetch": -1}, None, "prefetch must be"),
         ({"layout": "flat"}, Strategy(), "set these fields in the strategy"),
+        ({"offload": True}, None, "nothing to offload"),
     ):
         with pytest.raises(ConfigError, match=words):
             plan(gpt, fixed=fixed, strategy=strategy, **how)
@@ -424,6 +483,8 @@ def test_the_command(capsys):
         [f"{EXAMPLE}:demo_model", "--memory", "much"],
         [f"{EXAMPLE}:demo_model", "--memory", "80"],
         [f"{EXAMPLE}:demo_model", "--ranks", "12", "--ranks-per-node", "8"],
+        [f"{EXAMPLE}:demo_model", "--ranks", "9223372036854775808"],
+        [f"{EXAMPLE}:demo_model", "--fix", "layout=flat", "layout=rows"],
         [f"{EXAMPLE}:demo_model", "--dtype", "float17"],
         [f"{EXAMPLE}:demo_model", "--fix", "layout"],
         [f"{EXAMPLE}:demo_model", "--fix", "colour=red"],

@@ -42,12 +42,9 @@ def run(arguments: list[str]) -> int:
         if not value.isdigit() or int(value) < 1:
             return refuse(f"{name} needs a positive integer, not {value!r}")
         options[name] = int(value)
-    if not words:
-        return refuse("a script is missing (fullshard dry-run --help)")
-    script = Path(words[0])
-    if not script.is_file():
-        return refuse(f"there is no file {script}")
-    world, per_node = options["--world"], options["--ranks-per-node"]
+    if not words or not Path(words[0]).is_file():
+        return refuse(f"there is no file {words[0]}" if words else "a script is missing (fullshard dry-run --help)")
+    script, world, per_node = Path(words[0]), options["--world"], options["--ranks-per-node"]
     if per_node and per_node < world and world % per_node:
         return refuse(f"--ranks-per-node {per_node} does not divide --world {world}")
     return _run_script(script, words[1:], world, per_node, options["--steps"])

@@ -75,7 +75,8 @@ class Arguments:
     rates: tuple[str, ...] = ()
     """rates that replace assumed ones, as flops=4e14 bandwidth=5e10; see Rates"""
     solve: Literal["micro-batch", "sequence", "world"] | None = None
-    """find the largest micro-batch or sequence, or the fewest ranks, that fit"""
+    """find the largest micro-batch or sequence (to 1 part in 16), or the fewest ranks (in whole machines), that fit
+    with any strategy"""
     json: bool = False
     """print one JSON object, for programs"""
 
@@ -97,7 +98,8 @@ def _plan(options: Arguments) -> int:
         "ranks_per_node": options.ranks_per_node,
         "batch": options.batch,
         "sequence": options.sequence,
-        "mp_policy": policies[0] if options.solve else policies,
+        "mp_policy": policies,
+        "fixed": fields_of("--fix", options.fix, Strategy()),
         "optimizer": function_at(options.optimizer) if ":" in options.optimizer else options.optimizer,
         "comm_hook": None if options.power_sgd is None else (PowerSGDState(None, options.power_sgd), powerSGD_hook),
         "device": options.device,
@@ -106,13 +108,12 @@ def _plan(options: Arguments) -> int:
         "parallelize": parallelizer(options),
         "rates": dataclasses.replace(assumed, **fields_of("--rates", options.rates, assumed)),
     }
-    fixed = fields_of("--fix", options.fix, Strategy())
     build = builder(options.model, dtype_named(options.dtype))
     if options.solve:
-        number, best = solve(build, options.solve, strategy=Strategy(**fixed), **common)
+        number, best = solve(build, options.solve, **common)
         show(number, best, options)
         return 0 if best is not None else NO_FIT
-    plans = plan(build, fixed=fixed, **common)
+    plans = plan(build, **common)
     if options.json:
         print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
     else:
@@ -127,8 +128,8 @@ def show(number: int, best: Plan | None, options: Arguments) -> None:
         return
     titles = {
         "micro-batch": "largest micro-batch that fits",
-        "sequence": "largest sequence that fits",
-        "world": "fewest ranks on which it fits",
+        "sequence": "largest sequence that fits, to 1 part in 16",
+        "world": "fewest ranks on which it fits, in whole machines",
     }
     text = f"{titles[options.solve or '']}: {number:,}\n\n{best}" if best else "nothing fits"
     terminal.show(text, {r"\A.*": "bold"})
@@ -227,6 +228,8 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
     names = [field.name for field in dataclasses.fields(default) if field.name != "mp_policy"]  # --mixed
     for word in words:
         name, equals, text = word.partition("=")
+        if name in values:
+            raise ConfigError(f"{option} sets {name} twice")
         if name not in names or not equals:
             raise ConfigError(f"{option} has no {word!r}", expected="NAME=VALUE with one of " + ", ".join(names))
         kind = float if getattr(default, name) is None else type(getattr(default, name))

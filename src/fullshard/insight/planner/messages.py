@@ -16,6 +16,18 @@ def not_positive(name: str, value: object, least: int = 1, function: str = "plan
     return ConfigError(f"{function}(): {name} must be {kind}.", expected=expected, got=repr(value))
 
 
+def too_many_ranks(ranks: int, most: int) -> ConfigError:
+    return ConfigError("plan(): too many ranks.", expected=f"at most {most:,}", got=f"{ranks:,}")
+
+
+def nothing_to_offload() -> ConfigError:
+    return ConfigError(
+        "plan(): on a CPU there is nothing to offload.",
+        expected="offload=False",
+        remedy='leave it out, or plan for device="cuda"',
+    )
+
+
 def not_of_type(name: str, expected: str, value: object) -> ConfigError:
     return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
 

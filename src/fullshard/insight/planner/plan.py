@@ -1,14 +1,13 @@
-"""`plan`: what a training run will hold, send and take, before it runs; `solve`: the largest run that fits."""
+"""`plan`: what a training run will hold, send and take, before it runs."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...api.functional.arguments import blocks_of
 from ...api.messages import hook_beside_all_reduce_dtype, no_replicas_to_hook
 from ...comm import PowerSGDState
-from ...errors import ConfigError, FullshardError
+from ...errors import FullshardError
 from ...forms import owner_of
 from ...generators import restored_generators
 from ...names import size, table
@@ -43,7 +42,7 @@ from .strategy import (
 
 T = TypeVar("T")
 
-MOST_RANKS = 65_536  # that `solve` tries
+MOST_RANKS = 2**20  # that are planned
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -288,109 +287,33 @@ def plan(
         ConfigError: an argument is invalid, or the model or the optimizer cannot run on fake tensors.
         LayoutError: a parameter that the layout cannot hold.
     """
-    policies = _list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
+    policies = list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
     check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
+    if ranks > MOST_RANKS:
+        raise messages.too_many_ranks(ranks, MOST_RANKS)
     devices = ranks * tensor_parallel
     node = node_size(ranks_per_node, devices)
     check_counts(ranks_per_node=node)
     if ranks_per_node is not None and node < devices and devices % node:
         raise messages.not_a_divisor("ranks_per_node", node, "the world", devices)
     tensor = tensor_parallel, parallelize
-    hook = _checked_hook(comm_hook)
+    hook = checked_hook(comm_hook)
     planner = Planner(model, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
     size_of_run = ranks, batch, sequence, node
     fixed = fixed or {}
     if strategy is None:
-        searched = strategies(ranks, ranks_per_node, batch, policies, tensor_parallel)
-        chosen = with_fields(searched, fixed, ranks, batch)
+        planner.check_fixed(fixed)
+        chosen = with_fields(strategies(ranks, ranks_per_node, batch, policies, tensor_parallel), fixed, ranks, batch)
+        plans = list(planner.search(chosen, *size_of_run, fixed))
     elif fixed:
         raise messages.fixed_without_search(fixed)
     else:
-        chosen = _list_of(Strategy, "strategy", strategy)
+        chosen = list_of(Strategy, "strategy", strategy)
         for choice in chosen:
             choice.check(ranks, batch)
-    if strategy is None and hook is not None:
-        chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
-    plans = [planner.plan(choice, *size_of_run) for choice in chosen]
-    if strategy is None:
-        plans += planner.refine(plans, *size_of_run, fixed)
-        if not any(plan.fits for plan in plans) and "offload" not in fixed and device != "cpu":
-            plans += [planner.plan(dataclasses.replace(choice, offload=True), *size_of_run) for choice in chosen]
+        plans = [planner.plan(choice, *size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, devices)
-
-
-@restored_generators()
-def solve(
-    model: nn.Module | Callable[[], nn.Module],
-    what: str,
-    *,
-    ranks: int = 1,
-    ranks_per_node: int | None = None,
-    batch: int = 1,
-    sequence: int = 1,
-    step: Step | None = None,
-    strategy: Strategy | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    optimizer: str | MakeOptimizer = "AdamW",
-    device: str = "cuda",
-    device_memory: int | None = None,
-    meshes: Mapping[str, tuple[int, int]] | None = None,
-    tensor_parallel: int = 1,
-    parallelize: Parallelize | None = None,
-    rates: Rates | None = None,
-    comm_hook: Hook | None = None,
-) -> tuple[int, Plan | None]:
-    """Find the largest micro-batch or sequence that fits into a device, or the fewest ranks on which it fits.
-
-    Args:
-        what: "micro-batch", "sequence" (found to 1 part in 16) or "world" (powers of two, times `replicate`, up to
-            65,536).
-        strategy: None: the default one.
-        others: see `plan`; the one that is solved for is ignored, and `batch` is the micro-batch.
-
-    Returns:
-        The number, and its plan; 0 and None if not even 1 (a world of 65,536) fits.
-
-    Raises:
-        ConfigError: see `plan`; or no `device_memory`.
-    """
-    if what not in ("micro-batch", "sequence", "world"):
-        raise messages.not_to_solve_for(what)
-    if device_memory is None:
-        raise messages.nothing_to_fit()
-    node = 1 if ranks_per_node is None else ranks_per_node
-    check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
-    base, hook, tensor = strategy or Strategy(), _checked_hook(comm_hook), (tensor_parallel, parallelize)
-
-    @cache
-    def at(value: int) -> Plan:  # each builds the model anew: it may keep tensors of the lengths that it has seen
-        planner = Planner(model, step, mp_policy, optimizer, device, device_memory, meshes, tensor, rates, hook)
-        length = value if what == "sequence" else sequence
-        micro_batch = value if what == "micro-batch" else batch
-        world = value if what == "world" else ranks
-        chosen = dataclasses.replace(base, micro_batch=micro_batch)
-        return planner.plan(chosen, world, micro_batch, length, node_size(ranks_per_node, world * tensor_parallel))
-
-    def fits(value: int) -> bool:
-        try:
-            return at(value).fits
-        except ConfigError:
-            if value == 1:
-                raise
-            return False  # a length that the model does not take
-
-    if what == "world":
-        worlds = (base.replicate * 2**power for power in range(17))
-        fewest = next((world for world in takewhile(MOST_RANKS.__ge__, worlds) if at(world).fits), 0)
-        return fewest, at(fewest) if fewest else None
-    low, high = 0, 1
-    while fits(high) and high < 2**24:
-        low, high = high, 2 * high
-    while high - low > (1 if what == "micro-batch" else max(1, low // 16)):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, at(low) if low else None
 
 
 class Planner:
@@ -572,27 +495,60 @@ class Planner:
             units=units,
         )
 
-    def refine(
-        self, plans: Sequence[Plan], ranks: int, batch: int, sequence: int, node: int, fixed: Collection[str]
-    ) -> list[Plan]:
-        """The refinements of these plans that help: at least 1% faster, or they fit and the plan does not.
+    def search(
+        self,
+        chosen: Sequence[Strategy],
+        ranks: int,
+        batch: int,
+        sequence: int,
+        node: int,
+        fixed: Collection[str],
+    ) -> Iterator[Plan]:
+        """Plan these strategies, and the refinements of each that help; with offloading if none of them fits.
 
-        Those that change fields in `fixed` are not tried.
+        Fields in `fixed` are not changed.
         """
-        better = []
-        for best in plans:
-            for change in REFINEMENTS:
-                if (
-                    any(name in fixed for name in change)
-                    or not refines(best.strategy, change, batch)
-                    or not self._may_fit(best, change)
-                ):
-                    continue
-                refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, sequence, node)
-                if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):
-                    better.append(refined)
-                    best = refined
-        return better
+        size_of_run = ranks, batch, sequence, node
+        if self.hook is not None:  # it replaces the all-reduce of replicas
+            chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
+        fits = False
+        for offload in (False, True):
+            if offload and (fits or self.device == "cpu" or "offload" in fixed):
+                return
+            for choice in chosen:
+                first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
+                for plan in (first, *self._refine(first, *size_of_run, fixed)):
+                    fits = fits or plan.fits
+                    yield plan
+
+    def _refine(
+        self, best: Plan, ranks: int, batch: int, sequence: int, node: int, fixed: Collection[str]
+    ) -> list[Plan]:
+        """The refinements of a plan that help: at least 1% faster; or smaller, if it does not fit."""
+        first, better = best, list[Plan]()
+        for change in REFINEMENTS:
+            if (
+                any(name in fixed for name in change)
+                or not refines(best.strategy, change, batch)
+                or not self._may_fit(best, change)
+            ):
+                continue
+            refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, sequence, node)
+            if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):
+                better.append(refined)
+                best = refined
+            elif not best.fits and refined.peak < best.peak:  # several changes together may fit
+                best = refined
+        return better if best.fits or best is first else [best]
+
+    def check_fixed(self, fixed: Mapping[str, Any]) -> None:
+        """Refuse a field that would have no effect: on a CPU `CPUOffloadPolicy` does nothing.
+
+        Raises:
+            ConfigError: `offload` is set there.
+        """
+        if fixed.get("offload") is True and self.device == "cpu":
+            raise messages.nothing_to_offload()
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether a refinement is worth a plan: a single unit is gathered whole, and owners step all at once."""
@@ -683,7 +639,7 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     return partial(kind, **options)
 
 
-def _list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
+def list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
     """One object of this class, or several."""
     listed = [value] if isinstance(value, kind) else value
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
@@ -691,7 +647,7 @@ def _list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
     return list(listed)
 
 
-def _checked_hook(hook: Any) -> Hook | None:
+def checked_hook(hook: Any) -> Hook | None:
     """The hook with a copy of its state that compresses from the first reduction on."""
     if hook is None:
         return None

@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .costs import GatherCosts, UnitCosts
 from .messages import not_a_rate
@@ -37,6 +38,9 @@ WHOLE = "optimizer.step()"
 """The key of the optimizer's whole step among those of units."""
 
 NOTHING = Live()
+
+FIRST = 3
+"""Micro-batches, first and last, that are simulated one by one."""
 
 LARGE = 32 * 2**20
 """Bytes of the smallest buffer that is large (`Rates.large`)."""
@@ -144,7 +148,8 @@ class Timeline:
         collectives: their number, by verb.
         compute, exposed: seconds of computation, and of waiting for communication.
         waits: seconds of waiting by unit.
-        events: verb, unit, and the bytes of gathered units and reductions then; see `fullshard.record_events`.
+        events: verb, unit, and the bytes of gathered units and reductions then; see `fullshard.record_events`. Of many
+            micro-batches, without those in the middle.
     """
 
     def __init__(
@@ -188,8 +193,7 @@ class Timeline:
         self.free_at = 0.0  # when the network has sent all that was issued
         self.live = NOTHING  # at the current moment
         self.sets_aside = False  # whether slices are not reduced over the replicate axis in this micro-batch
-        for index in range(micro_batches):
-            self.micro_batch(index, micro_batches)
+        self.run(micro_batches)
         if not strategy.step_in_backward:
             self.now["optimizer"] += self.temporary.get(WHOLE, 0)
             self.note("optimizer's step")
@@ -392,6 +396,26 @@ class Timeline:
         self.event("reduce", unit)
 
     # The step.
+
+    def run(self, micro_batches: int) -> None:
+        """Run all micro-batches. Of many, those in the middle are alike: one is simulated, and counted for all."""
+        alike = max(micro_batches - 2 * FIRST, 0)
+        for index in range(min(micro_batches, FIRST)):
+            self.micro_batch(index, micro_batches)
+        if alike:
+            compute, exposed = self.compute, self.exposed
+            counts: list[dict[str, Any]] = [self.waits, self.sent, self.collectives]
+            before = [dict(count) for count in counts]
+            self.micro_batch(FIRST, micro_batches)
+            more = alike - 1
+            self.free_at += more * (self.seconds - compute - exposed)
+            self.compute += more * (self.compute - compute)
+            self.exposed += more * (self.exposed - exposed)
+            for count, earlier in zip(counts, before, strict=True):
+                for name, value in count.items():
+                    count[name] += more * (value - earlier.get(name, 0))
+        for index in range(max(FIRST, FIRST + alike), micro_batches):
+            self.micro_batch(index, micro_batches)
 
     def prefetch(self, forward: Sequence[str], following: int, most: int) -> int:
         """Prefetch the units of a forward from index `following` on; returns the index of the first not prefetched."""
