@@ -76,6 +76,32 @@ def test_the_same_program_gives_the_same_losses(capfd, tmp_path, front_end):
         assert 0 < seconds["optimizer"] < seconds["step"] and seconds["backward"] < seconds["step"]
 
 
+@pytest.mark.parametrize(
+    ("front_end", "got"),
+    [
+        ("", "no module that is an FSDP unit"),
+        ("model = nn.parallel.DistributedDataParallel(model)\n", "no module that is an FSDP unit"),
+        (FUNCTIONAL.replace("torch.distributed.fsdp", "fullshard"), "a model that Fullshard shards"),
+    ],
+    ids=["plain", "ddp", "fullshard"],
+)
+def test_a_program_without_units_of_pytorch_is_refused(capfd, tmp_path, front_end, got):
+    """Nothing would be compared, and all of it would be the same in every bit."""
+    assert main(["compare", program(tmp_path, front_end, TRAIN), "--steps", "2", "--", "4"]) == 2
+    assert got in capfd.readouterr().err
+
+
+def test_paths_that_both_sides_write_are_pointed_out(capfd, tmp_path):
+    made = f"from pathlib import Path\nif dist.get_rank() == 0: Path({str(tmp_path / 'out')!r}).mkdir()\n"
+    assert main(["compare", program(tmp_path, FUNCTIONAL, made, TRAIN), "--steps", "2", "--", "4"]) == 2
+    assert "both sides run at once, and write to the same paths" in capfd.readouterr().err
+
+
+def test_losses_that_are_not_finite_are_null(capfd, tmp_path):
+    script = program(tmp_path, FUNCTIONAL, TRAIN.replace(".mean()", ".mean().mul(float('nan'))"))
+    assert compared(capfd, script, "4", code=0)["torch"]["losses"][0][0] == [None, None]
+
+
 def test_differences_are_named(capfd, tmp_path):
     """On Fullshard this program has another learning rate, so the first losses are equal, and no parameter after."""
     changed = TRAIN.replace("lr=0.1", "lr=0.1 + 0.1 * on_fullshard")
@@ -196,7 +222,7 @@ def recording(folder: Path, seconds: list[float], losses: list[float], weights: 
     for step, weight in weights.items():
         torch.save({"weight": weight, "same": torch.ones(2)}, folder / f"{step}.pt")
     phases = {phase: [seconds, [0.0] * len(seconds)] for phase in PHASES}
-    return Recording([[[loss], [loss]] for loss in losses], phases, 2**20, 2, "cpu", folder)
+    return Recording([[[loss], [loss]] for loss in losses], phases, 2**20, 2, ["torch"], "cpu", folder)
 
 
 def test_medians_leave_out_the_first_quarter_and_take_the_slowest_rank(tmp_path):

@@ -12,6 +12,7 @@ import fullshard
 import models
 from fullshard import (
     ConfigError,
+    DivergenceError,
     FullyShardedDataParallel,
     ShardingStrategy,
     explain_memory,
@@ -95,6 +96,24 @@ def test_changes_are_named_as_arguments_of_the_front_end(fake_world):
     (note,) = caught.value.__notes__
     assert "backward_prefetch=None" in note and "sharding_strategy=ShardingStrategy.FULL_SHARD" in note
     assert "reshard_after_forward" not in note
+
+
+def test_what_another_rank_raised_is_no_allocation_of_this_one():
+    quoted = DivergenceError("Ranks are stuck: rank 1 raised RuntimeError: DefaultCPUAllocator: can't allocate memory")
+    assert not is_out_of_memory(quoted)
+
+
+def test_of_a_part_of_a_model_its_own_state_is_counted(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    parts = [memory_use(block, optimizer).optimizer for block in model.blocks]
+    own = memory_use(model, optimizer).optimizer
+    assert parts[1] == parts[2] > 0 and sum(parts) < own
+    assert f"{size(parts[1])} in optimizer state" in explain_memory(model.blocks[1], optimizer)
+    assert explain_memory(model, [optimizer, optimizer]) == explain_memory(model, optimizer)
+    with torch.no_grad():
+        assert "outside of torch.no_grad()" in explain_memory(model, optimizer)
 
 
 def test_an_allocation_that_fails_in_a_backward(model):

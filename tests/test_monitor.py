@@ -402,6 +402,28 @@ def test_a_step_after_close_is_refused():
         monitor.step()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file system without space: Linux has /dev/full")
+def test_a_full_disk_closes_the_log_and_nothing_else(clock, capsys):
+    model = blocks()
+    monitor = fullshard.Monitor(model, tokens_per_step=2, every=1, jsonl="/dev/full")
+    with pytest.warns(UserWarning, match=r"an output is closed.*No space left on device: '/dev/full'"):
+        assert monitor.step().step == 1
+    assert monitor.step().step == 2
+    monitor.close()
+    assert capsys.readouterr().out.count("step") >= 2
+
+
+def test_a_report_that_fails_is_not_the_last(clock):
+    monitor = fullshard.Monitor(blocks(), tokens_per_step=2, every=2, line=False)
+    assert monitor.step() is None
+    with pytest.raises(ConfigError, match="loss must be"):
+        monitor.step(loss=torch.ones(3))
+    assert monitor.step() is None and monitor.step().steps == 2
+    with pytest.raises(ConfigError) as caught:
+        fullshard.Monitor(blocks(), [torch.optim.AdamW(blocks().parameters())])
+    assert "\n" not in str(caught.value)
+
+
 @on_ranks
 def test_ranks_that_count_differently_are_told():
     monitor = fullshard.Monitor(sharded("fully_shard"), every=5, start_step=5 * dist.get_rank(), line=False)

@@ -282,6 +282,11 @@ def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> Non
         next_token(model, batch).backward()
 
 
+def forgets_to_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    without_step(model, optimizer, batches)
+    optimizer.zero_grad()
+
+
 def hooked(model: nn.Module) -> nn.Module:
     model.blocks[1][0].register_forward_hook(lambda module, args, output: output * 1.5)
     return by_blocks(model)
@@ -322,6 +327,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
     "not stepped": (step(without_step), "step", None, "was not called"),
+    "not stepped, and zeroed": (step(forgets_to_step), "gradient", "tokens.weight", "was not called"),
     "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
     "no sync": (
         {**IGNORING, "train_step_fn": averaged_at_last, "micro_batches": 2},
@@ -426,6 +432,9 @@ def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
     assert "one time too many" in cause(lambda r, m: weights[r][m] / 3)
     assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
     assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
+    square = [row[:2] for row in parts[:2]], [[0.25, 0.25]] * 2, [[1.0, 1.0]] * 2
+    either = gradient_cause(sum(0.5 * part for row in square[0] for part in row), *square, 0) or ""
+    assert "summed over ranks" in either and "; or losses of micro-batches are summed" in either
 
 
 def test_nothing_is_left_behind() -> None:

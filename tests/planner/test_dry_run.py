@@ -56,6 +56,22 @@ def test_a_script_that_asks_for_nccl_and_a_mesh(tmp_path):
     assert ran.returncode == 1 and "ended before step 3" in ran.stderr
 
 
+def test_what_it_sends_and_what_it_saves(tmp_path):
+    """Half of each buffer in a world of two, as a plan says; nothing alone. A save writes nothing."""
+    script = tmp_path / "train.py"
+    saves = f"import fullshard; print(fullshard.save({str(tmp_path / 'saved')!r}, model, optimizer).wait())\n"
+    body = SHARDED.replace("(4, dist.get_world_size() // 4)", "(1, dist.get_world_size())").replace("[0, 1]", "[0]")
+    script.write_text(f"{body}    {saves}")
+    ran = dry_run("--world=2", str(script), "5")
+    assert ran.returncode == 0, ran.stderr
+    nbytes = (8 * 8 + 8) * 4 // 2
+    assert f"all-gathers in a step: 1, in which this rank sends {nbytes} B" in ran.stdout, ran.stdout
+    assert f"reduce-scatters in a step: 1, in which this rank sends {nbytes} B" in ran.stdout
+    assert "step-000000000" in ran.stdout and not (tmp_path / "saved").exists()
+    alone = dry_run("--world=1", str(script), "5")
+    assert alone.returncode == 0 and "this rank sends" not in alone.stdout, alone.stderr
+
+
 PYTORCHS = SHARDED.replace("from fullshard import", "from torch.distributed.fsdp import").replace("mesh=mesh", "")
 PLAIN = SHARDED.replace("fully_shard(torch.nn.Linear(8, 8), mesh=mesh)", "torch.nn.Linear(8, 8)")
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from allocations import mark, watch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import models
 from fullshard import MixedPrecisionPolicy
-from fullshard.insight.planner.profile import profile
+from fullshard.insight.planner.profile import Tracker, profile
 from fullshard.watcher import process
 
 BLOCKS = [f"blocks.{i}" for i in range(3)]
@@ -122,3 +123,20 @@ def test_what_the_loss_holds_counts_as_logits():
     assert all(moment.peak.logits == 0 for moment in moments[:last])
     assert 2 * logits <= counted["leave", ""] <= 4 * logits
     assert counted["done", BLOCKS[0]] < logits
+
+
+@pytest.mark.parametrize("dims", [(2, 2), (2, 3), (3, 2), (3, 3)])
+def test_grouped_products_in_float32_have_the_shapes_of_real_ones(dims):
+    """As Mixtral's experts compute them; torch's own fake kernel takes bfloat16 only."""
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    first = torch.randn((2, 16, 32) if dims[0] == 3 else (16, 32))
+    second = torch.randn((2, 32, 24) if dims[1] == 3 else (32, 24))
+    if dims == (2, 2):
+        ends *= 2  # groups of the inner dim
+    arguments = (first, second) if dims == (3, 3) else (first, second, ends)
+    real = torch._grouped_mm(*arguments)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in arguments]
+        with Tracker(fakes):
+            fake = torch._grouped_mm(*fakes)
+    assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

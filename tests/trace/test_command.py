@@ -47,6 +47,25 @@ def test_the_table_names_the_late_rank_and_its_unit(tmp_path, capsys, monkeypatc
     assert re.search(r"│ 0 +│ 8\.00 s +│ .*b \d+% \(rank 1 late\)", told)
 
 
+def test_recordings_are_not_overwritten_and_paths_are_named(tmp_path, capsys):
+    write_run(tmp_path)
+    before = (tmp_path / "rank-0.json").read_bytes()
+    for option in ("--html", "--chrome", "--picture"):
+        assert main(["trace", str(tmp_path), option, str(tmp_path / "rank-0.json")]) == 2
+        assert "would replace a recording" in capsys.readouterr().err
+    assert (tmp_path / "rank-0.json").read_bytes() == before
+    if Path("/dev/full").exists():
+        assert main(["trace", str(tmp_path), "--html", "/dev/full"]) == 2
+        assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
+
+
+def test_an_error_is_told_by_its_first_line(tmp_path, capsys):
+    write_run(tmp_path, raised="DivergenceError: Ranks are stuck.\n  rank 0 waits\n  rank 1 does not")
+    assert main(["trace", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "rank 0 raised DivergenceError: Ranks are stuck.\n" in told and "rank 0 waits" not in told
+
+
 def test_what_programs_read_is_what_the_tables_show(tmp_path, capsys):
     write_run(tmp_path)
     assert main(["trace", str(tmp_path), "--json"]) == 0
@@ -103,7 +122,7 @@ def test_ranks_without_a_file_are_named(tmp_path, capsys):
     write_run(tmp_path, ranks=(1,))
     assert main(["trace", str(tmp_path)]) == 0
     told, errors = capsys.readouterr()
-    assert "no file of rank 0" in errors and "No rank is late." in told
+    assert "no file of rank 0" in errors and "1 ranks have no file: a wait for them counts as transfer." in told
 
 
 def test_a_run_without_events_is_told(tmp_path, capsys):

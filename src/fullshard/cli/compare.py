@@ -79,12 +79,27 @@ def _compare(arguments: list[str], options: Arguments) -> int:
         recordings = {side: Recording.read(Path(folder, side), options.ranks) for side in SIDES}
         if empty := [SIDES[side] for side, recording in recordings.items() if not recording.losses]:
             raise ConfigError(f"{options.script} ended before its first optimizer step on {' and on '.join(empty)}")
+        for side, recording in recordings.items():
+            if recording.engines != [side]:
+                raise _other_engines(options.script, side, recording.engines)
         comparison = compare(recordings["torch"], recordings["fullshard"])
     if options.json:
         print(json.dumps(comparison.as_json(), indent=1))
     else:
         show(comparison, f"{options.script}: {comparison.steps} steps on {options.ranks} ranks")
     return 0 if comparison.same else 1
+
+
+def _other_engines(script: Path, side: str, engines: Sequence[str]) -> ConfigError:
+    """The error for a side on which the program does not run on the engine that is compared."""
+    other = "a model that Fullshard shards" if "fullshard" in engines else "a model that PyTorch's FSDP shards"
+    return ConfigError(
+        f"{script}: there is nothing to compare.",
+        expected=f"modules that are units of {SIDES[side]}, on that side",
+        got=other if engines else "no module that is an FSDP unit (a model that is not sharded, or is under DDP)",
+        remedy="import fully_shard or FullyShardedDataParallel from torch.distributed.fsdp. Accelerate decides for DDP "
+        "on CPU ranks, whatever its FSDP plugin says",
+    )
 
 
 def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
@@ -116,7 +131,8 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
         order = [*codes]
         before = [rank for rank in order[: order.index(first)] if rank not in failed] if first in codes else []
         left = f"; rank {', '.join(map(str, before))} had ended before, with exit code 0" if before else ""
-        headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}{left}"
+        shared = "; both sides run at once, and write to the same paths" if "FileExistsError" in log else ""
+        headline = f"{options.script} failed on {SIDES[side]}: rank {first}, {end}{left}{shared}"
         return [headline, *log.splitlines()[-20:]]
 
     with ThreadPoolExecutor(len(SIDES)) as threads:

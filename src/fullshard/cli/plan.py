@@ -42,7 +42,7 @@ class Arguments:
     Exit code: 0 it fits (or --memory is not set), 3 it does not fit, 2 bad input.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
     function step(model, micro_batch, sequence) that returns a loss"""
     ranks: int = 8
@@ -232,6 +232,8 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
             raise ConfigError(f"{option} sets {name} twice")
         if name not in names or not equals:
             raise ConfigError(f"{option} has no {word!r}", expected="NAME=VALUE with one of " + ", ".join(names))
+        if name == "units" and text not in ("auto", "model"):
+            raise ConfigError(f"{option} units: {text!r} is invalid", expected="auto or model")
         kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
             if name == "reshard_after_forward" and text.isdigit():

@@ -89,6 +89,7 @@ class Recorder:
         self._mark = self._begun = time.perf_counter()
         self.memory = 0
         self.units = 0
+        self.engines: list[str] = []
         self._forget_peak()
 
     def install(self) -> None:
@@ -164,8 +165,9 @@ class Recorder:
             state |= {f"{prefix}{name}": value for name, value in full_state.items() if isinstance(value, torch.Tensor)}
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(state, self.folder / f"{step}.pt")
-        classes = [{cls.__name__ for cls in type(part).__mro__} for model in models for part in model.modules()]
-        self.units = sum(bool(names & UNITS) for names in classes)
+        self.units = sum(_engine_of(part) is not None for model in models for part in model.modules())
+        every = [_engine_of(obj) for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
+        self.engines = sorted({engine for engine in every if engine is not None})
 
     def _peak(self) -> int:
         """Peak bytes allocated on the accelerator; without one, peak resident memory."""
@@ -191,9 +193,16 @@ class Recorder:
             "phases": self.phases,
             "memory": self.memory,
             "units": self.units,
+            "engines": self.engines,
             "device": "cpu" if accelerator is None else accelerator.type,
         }
         (self.folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(recording))
+
+
+def _engine_of(module: nn.Module) -> str | None:
+    """The package that made a module a unit, "torch" or "fullshard"; None: it is none."""
+    kinds = (kind for kind in type(module).__mro__ if kind.__name__ in UNITS)
+    return next((kind.__module__.partition(".")[0] for kind in kinds), None)
 
 
 def _models_of(parameters: set[int]) -> Iterator[nn.Module]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from itertools import takewhile
 from typing import TypeVar
 
 import tyro
@@ -21,16 +23,25 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
     """Parse a command's arguments and call `answer` with them.
 
     Returns:
-        The exit code. tyro itself prints the help, and what is wrong with the arguments.
+        The exit code. tyro itself prints the help.
     """
+    said = io.StringIO()
     try:
-        options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
+        with redirect_stderr(said):
+            options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
     except SystemExit as stop:
-        return int(stop.code or 0)
+        return refuse(f"{_in_one_line(said.getvalue())} (fullshard {command} --help)") if stop.code else 0
     try:
         return answer(options)
     except FullshardError as error:
         return refuse(str(error))
+
+
+def _in_one_line(panel: str) -> str:
+    """What tyro says of bad arguments, in a panel of several lines, without the advice below it."""
+    lines = [line.strip("│╭╰╮╯─ ") for line in panel.splitlines()[1:]]
+    said = list(takewhile(bool, lines))
+    return " ".join(said[:2] if said and said[0].endswith(":") else said)
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:

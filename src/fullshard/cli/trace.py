@@ -65,6 +65,13 @@ def _analyze(options: Arguments) -> int:
         missing = ranks_of(trace.missing[:_SHOWN]) + (", ..." if len(trace.missing) > _SHOWN else "")
         print(f"fullshard: no file of {missing}; what these did is unknown", file=sys.stderr)
     analysis = analyse(trace)
+    outputs = {
+        option: path for option in ("chrome", "html", "picture") if (path := getattr(options, option)) is not None
+    }
+    inputs = {file.resolve() for path in options.path for file in (path.glob("*") if path.is_dir() else [path])}
+    for option, path in outputs.items():
+        if path.resolve() in inputs and path.name.startswith("rank-"):
+            return refuse(f"--{option} {path} would replace a recording")
     try:
         if options.chrome is not None:
             options.chrome.write_text(json.dumps(chrome_trace(trace, analysis)))
@@ -73,7 +80,7 @@ def _analyze(options: Arguments) -> int:
         if options.picture is not None:
             draw_step(trace, analysis, options.picture)
     except OSError as error:
-        return refuse(f"cannot write {error.filename}: {error.strerror}")
+        return refuse(f"cannot write {error.filename or ' or '.join(map(str, outputs.values()))}: {error.strerror}")
     if options.json:
         print(json.dumps(report(trace, analysis), indent=1))
     else:

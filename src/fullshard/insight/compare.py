@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import struct
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import torch
 from ..names import size
 
 PHASES = ("step", "forward", "backward", "optimizer")
+ROUNDING = 1e-6
+"""Losses that differ by less, relatively, may differ by rounding in float32 alone."""
 Row = tuple[str, str, str, str]
 """A row of the table: title, PyTorch's FSDP, Fullshard, and their ratio (Fullshard over PyTorch)."""
 
@@ -29,6 +32,7 @@ class Recording:
         phases: phase -> [rank][step], seconds; "step" ends when the device has finished, the others when the host has.
         memory: peak bytes, of the rank with the highest peak.
         units: number of units.
+        engines: packages that made modules units, "torch" and "fullshard".
         device: type of the device.
         folder: the folder with the parameters after a step, `1.pt`.
     """
@@ -37,6 +41,7 @@ class Recording:
     phases: dict[str, list[list[float]]]
     memory: int
     units: int
+    engines: list[str]
     device: str
     folder: Path
 
@@ -49,6 +54,7 @@ class Recording:
             phases={phase: [record["phases"][phase] for record in records] for phase in PHASES},
             memory=max(record["memory"] for record in records),
             units=records[0]["units"],
+            engines=records[0]["engines"],
             device=records[0]["device"],
             folder=folder,
         )
@@ -76,7 +82,13 @@ class Recording:
         """The recording as values for JSON."""
         seconds = {phase: self.median(phase) for phase in PHASES}
         facts = {"seconds": seconds, "memory": self.memory, "units": self.units}
-        return {"steps": len(self.losses), **facts, "losses": self.losses}
+        losses = [[[_finite(loss) for loss in rank] for rank in step] for step in self.losses]
+        return {"steps": len(self.losses), **facts, "losses": losses}
+
+
+def _finite(number: float) -> float | None:
+    """A number for JSON, which has no infinities and no NaN: None for these."""
+    return number if math.isfinite(number) else None
 
 
 class LossDifference(NamedTuple):
@@ -149,7 +161,9 @@ class Comparison:
             lines.append(f"numbers of steps: DIFFERENT: {counts}")
         if self.loss is not None:
             step, rank, pytorch, fullshard = self.loss
-            values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard ({fullshard - pytorch:+.3g})"
+            ratio = abs(fullshard - pytorch) / max(abs(pytorch), abs(fullshard), 1e-300)
+            rounding = f", {ratio:.1g} of it: as if numbers were added in another order" if ratio < ROUNDING else ""
+            values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard ({fullshard - pytorch:+.3g}{rounding})"
             lines.append(f"losses: DIFFERENT from step {step} on, first on rank {rank}: {values}")
         elif any(losses for step in self.torch.losses for losses in step):
             lines.append(f"losses of {self.steps} steps: the same in every bit")
@@ -166,8 +180,12 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, losses and the first differences as values for JSON."""
         outcome = {"same": self.same, "steps": self.steps, "device": self.torch.device}
-        loss = None if self.loss is None else self.loss._asdict()
-        parameter = None if self.parameter is None else self.parameter._asdict()
+        loss, parameter = (
+            None
+            if found is None
+            else {k: _finite(v) if isinstance(v, float) else v for k, v in found._asdict().items()}
+            for found in (self.loss, self.parameter)
+        )
         sides = {"torch": self.torch.as_json(), "fullshard": self.fullshard.as_json()}
         return {**outcome, "loss_that_differs": loss, "parameter_that_differs": parameter, **sides}
 

@@ -20,7 +20,8 @@ from .describe import describe
 from .memory import memory_use
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
-differences between ranks, or the time that communication takes."""
+differences between ranks, or the time that communication takes. Tensor-parallel collectives are not counted above
+(fullshard plan counts them), and checkpoints are not written."""
 
 
 class Enough(BaseException):
@@ -48,10 +49,11 @@ class Steps:
 
     def record(self, event: Event) -> None:
         """Count the bytes of an event of the engine."""
-        if event.verb in ("gather", "reduce", "all_reduce"):
+        ranks = len(event.ranks)
+        if event.verb in ("gather", "reduce", "all_reduce") and ranks > 1:
             count = self._sent.setdefault(event.verb, [0, 0])
             count[0] += 1
-            count[1] += event.nbytes
+            count[1] += event.nbytes * (ranks - 1) // ranks * (2 if event.verb == "all_reduce" else 1)
 
     def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count a step of any optimizer."""
@@ -75,7 +77,7 @@ class Steps:
             lines.append(f"No model is sharded over more than {len(ranks)} of the {self.world} ranks.\n")
         names = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
         lines += [
-            f"{names[verb]} in a step: {count}, of {size(nbytes)} together"
+            f"{names[verb]} in a step: {count}, in which this rank sends {size(nbytes)}"
             for verb, (count, nbytes) in self._sent.items()
         ]
         return "\n".join(lines)

@@ -34,6 +34,8 @@ def _say(error: BaseException) -> None:
     try:
         bytearray(_ROOM)  # a host without memory cannot plan: torch would end in a segmentation fault
     except MemoryError:
+        if "memory" in f"{type(error).__name__} {error}".lower():
+            print("Fullshard: no plan of a step follows: the host has less than 64 MiB left.", file=sys.stderr)
         return
     import torch.distributed as dist
 

@@ -30,7 +30,7 @@ from ..runtime import (
     memory_in_words,
     runners_in,
 )
-from ..shard import Bucket, members_of, units_of
+from ..shard import Bucket, Unit, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long
@@ -87,8 +87,8 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     """The memory of `model` and its optimizer on this rank now, from the sizes of storages.
 
     Args:
-        model: a model with or without units.
-        optimizer: the optimizer to count; None: none.
+        model: a model with or without units, or a part of one.
+        optimizer: the optimizer of which to count the state of this model's parameters; None: none.
 
     Raises:
         ConfigError: `model` is no module, or `optimizer` no optimizer.
@@ -101,7 +101,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     every = [gradients for unit in units for gradients in unit.gradients]
     reduced = [g.delivery.set.flat for g in every if g.delivery.set is not None]
     reduced += [residual for g in every for residual in g.residuals.values()]
-    states = optimizer.state.items() if optimizer is not None else ()
+    states = _states_of(model, units, optimizer)
     state = [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
     members = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
     whole = sum(nbytes for _, nbytes in members)
@@ -171,7 +171,7 @@ def explain_memory(
         ConfigError: the model has no units, the optimizers step none of its parameters, or an argument is of another
             class or not positive; with `build` or `step` also what `fullshard.plan` raises.
     """
-    optimizers = [] if optimizer is None else as_list(optimizer)
+    optimizers = [] if optimizer is None else [*dict.fromkeys(as_list(optimizer))]
     _check_arguments("explain_memory", model, optimizers)
     if not runners_in(model):
         raise ConfigError(
@@ -300,6 +300,22 @@ def _check_arguments(function: str, model: object, optimizers: Sequence[object])
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"{function}(optimizer=) is not an optimizer.", got=type(optimizer).__name__)
+
+
+def _states_of(
+    model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None
+) -> list[tuple[Any, Any]]:
+    """State by parameter, without that of units and plain parameters outside of the model: it may be a part of one."""
+    if optimizer is None:
+        return []
+    plain, inside = set(map(id, model.parameters())), set(map(id, units))
+    others = {
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in plain and id(owner_of(parameter)) not in inside
+    }
+    return [(parameter, values) for parameter, values in optimizer.state.items() if id(parameter) not in others]
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

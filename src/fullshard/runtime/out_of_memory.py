@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm import has_streams
+from ..errors import FullshardError
 from ..shard import Gradients, State, share_over
 from ..torch_private.local_tensor import plain_tensors
 from .messages import Account
@@ -22,7 +23,9 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on an accelerator or on the host."""
+    """Whether an allocation of this rank failed, on an accelerator or on the host."""
+    if isinstance(error, FullshardError):  # it may quote what another rank raised
+        return False
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

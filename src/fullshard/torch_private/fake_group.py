@@ -15,6 +15,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 
+def is_pretended() -> bool:
+    """Whether this process runs as one rank of a world that does not exist."""
+    return bool(_worlds)
+
+
+_worlds: list[int] = []
+
+
 @contextmanager
 def pretended(world: int) -> Iterator[None]:
     """Make this process rank 0 of `world`: every group made within is a fake one, whatever the program asks for."""
@@ -40,9 +48,11 @@ def pretended(world: int) -> Iterator[None]:
         return again(ranks, timeout, None, *args, **kwargs)
 
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    _worlds.append(world)
     try:
         yield
     finally:
+        _worlds.pop()
         dist.init_process_group, dist.new_group = begin, again
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -9,7 +9,7 @@ from ...errors import ConfigError, DivergenceError, PhaseError
 
 def invalid_argument(name: str, expected: str, got: object) -> ConfigError:
     """The error for an invalid argument of `Monitor`."""
-    return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}")
+    return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}".split("\n", 1)[0])
 
 
 def cannot_write(name: str, path: object, error: OSError) -> ConfigError:

@@ -157,7 +157,11 @@ class Monitor:
         self._step += 1
         self._tokens += self._tokens_per_step if tokens is None else tokens
         if self._step == self._next_report:
-            return self._report(loss, grad_norm)
+            try:
+                return self._report(loss, grad_norm)
+            finally:
+                self._waits.end()
+                self._begin()
         if self._step == self._next_report - 1:
             self._waits.begin()
         return None
@@ -191,7 +195,6 @@ class Monitor:
             peak_flops=self._peak_flops,
         )
         self._outputs.write(report)
-        self._begin()
         return report
 
     def _gather(self, numbers: list[float]) -> list[list[float]]:

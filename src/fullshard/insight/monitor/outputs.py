@@ -6,8 +6,9 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +57,14 @@ class Outputs:
                 file = Path(jsonl).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by `close`
             except OSError as error:
                 raise messages.cannot_write("jsonl", jsonl, error) from error
-            self._writes.append(lambda report: print(json.dumps(_as_json(asdict(report))), file=file))
+
+            def append(report: Report) -> None:
+                try:
+                    print(json.dumps(_as_json(asdict(report))), file=file)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, os.fspath(jsonl)) from error
+
+            self._writes.append(append)
             self._open_files.callback(file.close)
         if tensorboard is not None:
             try:
@@ -73,12 +81,17 @@ class Outputs:
 
     def write(self, report: Report) -> None:
         """Write a report to all outputs."""
-        for write in self._writes:
-            write(report)
+        for write in [*self._writes]:
+            try:
+                write(report)
+            except OSError as error:  # a log must not end a training run
+                self._writes.remove(write)
+                warnings.warn(f"Monitor: an output is closed, as it cannot be written: {error}", stacklevel=4)
 
     def close(self) -> None:
         """Close files."""
-        self._open_files.close()
+        with suppress(OSError):  # what could not be written before
+            self._open_files.close()
 
 
 def _printer() -> Callable[[Report], None]:

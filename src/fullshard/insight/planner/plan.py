@@ -126,7 +126,8 @@ class Plan:
         if self.owners is not None:
             fields |= {"owner_rank": self.owners.rank, "owner_imbalance": self.owners.imbalance}
         strategy = {f.name: getattr(self.strategy, f.name) for f in dataclasses.fields(self.strategy)}
-        strategy |= {name: str(strategy[name]) for name in ("layout", "units", "mp_policy")}
+        strategy |= {name: str(strategy[name]) for name in ("layout", "units")}
+        strategy["mp_policy"] = strategy["mp_policy"] and str(strategy["mp_policy"])
         return {"strategy": strategy, "peak": self.peak, "fits": self.fits, "seconds": self.seconds, **fields}
 
     def __str__(self) -> str:
@@ -152,7 +153,8 @@ class Plan:
         )
         slow = sorted(self.waits.items(), key=lambda item: -item[1])[:3]
         rows += [(f"  waits for {name or 'the root'}", f"{seconds:.3g} s") for name, seconds in slow]
-        return "\n".join([*lines, *[f"{name:<40}{value}".rstrip() for name, value in rows]])
+        width = max(40, 2 + max(len(name) for name, _ in rows))
+        return "\n".join([*lines, *[f"{name:<{width}}{value}".rstrip() for name, value in rows]])
 
 
 NAMES = {
@@ -629,7 +631,10 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     kinds = {
         name: kind
         for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and kind is not torch.optim.Optimizer and issubclass(kind, torch.optim.Optimizer)
+        if isinstance(kind, type)
+        and kind is not torch.optim.Optimizer
+        and issubclass(kind, torch.optim.Optimizer)
+        and name not in ("LBFGS", "SparseAdam")  # which need a closure, and sparse gradients
     }
     if optimizer not in kinds:
         raise messages.unknown_optimizer(optimizer, sorted(kinds))

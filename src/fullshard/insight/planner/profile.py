@@ -264,7 +264,10 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "c10d":  # the model's own: of known values it would be issued, by one rank alone
             for leaf in pytree.tree_leaves((args, kwargs)):
                 forget_value(leaf)
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            result = _grouped_product(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
@@ -317,6 +320,22 @@ class Tracker(TorchDispatchMode):
         self.peak, self.peak_logits = self.live, self.logits
         self.flops = self.sent = self.collectives = 0
         return interval
+
+
+def _grouped_product(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The output of `torch.nn.functional.grouped_mm`. torch runs it in any dtype, but on fake tensors in bfloat16."""
+    if first.dim() == second.dim():
+        groups = first.size(0) if offs is None else offs.size(0)
+        shape: tuple[int, ...] = groups, first.size(-2), second.size(-1)
+    else:
+        shape = first.size(-2), second.size(-1)
+    return torch.empty(shape, dtype=out_dtype or first.dtype, device=first.device)
 
 
 class _Recorder:

@@ -22,6 +22,7 @@ from .merge import RankTrace, Run
 
 ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}
 """Verb that begins a wait -> the verbs that end it."""
+ROOT = "(root)"
 OUTSIDE = "(outside of units)"
 """The place of work while no unit is gathered: data, loss, the optimizer."""
 NOISE = 0.005  # share of a step; collectives that cost other ranks less do not make a rank late
@@ -145,7 +146,7 @@ class Analysis:
         ranks, steps = len(run.ranks), len(self.steps)
         error = f"; their clocks agree to within {run.error * 1e6:.0f} us" if ranks > 1 else ""
         lines = [f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}{error}"]
-        lines += [f"rank {trace.rank} raised {trace.raised}" for trace in run.ranks if trace.raised]
+        lines += [f"rank {trace.rank} raised {trace.raised.splitlines()[0]}" for trace in run.ranks if trace.raised]
         if not steps:
             return [*lines, "No complete step was recorded on all ranks."]
         time, late = (fmean(getattr(step, name) for step in self.steps) for name in ("time", "late"))
@@ -154,9 +155,14 @@ class Analysis:
         lines.append(f"A step takes {time * 1e3:.1f} ms, of which ranks wait {waits}.")
         for worst in self.late_ranks[:1]:
             place = "outside of units" if worst.place == OUTSIDE else f"in unit {worst.place}"
+            place += " (its own modules, or the loss)" if worst.place == ROOT else ""
             lines.append(f"Rank {worst.rank} is late by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
             lines.append(f"The other ranks wait {worst.cost * 1e3:.1f} ms per step for it.")
-        return lines if self.late_ranks else [*lines, "No rank is late."]
+        if run.missing:
+            lines.append(f"{len(run.missing)} ranks have no file: a wait for them counts as transfer.")
+        elif not self.late_ranks:
+            lines.append("No rank is late.")
+        return lines
 
 
 def analyse(run: Run) -> Analysis:

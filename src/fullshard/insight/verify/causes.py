@@ -159,14 +159,15 @@ def gradient_cause(
 
 def _scale_cause(scale: float, ranks: int, micro_batches: int) -> str:
     """The cause for a gradient of the right direction and the wrong size."""
-    for usual, text in (
+    usual_scales = (
         (ranks, "gradients are summed over ranks where their mean is expected: divide by the number of ranks"),
         (1 / ranks, "gradients are divided by the number of ranks one time too many"),
         (micro_batches, "losses of micro-batches are summed where their mean is expected: divide each by their number"),
         (1 / micro_batches, "losses are divided by the number of micro-batches one time too many"),
-    ):
-        if usual != 1 and abs(scale / usual - 1) < 0.01:
-            return text
+    )
+    fitting = [text for usual, text in usual_scales if usual != 1 and abs(scale / usual - 1) < 0.01]
+    if fitting:  # as many ranks as micro-batches: either
+        return "; or ".join(fitting)
     return (
         f"gradients are {scale:.5g} times the expected ones: a loss scale that was not removed, clipping, or a "
         "different divide factor"
@@ -215,9 +216,12 @@ def _combinations(weights: Weights, counts: Weights, data_rank: int) -> Iterator
 
 def loss_cause(got: float, expected: float, ranks: int, micro_batches: int, drew: bool) -> str:
     """The cause for a loss that differs although every parameter is correct; `drew`: it draws random numbers."""
-    for usual, text in ((1 / micro_batches, "number of micro-batches"), (1 / ranks, "number of ranks")):
-        if usual != 1 and expected and abs(got / expected / usual - 1) < 1e-4:
-            return f"the loss that the training step returns is divided by the {text}: return it undivided"
+    numbers = ((micro_batches, "number of micro-batches"), (ranks, "number of ranks"))
+    fitting = [text for number, text in numbers if number != 1 and expected and abs(got / expected * number - 1) < 1e-4]
+    if fitting:
+        return (
+            f"the loss that the training step returns is divided by the {' or the '.join(fitting)}: return it undivided"
+        )
     if drew:
         return (
             "random numbers differ from the reference's: dropout is drawn in a different order, or seeded by the model"
@@ -229,6 +233,8 @@ def missing_gradient_cause(evidence: Sequence[Evidence], everywhere: bool) -> st
     """The cause for gradients that are None where one is expected; `everywhere`: for every parameter."""
     if any(of_rank.reductions == 0 for of_rank in evidence):
         return UNREDUCED
+    if everywhere and not all(of_rank.stepped for of_rank in evidence):
+        return f"{NOT_CALLED}; zero_grad() dropped its gradients"
     if everywhere:
         return (
             "no gradient reaches any parameter: the loss was computed without grad, or zero_grad() came before the step"
