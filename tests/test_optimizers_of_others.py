@@ -136,8 +136,11 @@ def outcome(name: str, way: str) -> str:
                     stepped.step()
                     module.zero_grad()
                     stepped.zero_grad()
-    except (fullshard.ConfigError, fullshard.PhaseError):
-        return "refused"
+    except (fullshard.ConfigError, fullshard.PhaseError) as error:
+        changed = any(not torch.equal(whole(p).detach(), was) for p, was in zip(model.parameters(), start, strict=True))
+        kind = name.partition(",")[0].rpartition(".")[2]
+        named = kind.removeprefix("GaLore").removeprefix("APOLLO") in str(error)  # whose classes are named AdamW
+        return "refused" if named and not changed else f"refused, too late or without a name: {error}"
     except ValueError:  # torch's Muon, of vectors: "only supports 2D parameters"
         return "refused"
     moved = sum(float((p - s).norm() ** 2) for p, s in zip(plain.parameters(), start, strict=True)) ** 0.5

@@ -508,10 +508,15 @@ def refused() -> dict[str, str]:
     redone = sharded()
     redoes = fullshard.step_in_backward(torch.optim.SGD(redone.parameters()), max_norm=1.0, clip="redo")
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    wrapped = fullshard.FullyShardedDataParallel(
+        nn.Linear(2, 2), sharding_strategy=fullshard.ShardingStrategy.NO_SHARD, use_orig_params=True
+    )
+    fullshard.step_in_backward(torch.optim.SGD(wrapped.parameters(), lr=0.1))
     prodigy = pytorch_optimizer.AvaGrad(other.parameters())
     tries: dict[str, Callable[[], Any]] = {
         "twice": lambda: fullshard.step_in_backward(optimizer),
         "clip": lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0),
+        "the wrapper's clip": lambda: wrapped.clip_grad_norm_(1.0),
         "unmeasured": lambda: loss_of(model, 0).backward(),
         "plain": lambda: fullshard.step_in_backward(plain),
         "together": lambda: fullshard.step_in_backward(prodigy),
@@ -553,7 +558,8 @@ def test_what_it_refuses(run_ranks):
         assert "already step in backward" in errors["twice"] and "remove()" in errors["twice"]
         assert "needs an optimizer" in errors["model"] and "computes gradients" in errors["closure"]
         assert "max_norm is out of range" in errors["a bool"]
-        assert "gradient is already gone" in errors["clip"] and "max_norm" in errors["clip"]
+        for clip in ("clip", "the wrapper's clip"):
+            assert "gradient is already gone" in errors[clip] and "max_norm" in errors[clip]
         assert "no backward has measured" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
         assert "no sharded parameters" in errors["plain"]
         assert "depends on other parameters" in errors["together"]

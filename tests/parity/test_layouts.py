@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,36 @@ def flat_shards() -> tuple[list[str], int]:
 def made(options: Options) -> nn.Module:
     example = EXAMPLES["odd_mlp"]
     return shard(fullshard, example.make(), example, options)
+
+
+def meets_whole_tensors() -> list[float]:
+    """Of parameters with one element, which one rank has; then AdamW with the state of one process."""
+    torch.manual_seed(0)
+    model, one = (nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)) for _ in range(2))
+    one.load_state_dict(model.state_dict())
+    fullshard.fully_shard(model, layout="flat")
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
+            ours.lerp_(torch.ones(theirs.shape), 0.5)
+            theirs.lerp_(torch.ones(theirs.shape), 0.5)
+    before = torch.optim.AdamW(one.parameters())
+    one(torch.ones(1, 4)).sum().backward()
+    before.step()
+    after = torch.optim.AdamW(model.parameters())
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        ours.detach().copy_(theirs.detach())
+    for module, optimizer in ((model, after), (one, before)):
+        module.zero_grad()
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    return [(ours.full_tensor() - theirs).abs().max().item() for ours, theirs in pairs]
+
+
+def test_whole_tensors_beside_parameters_of_one_element(run_ranks):
+    for differences in run_ranks(meets_whole_tensors, world=2):
+        assert max(differences) < 1e-6, differences
 
 
 def test_optimizer_view_says_which_gradient_is_zero(run_ranks):

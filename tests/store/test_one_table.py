@@ -178,6 +178,29 @@ def test_a_description_that_is_enough_needs_no_step(tmp_path: Path) -> None:
         fullshard.load(tmp_path, *trained("rows", sgd(lr=0.1, momentum=0.9), 0))
 
 
+class Counting(torch.optim.SGD):
+    """SGD whose state counts steps in Python, as many optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+
+
+def test_counts_of_python_stay_numbers_where_they_are(fake_world):
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(3, 2))
+    optimizer = Counting(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = fullshard.optimizer_state_dict(model, optimizer)
+    optimizer.step()
+    fullshard.load_optimizer_state_dict(model, optimizer, state)
+    assert [entry["step"] for entry in optimizer.state.values()] == [1, 1]
+    assert {type(entry["step"]) for entry in optimizer.state.values()} == {int}
+
+
 def ours(saved: Pair, into: Pair) -> None:
     """By `optimizer_state_dict`, which programs save themselves."""
     file = io.BytesIO()

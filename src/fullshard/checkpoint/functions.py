@@ -73,7 +73,8 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     Args:
         model, optimizer: as for `optimizer_state_dict`; the number of ranks and the use of views may have changed.
-        state: state of the same model; typically filled in place by `torch.distributed.checkpoint.load`.
+        state: state of the same model; typically filled in place by `torch.distributed.checkpoint.load`. It has tensors
+            in place of Python's numbers, which become numbers again where the optimizer has numbers now.
 
     Raises:
         CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
@@ -89,11 +90,21 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     settings_by_group = settings_to_load(targets, optimizer.param_groups, groups)
     settle_state(optimizer)
     for target in targets:
-        optimizer.state.pop(target.tensor, None)
+        previous = optimizer.state.pop(target.tensor, {})
         if target.index in loaded:
-            optimizer.state[target.tensor] = loaded[target.index]
+            optimizer.state[target.tensor] = _as_before(previous, loaded[target.index])
     for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
         put(group, {key: value for key, value in settings.items() if _numeric(group.get(key))})
+
+
+def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """State in which what was a Python number is one again; the state to load has tensors in its place."""
+
+    def of(key: str, value: Any) -> Any:
+        is_number = isinstance(previous.get(key), (bool, int, float)) and isinstance(value, torch.Tensor)
+        return value.item() if is_number and value.dim() == 0 else value
+
+    return {key: of(key, value) for key, value in loaded.items()}
 
 
 def _parameters(name: str, targets: Sequence[Target]) -> list[str]:

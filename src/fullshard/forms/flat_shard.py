@@ -231,10 +231,10 @@ def _local(value: Any, run: Run | None, func: Any) -> Any:
         if not value._run.same_as(run):
             raise _unsupported(func, (value,), f"operands are split differently: {run.name} and {value._run.name}")
         return value._local_tensor
+    if tuple(value.shape) == run.shape and value.dim():
+        return run.cut(value)
     if value.numel() == 1 and value.dim() <= 1:
         return value
-    if tuple(value.shape) == run.shape:
-        return run.cut(value)
     raise _unsupported(func, (), f"an operand of shape {tuple(value.shape)} beside {run.name} of shape {run.shape}")
 
 

@@ -55,7 +55,7 @@ def clip_grad_norm_(
     """
     _check_order(norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
-    refuse_stepped(tensors, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips")
+    refuse_to_clip_stepped(tensors)
     follow_views(tensors)
     with plain_access():
         grads = {id(p): (p, grad) for p in tensors if (grad := read_grad(p)) is not None}
@@ -88,6 +88,15 @@ def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm
 def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor of gradients of this total norm: 0-d, 1 if they are not clipped, NaN if the norm is."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+
+
+def refuse_to_clip_stepped(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to clip gradients of parameters that step during the backward.
+
+    Raises:
+        ConfigError: names the first such parameter.
+    """
+    refuse_stepped(parameters, "clip_grad_norm_", "step_in_backward(optimizer, max_norm=...), which clips")
 
 
 def refuse_stepped(parameters: Iterable[torch.Tensor], caller: str, remedy: str) -> None:

@@ -62,6 +62,15 @@ FAIL_IN_LISTS = {
 }
 """By package: classes whose step raises errors of torch on `DTensor`s unless `foreach=False`."""
 
+FAIL_ON_RUNS = {
+    "torch": {"Adafactor", "Muon", "Rprop"},
+    "transformers": {"Adafactor"},
+    "came_pytorch": {"CAME"},
+    "apollo_torch": {"AdamW"},
+    "pytorch_optimizer": {"Adalite", "CAME", "Conda", "Kron", "Shampoo", "SOAP"},
+}
+"""By package: classes whose step needs more of a `FlatShard` than elements and sums, whatever their settings."""
+
 TAKE_PLAIN_TENSORS = {
     "bitsandbytes": {"Optimizer8bit"},
     "deepspeed": {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"},
@@ -259,8 +268,13 @@ def _check_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: tor
             parameter=attributes.get(NAME_KEY) or ", ".join(attributes.get("_fqns", ())) or "?",
             expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
             got=f"{name} with {part}",
-            remedy=f"shard the model with fully_shard, and run {name} on owners, fullshard.OwnerOptimizer("
-            f"model.parameters(), {name}, ...); or take an element-wise optimizer",
+            remedy=f"shard the model with fully_shard, and build {name} from model.parameters(), which some can step"
+            + (
+                f", or run it on owners, fullshard.OwnerOptimizer(model.parameters(), {name}, ...)"
+                if name != "LBFGS"
+                else ""
+            )
+            + "; or take an element-wise optimizer",
             topic="optimizer-on-shards",
         )
     if verdict is None and name not in _warned:
@@ -284,6 +298,11 @@ def _is_uneven(parameter: Any) -> bool:
     return any(placement.is_shard() and parameter.shape[placement.dim] % size for placement, size in sizes)
 
 
+def _is_split(parameter: RowShard | FlatShard) -> bool:
+    """Whether a parameter is on more than one rank."""
+    return (parameter._run.axis.size if isinstance(parameter, FlatShard) else parameter.device_mesh.size()) > 1
+
+
 def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShard | FlatShard) -> None:
     """Refuse optimizers that cannot step this class of tensors: their step would raise errors of torch, or crash."""
     name, kind = type(optimizer).__name__, "DTensor" if isinstance(parameter, DTensor) else "FlatShard"
@@ -295,10 +314,13 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
     owners = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
     if is_among(TAKE_PLAIN_TENSORS):
         remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
-    elif isinstance(parameter, FlatShard):
-        return
-    elif names_of(type(optimizer)) & COUPLED and parameter.device_mesh.size() > 1:
+    elif names_of(type(optimizer)) & COUPLED and _is_split(parameter):
         remedy = "take another optimizer: it computes one number from all parameters"
+    elif isinstance(parameter, FlatShard):
+        projects = is_among({"galore_torch": {"AdamW", "Adafactor"}}) and "rank" in group  # GaLore's groups
+        if not (projects or is_among(FAIL_ON_RUNS)):
+            return
+        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
         remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise ones"
     elif is_among(FAIL_ON_DTENSORS):

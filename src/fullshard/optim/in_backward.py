@@ -326,8 +326,8 @@ def step_in_backward(
     A rank then holds the reduced gradients of about one unit instead of all units, with the same results as stepping
     after the backward. Every backward that reduces gradients is a step: accumulate micro-batches without sync
     (`model.set_requires_gradient_sync(False)`) before it. Gradient scaling needs all gradients at once and is not
-    supported; `clip_grad_norm_` raises an error. There are two ways to clip, both bit for bit `clip_grad_norm_` and a
-    step afterwards. An additional pass measures the norm:
+    supported; `clip_grad_norm_` raises an error. There are two ways to clip, both bit for bit `clip_grad_norm_` of the
+    parameters in the order of the optimizer's groups, and a step afterwards. An additional pass measures the norm:
 
         steps = fullshard.step_in_backward(optimizer, max_norm=1.0)
         for batch in data:

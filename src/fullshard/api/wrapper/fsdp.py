@@ -19,7 +19,7 @@ from ...forms import owner_of
 from ...mesh import Axis
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...optim.clip import clip_units
+from ...optim.clip import clip_units, refuse_to_clip_stepped
 from ...policies import Check, Unused
 from ...runtime import (
     RUNNER_KEY,
@@ -351,9 +351,10 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
         Raises:
             PhaseError: this is not the root.
-            ConfigError: `norm_type` is not positive.
+            ConfigError: `norm_type` is not positive, or a parameter steps during the backward.
         """
         self._must_be_root("clip_grad_norm_()")
+        refuse_to_clip_stepped(self.parameters())
         units = [child._runner().unit for child in self.fsdp_modules(self)]
         others = [parameter for parameter in self.parameters() if owner_of(parameter) is None]
         return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)

@@ -192,6 +192,14 @@ def not_a_hook(hook: object) -> ConfigError:
     )
 
 
+def hook_without_replicas(ranks: int) -> ConfigError:
+    return ConfigError(
+        "plan(): PowerSGD reduces gradients between replicas, and this strategy has none.",
+        got="replicate=1",
+        remedy=f"set replicate, a divisor of {ranks} (--fix replicate=2)",
+    )
+
+
 def not_a_mesh(pattern: str, value: object) -> ConfigError:
     return ConfigError(
         f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",

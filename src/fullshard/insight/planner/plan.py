@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.arguments import blocks_of
-from ...api.messages import hook_beside_all_reduce_dtype, no_replicas_to_hook
+from ...api.messages import hook_beside_all_reduce_dtype
 from ...comm import PowerSGDState
 from ...errors import FullshardError
 from ...forms import owner_of
@@ -436,7 +436,7 @@ class Planner:
         micro_batches = batch // strategy.micro_batch
         how = strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
         if self.hook is not None and strategy.replicate == 1:
-            raise no_replicas_to_hook()
+            raise messages.hook_without_replicas(ranks)
         if self.hook is not None and (packed := [name for name, u in how.items() if u.policy.all_reduce_dtype]):
             raise hook_beside_all_reduce_dtype(packed[0] or "the root")
         policies = tuple((name, unit.policy) for name, unit in how.items())
