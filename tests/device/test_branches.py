@@ -42,7 +42,7 @@ BY_TYPE = {
     "insight/monitor/monitor.py: __init__": "whose clock is read: tests/test_monitor.py has both",
     "insight/monitor/monitor.py: device_peak_flops": "a report",
     "insight/planner/plan.py: backend": "the backend that a plan is for",
-    "insight/planner/plan.py: plan": "whether there is a device to leave for host memory",
+    "insight/planner/plan.py: offloads": "whether there is a device to leave for host memory",
     "insight/planner/plan.py: _optimizer": "whether a plan is for one kernel over many tensors",
     "insight/planner/plan.py: assumed_rates": "the device that a plan is for",
     "insight/planner/rates.py: _seconds": "whether a measured call is waited for",

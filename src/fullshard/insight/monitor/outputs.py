@@ -40,7 +40,7 @@ class Outputs:
         tensorboard: str | os.PathLike[str] | None,
         is_first: bool,
     ) -> None:
-        self._writes: list[Callable[[Report], None]] = []
+        self._writes: dict[Callable[[Report], None], object] = {}  # -> the place, in words
         self._open_files = ExitStack()
         if tensorboard is not None:
             try:
@@ -50,21 +50,14 @@ class Outputs:
         if not is_first:
             return
         if line:
-            self._writes.append(_printer())
+            self._writes[_printer()] = "standard output"
         if jsonl is not None:
             try:
                 Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
                 file = Path(jsonl).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by `close`
             except OSError as error:
                 raise messages.cannot_write("jsonl", jsonl, error) from error
-
-            def append(report: Report) -> None:
-                try:
-                    print(json.dumps(_as_json(asdict(report))), file=file)
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, os.fspath(jsonl)) from error
-
-            self._writes.append(append)
+            self._writes[lambda report: print(json.dumps(_as_json(asdict(report))), file=file)] = jsonl
             self._open_files.callback(file.close)
         if tensorboard is not None:
             try:
@@ -76,17 +69,17 @@ class Outputs:
                 for name, value in _scalars(asdict(report)):
                     writer.add_scalar(f"fullshard/{name}", value, report.step)
 
-            self._writes.append(write)
+            self._writes[write] = tensorboard
             self._open_files.callback(writer.close)
 
     def write(self, report: Report) -> None:
         """Write a report to all outputs."""
-        for write in [*self._writes]:
+        for write, place in [*self._writes.items()]:
             try:
                 write(report)
             except OSError as error:  # a log must not end a training run
-                self._writes.remove(write)
-                warnings.warn(f"Monitor: an output is closed, as it cannot be written: {error}", stacklevel=4)
+                del self._writes[write]
+                warnings.warn(f"Monitor: {place} cannot be written from now on: {error}", stacklevel=4)
 
     def close(self) -> None:
         """Close files."""

@@ -359,6 +359,11 @@ class Planner:
         self.is_custom, self.named = callable(optimizer), callable(optimizer) and takes_names(optimizer)
 
     @property
+    def offloads(self) -> bool:
+        """Whether there is a device whose shards can be in host memory."""
+        return self.device != "cpu"
+
+    @property
     def backend(self) -> str:
         """The backend whose costs decide on layouts."""
         return "nccl" if self.device == "cuda" else "gloo"
@@ -429,7 +434,7 @@ class Planner:
         for pattern, sizes in self.meshes.items():
             if ranks % (sizes[0] * sizes[1]):
                 raise messages.mesh_does_not_divide(pattern, sizes, ranks)
-        if self.device == "cpu":
+        if not self.offloads:
             strategy = dataclasses.replace(strategy, offload=False)  # as `CPUOffloadPolicy`, which does nothing there
         shard = ranks // strategy.replicate
         axes = Axes(shard, strategy.replicate, self.tensor, node)
@@ -515,7 +520,7 @@ class Planner:
             chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
         fits = False
         for offload in (False, True):
-            if offload and (fits or self.device == "cpu" or "offload" in fixed):
+            if offload and (fits or not self.offloads or "offload" in fixed):
                 return
             for choice in chosen:
                 first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
@@ -549,7 +554,7 @@ class Planner:
         Raises:
             ConfigError: `offload` is set there.
         """
-        if fixed.get("offload") is True and self.device == "cpu":
+        if fixed.get("offload") is True and not self.offloads:
             raise messages.nothing_to_offload()
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
