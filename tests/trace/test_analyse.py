@@ -172,6 +172,7 @@ def test_clocks_are_put_on_that_of_rank_0(tmp_path: Path):
         ({"rank-0.json": json.dumps({"format": FORMAT})}, "does not name its run"),
         ({"rank-0.json": json.dumps({**content(0), "rank": -7})}, "rank -7 of"),
         ({"rank-0.json": json.dumps({**content(0), "events": [[9, 9, 9]]})}, "not a file of fullshard.trace"),
+        ({"rank-0.json": json.dumps({**content(0), "offset_error": None})}, "not a file of fullshard.trace"),
         ({"rank-0.json": json.dumps(content(0)), "rank-1.json": json.dumps(content(1, run=8))}, "a different run"),
         ({"rank-0.json": json.dumps(content(0)), "rank-00.json": json.dumps(content(0))}, "the same rank"),
     ],

@@ -115,8 +115,8 @@ def _trace(content: dict[str, Any]) -> RankTrace:
         Row(verbs[verb], units[unit], groups[group], *numbers) for verb, unit, group, *numbers in content["events"]
     ]
     header = (content["rank"], content["begin"], content["end"], content["steps"], events)
-    trace = RankTrace(*header, content["raised"], content["clock"], content["offset_error"])
-    return _shifted(trace, content["offset"])
+    trace = RankTrace(*header, content["raised"], content["clock"], float(content["offset_error"]))
+    return _shifted(trace, float(content["offset"]))
 
 
 def _shifted(trace: RankTrace, by: float) -> RankTrace:
