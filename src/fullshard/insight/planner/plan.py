@@ -559,7 +559,7 @@ class Planner:
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether a refinement is worth a plan: a single unit is gathered whole, and owners step all at once."""
-        if "step_in_backward" in change and self.steps_shards():
+        if ("step_in_backward" in change and self.steps_shards()) or ("units" in change and not plan.fits):
             return False
         whole = sum(costs.gathered for costs in plan.units)
         return "units" not in change or self.device_memory is None or whole < self.device_memory
