@@ -56,6 +56,33 @@ for how in ("fork", "multiprocessing"):
     assert json.loads(store.keys["1/rank/0"])["gone"] is None, how
 """
 )
+ASKED_OFTEN = (
+    ALONE
+    + """
+import os, threading, time
+from fullshard.watcher.process import SIGNAL
+stop = time.monotonic() + 3
+
+def starts_threads():
+    while time.monotonic() < stop:
+        thread = threading.Thread(target=sum, args=([1, 2, 3],))
+        thread.start()
+        thread.join()
+
+def asks():
+    while time.monotonic() < stop:
+        os.kill(os.getpid(), SIGNAL)
+        time.sleep(0.0005)
+
+threads = [threading.Thread(target=target) for target in (*[starts_threads] * 4, asks)]
+for thread in threads:
+    thread.start()
+while time.monotonic() < stop:
+    sum(range(100))
+for thread in threads:
+    thread.join()
+"""
+)
 WAITED = 30.0  # seconds within which watchers find what they should, on a busy machine
 
 
@@ -154,6 +181,12 @@ def test_nothing_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPa
         assert seen == [False] and gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+def test_asking_for_a_stack_does_not_end_a_process_whose_threads_come_and_go() -> None:
+    """A stack of a thread that ends meanwhile cannot be read: on CPython 3.11 the handler crashed within a second."""
+    ended = subprocess.run([sys.executable, "-c", ASKED_OFTEN], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, (ended.returncode, ended.stderr)
 
 
 # The roll call.

@@ -293,7 +293,7 @@ MODEL = [
 
 def stack(program: str, *parts: list[str]) -> str:
     frames = [*(frame for part in parts for frame in part), f'  File "/home/me/{program}", line 80 in train']
-    return "Thread 0x1 (most recent call first):\n  File x\n\nCurrent thread 0x2:\n" + "\n".join(frames) + "\n"
+    return "Stack (most recent call first):\n" + "\n".join(frames) + "\n"
 
 
 def test_a_stack_tells_the_call_and_the_users_line() -> None:

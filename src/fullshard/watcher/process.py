@@ -96,17 +96,8 @@ class Call(NamedTuple):
 
 
 def frames_of(dump: str) -> list[Frame]:
-    """The main thread's frames, innermost first, in `faulthandler`'s output: that thread receives the signal."""
-    frames: list[Frame] = []
-    for line in dump.splitlines():
-        if line.startswith("Current thread"):
-            frames = []
-        elif line.startswith("Thread "):
-            if frames:
-                break
-        elif (match := _FRAME.match(line)) is not None:
-            frames.append(Frame(*match.groups()))
-    return frames
+    """The frames in `faulthandler`'s output of one thread, innermost first."""
+    return [Frame(*match.groups()) for line in dump.splitlines() if (match := _FRAME.match(line)) is not None]
 
 
 _unobserved: dict[int, list[Frame]] = {}  # by thread: see `unobserved`
