@@ -13,7 +13,7 @@ from test_explained_changes import Model
 from torch import nn
 
 from fullshard import explain_memory, fully_shard
-from fullshard.insight import memory
+from fullshard.insight import last_words, memory
 from fullshard.watcher.rank import Rank, note_at_the_end
 
 PROGRAM = """
@@ -213,6 +213,14 @@ def test_the_error_is_recorded_after_the_last_words(monkeypatch):
     note_at_the_end(rank)
     sys.excepthook(MemoryError, MemoryError(), None)
     assert recorded == ["printed", None] and rank.raised is not None
+
+
+def test_a_host_without_memory_is_told_that_no_plan_follows(monkeypatch, capsys):
+    monkeypatch.setattr(last_words, "_ROOM", 2**62)
+    last_words._say(ZeroDivisionError())
+    assert not capsys.readouterr().err
+    last_words._say(torch.OutOfMemoryError(ASKED))
+    assert "no plan of a step follows" in capsys.readouterr().err
 
 
 def test_without_a_sharded_model_nothing_is_said(monkeypatch):

@@ -431,6 +431,10 @@ def test_refused_models_and_rates(fake_world):
         Rates(1, 1, 1, 1, overlap=1.5)
     with pytest.raises(ConfigError, match="memory of a device"):
         solve(gpt, "world", **HOW)
+    with pytest.raises(ConfigError, match="micro-batch is what is solved for"):
+        solve(gpt, "micro-batch", **HOW, device_memory=1, fixed={"micro_batch": 2})
+    with pytest.raises(ConfigError, match="ranks_per_node must divide the world"):
+        solve(gpt, "sequence", **HOW, device_memory=1, ranks_per_node=3)
     with pytest.raises(ConfigError, match="does not know what to solve for"):
         solve(gpt, "ranks", **HOW, device_memory=1)
     with pytest.raises(ConfigError, match="would change the model"):

@@ -122,7 +122,7 @@ def test_ranks_without_a_file_are_named(tmp_path, capsys):
     write_run(tmp_path, ranks=(1,))
     assert main(["trace", str(tmp_path)]) == 0
     told, errors = capsys.readouterr()
-    assert "no file of rank 0" in errors and "1 ranks have no file: a wait for them counts as transfer." in told
+    assert "no file of rank 0" in errors and "Ranks without a file: 1. A wait for them counts as transfer." in told
 
 
 def test_a_run_without_events_is_told(tmp_path, capsys):

@@ -182,9 +182,9 @@ class Comparison:
         outcome = {"same": self.same, "steps": self.steps, "device": self.torch.device}
         loss, parameter = (
             None
-            if found is None
-            else {k: _finite(v) if isinstance(v, float) else v for k, v in found._asdict().items()}
-            for found in (self.loss, self.parameter)
+            if difference is None
+            else {k: _finite(v) if isinstance(v, float) else v for k, v in difference._asdict().items()}
+            for difference in (self.loss, self.parameter)
         )
         sides = {"torch": self.torch.as_json(), "fullshard": self.fullshard.as_json()}
         return {**outcome, "loss_that_differs": loss, "parameter_that_differs": parameter, **sides}

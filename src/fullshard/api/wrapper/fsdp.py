@@ -354,9 +354,10 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             ConfigError: `norm_type` is not positive, or a parameter steps during the backward.
         """
         self._must_be_root("clip_grad_norm_()")
-        refuse_to_clip_stepped(self.parameters())
+        parameters = list(self.parameters())
+        refuse_to_clip_stepped(parameters)
         units = [child._runner().unit for child in self.fsdp_modules(self)]
-        others = [parameter for parameter in self.parameters() if owner_of(parameter) is None]
+        others = [parameter for parameter in parameters if owner_of(parameter) is None]
         return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

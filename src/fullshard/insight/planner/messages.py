@@ -22,6 +22,12 @@ def too_many_ranks(ranks: int, most: int) -> ConfigError:
     return ConfigError("plan(): too many ranks.", expected=f"at most {most:,}", got=f"{ranks:,}")
 
 
+def fixed_and_solved_for() -> ConfigError:
+    return ConfigError(
+        "solve(): the micro-batch is what is solved for.", got="a micro_batch in fixed", remedy="leave it out"
+    )
+
+
 def nothing_to_offload() -> ConfigError:
     return ConfigError(
         "plan(): on a CPU there is nothing to offload.",

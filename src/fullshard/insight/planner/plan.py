@@ -34,15 +34,13 @@ from .strategy import (
     Strategy,
     UnitStrategy,
     check_counts,
-    node_size,
+    checked_node,
     refines,
     strategies,
     with_fields,
 )
 
 T = TypeVar("T")
-
-MOST_RANKS = 2**20  # that are planned
 
 H100 = Rates(flops=400e12, bandwidth=150e9, between=40e9, latency=20e-6)
 """Rates that are assumed for "cuda": bf16 on an H100 of a DGX node at 40% of its peak, NVLink within a node, and
@@ -291,13 +289,7 @@ def plan(
     """
     policies = list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
     check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
-    if ranks > MOST_RANKS:
-        raise messages.too_many_ranks(ranks, MOST_RANKS)
-    devices = ranks * tensor_parallel
-    node = node_size(ranks_per_node, devices)
-    check_counts(ranks_per_node=node)
-    if ranks_per_node is not None and node < devices and devices % node:
-        raise messages.not_a_divisor("ranks_per_node", node, "the world", devices)
+    node = checked_node(ranks, ranks_per_node, tensor_parallel)
     tensor = tensor_parallel, parallelize
     hook = checked_hook(comm_hook)
     planner = Planner(model, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
@@ -315,7 +307,7 @@ def plan(
             choice.check(ranks, batch)
         plans = [planner.plan(choice, *size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
-    return Plans(tuple(ranked), type(planner.model).__name__, devices)
+    return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
 
 
 class Planner:

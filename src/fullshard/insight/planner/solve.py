@@ -18,10 +18,7 @@ from .optimizer import MakeOptimizer
 from .plan import Parallelize, Plan, Planner, checked_hook, list_of
 from .profile import Step
 from .schedule import Rates
-from .strategy import Strategy, check_counts, node_size, strategies, with_fields
-
-MOST_RANKS = 65_536
-"""That are tried."""
+from .strategy import MOST_RANKS, Strategy, check_counts, checked_node, node_size, strategies, with_fields
 
 
 @restored_generators()
@@ -53,7 +50,7 @@ def solve(
     are several.
 
     Args:
-        what: "micro-batch", "sequence", or "world": up to 65,536 ranks.
+        what: "micro-batch", "sequence", or "world".
         strategy: None: the best one that `plan` finds; else this one, with `batch` as its micro-batch.
         others: see `plan`; the one that is solved for is ignored. A micro-batch is a whole batch.
 
@@ -67,10 +64,12 @@ def solve(
         raise messages.not_to_solve_for(what)
     if device_memory is None:
         raise messages.nothing_to_fit()
-    node = 1 if ranks_per_node is None else ranks_per_node
-    check_counts(ranks=ranks, batch=batch, sequence=sequence, ranks_per_node=node, tensor_parallel=tensor_parallel)
+    check_counts(ranks=ranks, batch=batch, sequence=sequence, tensor_parallel=tensor_parallel)
+    checked_node(ranks if what != "world" else ranks_per_node or 1, ranks_per_node, tensor_parallel)
     if fixed and strategy is not None:
         raise messages.fixed_without_search(fixed)
+    if what == "micro-batch" and "micro_batch" in (fixed or {}):
+        raise messages.fixed_and_solved_for()
     fields, policies = dict(fixed or {}), list_of(MixedPrecisionPolicy, "mp_policy", mp_policy)
     hook, tensor = checked_hook(comm_hook), (tensor_parallel, parallelize)
 
@@ -102,13 +101,13 @@ def solve(
 
     def fits(value: int) -> bool:
         try:
-            found = any(plan.fits for plan in plans(value))
+            any_fits = any(plan.fits for plan in plans(value))
         except ConfigError:
             if not planned:
                 raise
             return False  # a length that the model does not take
         planned.append(value)
-        return found
+        return any_fits
 
     if what == "world":
         number = _fewest(fits, _smallest_world(strategy, fields, meshes), ranks_per_node, tensor_parallel)
@@ -142,15 +141,14 @@ def _fewest(fits: Callable[[int], bool], smallest: int, ranks_per_node: int | No
         if high > MOST_RANKS:
             return 0
     machine = max(1, node_size(ranks_per_node, high * tensor_parallel) // tensor_parallel)
-    of = smallest if high <= machine else lcm(smallest, machine)
-    low = high // 2 // of  # in units of `of`
-    top = high // of
-    if high % of:
+    several = smallest if high <= machine else lcm(smallest, machine)
+    if high % several:
         return high
+    low, top = high // 2 // several, high // several
     while top - low > 1:
         middle = (low + top) // 2
-        low, top = (low, middle) if fits(middle * of) else (middle, top)
-    return top * of
+        low, top = (low, middle) if fits(middle * several) else (middle, top)
+    return top * several
 
 
 def _largest(fits: Callable[[int], bool], exact: bool) -> int:

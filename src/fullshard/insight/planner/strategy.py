@@ -13,6 +13,8 @@ from ...layout import Blocks
 from ...policies import MixedPrecisionPolicy
 from . import messages
 
+MOST_RANKS = 2**20
+"""That are planned."""
 ACCUMULATE = ("reduced", "partial", "whole")
 
 
@@ -161,6 +163,22 @@ def _precision(policy: MixedPrecisionPolicy) -> str:
 def node_size(ranks_per_node: int | None, devices: int) -> int:
     """Devices of one machine; by default 8, or all if there are fewer."""
     return min(8, devices) if ranks_per_node is None else ranks_per_node
+
+
+def checked_node(ranks: int, ranks_per_node: int | None, tensor_parallel: int) -> int:
+    """Devices of one machine, for a run on this many ranks.
+
+    Raises:
+        ConfigError: they do not divide the world, or there are too many ranks.
+    """
+    devices = ranks * tensor_parallel
+    node = node_size(ranks_per_node, devices)
+    check_counts(ranks_per_node=node)
+    if ranks > MOST_RANKS:
+        raise messages.too_many_ranks(ranks, MOST_RANKS)
+    if ranks_per_node is not None and node < devices and devices % node:
+        raise messages.not_a_divisor("ranks_per_node", node, "the world", devices)
+    return node
 
 
 def strategies(

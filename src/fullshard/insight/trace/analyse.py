@@ -159,7 +159,7 @@ class Analysis:
             lines.append(f"Rank {worst.rank} is late by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
             lines.append(f"The other ranks wait {worst.cost * 1e3:.1f} ms per step for it.")
         if run.missing:
-            lines.append(f"{len(run.missing)} ranks have no file: a wait for them counts as transfer.")
+            lines.append(f"Ranks without a file: {len(run.missing)}. A wait for them counts as transfer.")
         elif not self.late_ranks:
             lines.append("No rank is late.")
         return lines
