@@ -184,7 +184,7 @@ def test_a_forward_that_exits_or_waits_when_it_is_planned(does):
     line = f"""
     if step == 2:
         Model.go, Model.forward = Model.forward, lambda self, x: {fails} if self is not model else self.go(x)
-    memory._SECONDS = 1.0
+    memory._SECONDS = {1.0 if does == "waits" else 120.0}
     {STEP}
 """
     first = "import os, time; from fullshard.insight import memory"

@@ -372,7 +372,7 @@ def test_the_peak_with_power_sgd_is_what_the_allocator_reports(in_a_process, nam
 
 def test_refused_hooks():
     how = {"ranks": 4, "sequence": SEQUENCE, "step": language}
-    with pytest.raises(ConfigError, match="this model has none"):
+    with pytest.raises(ConfigError, match="this strategy has none"):
         plan(build, **how, strategy=Strategy(), comm_hook=power_sgd("rank 4", 0))
     with pytest.raises(ConfigError, match="knows the communication hook PowerSGD only"):
         plan(build, **how, strategy=Strategy(), comm_hook=comm_hooks.bf16_compress_hook)
