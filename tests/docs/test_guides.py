@@ -123,13 +123,17 @@ def test_commands_name_what_there_is() -> None:
     assert seen > 30
 
 
-def test_the_help_of_each_command_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_each_command_shows_how_it_is_called_and_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fullshard.cli.main import COMMANDS, main
 
+    monkeypatch.setenv("COLUMNS", "80")
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         _, _, told = capsys.readouterr().out.partition("\n")  # without the line of the usage
         assert f"fullshard {name} " in told, name
+        assert sum(1 + max(len(line) - 1, 0) // 80 for line in told.split("\n")) <= 40, name
 
 
 def unknown_options(command: str, path: str) -> list[str]:

@@ -185,9 +185,10 @@ def test_a_forward_that_exits_or_waits_when_it_is_planned(does):
     if step == 2:
         Model.go, Model.forward = Model.forward, lambda self, x: {fails} if self is not model else self.go(x)
     memory._SECONDS = {1.0 if does == "waits" else 120.0}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     {STEP}
 """
-    first = "import os, time; from fullshard.insight import memory"
+    first = "import os, signal, time; from fullshard.insight import memory"
     said = stderr_of("optimizer", line, first)
     words = {"exits": "SystemExit: 0", "waits": "takes too long", "is interrupted": "interrupted"}[does]
     assert "OutOfMemoryError" in said and words in said, said

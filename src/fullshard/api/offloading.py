@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..names import size
 from ..policies import CPUOffloadPolicy
 from ..runtime import Runner, runner_of
 from ..shard import Unit, home_of, is_parked, offload_unit
@@ -36,10 +37,10 @@ class Offloaded:
     budget: int
 
     def __str__(self) -> str:
-        moved = f"{len(self.units)} unit(s) in host memory ({_mib(self.host)}): {', '.join(self.units)}"
+        moved = f"{len(self.units)} unit(s) in host memory ({size(self.host)}): {', '.join(self.units)}"
         return (
             f"{moved if self.units else 'no unit has to leave the device'}; "
-            f"{_mib(self.device)} on the device, of a budget of {_mib(self.budget)}"
+            f"{size(self.device)} on the device, of a budget of {size(self.budget)}"
         )
 
 
@@ -111,12 +112,12 @@ def choose(sizes: Sequence[int], budget: float) -> list[int]:
     Takes sizes from the first on until the rest fits, then gives back from the last on whatever still fits.
     """
     left, chosen = sum(sizes), []
-    for index, size in enumerate(sizes):
+    for index, nbytes in enumerate(sizes):
         if left <= budget:
             break
-        if size:
+        if nbytes:
             chosen.append(index)
-            left -= size
+            left -= nbytes
     for index in reversed([*chosen]):
         if left + sizes[index] <= budget:
             chosen.remove(index)
@@ -159,7 +160,3 @@ def _refuse_late(runners: Sequence[Runner], names: dict[int, str]) -> None:
         trained = unit.touched.count or any(gradients.delivery.set is not None for gradients in unit.gradients)
         if trained or any(gradients.waiting() for gradients in unit.gradients):
             raise messages.offloaded_late(names[id(runner)], bool(unit.touched.count))
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..containers import leaves_in
 from ..forms import owner_of
+from ..names import size
 from ..runtime import Runner
 from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
@@ -36,8 +37,8 @@ class Moved:
 
     def __str__(self) -> str:
         if not self.moved:
-            return f"nothing was moved: {self.stayed / 2**20:.1f} MiB were in place already"
-        return f"{self.moved / 2**20:.1f} MiB were moved, {self.stayed / 2**20:.1f} MiB were in place already"
+            return f"nothing was moved: {size(self.stayed)} were in place already"
+        return f"{size(self.moved)} were moved, {size(self.stayed)} were in place already"
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..checkpoint.optimizer import blank_states
 from ..comm import objects_of_all
 from ..forms import NAME_KEY, owner_of
+from ..names import size
 from ..optim import OwnerOptimizer
 from ..optim.state_file import AFTER_STEP_KEY, ALIGN, StateFile, elementwise
 from ..torch_private.local_tensor import plain_access
@@ -42,6 +43,9 @@ class StateOnDisk:
     def nbytes(self) -> int:
         """See the class."""
         return self._file.nbytes
+
+    def __repr__(self) -> str:
+        return f"{size(self.nbytes)} of optimizer state in {self.folder}"
 
     def remove(self) -> None:
         """Undo `optimizer_state_on_disk`: copy the state back into memory, and let the files go."""
@@ -99,7 +103,7 @@ def optimizer_state_on_disk(optimizer: torch.optim.Optimizer, folder: str | os.P
         if text is not None:
             raise messages.state_not_on_disk(rank, text)
     assert file is not None
-    logger.info("optimizer_state_on_disk: %.1f MiB in %s", file.nbytes / 2**20, where)
+    logger.info("optimizer_state_on_disk: %s in %s", size(file.nbytes), where)
     return StateOnDisk(optimizer, where, file)
 
 

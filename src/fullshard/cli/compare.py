@@ -40,7 +40,6 @@ class Arguments:
     The program needs no changes: `fullshard adopt` runs it on Fullshard. Both runs start with the same random seeds and
     take turns, step by step (on an accelerator one follows the other).
     Compares losses and parameters bit by bit; shows step time, memory and host time side by side. Example:
-
         fullshard compare examples/fsdp2.py --steps 40 --ranks 2 -- --width 64
 
     Exit code: 0 equal losses and parameters, 1 different ones, 2 bad input.

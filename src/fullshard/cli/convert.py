@@ -19,9 +19,7 @@ class Arguments:
 
     Reads folders of Fullshard and of torch.distributed.checkpoint, files of torch.save, safetensors files and folders,
     DeepSpeed's ZeRO-3 folders, and the sharded files of FSDP1's ranks. Executes no code in them. Examples:
-
         fullshard convert runs/checkpoints model.safetensors --model-only
-
         fullshard convert pytorch_model.bin checkpoint --to fullshard
 
     Lists what the new format cannot hold. Exit code: 0 written, 2 bad input, in which case nothing is left at DST.

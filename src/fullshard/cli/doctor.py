@@ -20,7 +20,6 @@ class Arguments:
     """Explain why a run hung or died, from the reports of its watchers (fullshard.watch(folder=...)).
 
     Also reads dumps of PyTorch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT). Example:
-
         fullshard doctor runs/stuck
 
     Exit code: 0 nothing is wrong, 1 a problem was explained, 2 bad input.

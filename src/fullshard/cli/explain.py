@@ -22,7 +22,6 @@ class Arguments:
     """Explain the topic that the last line of an error or a warning names: what happened, why, and what to do.
 
     Without a topic, list all topics. docs/errors.md has the same text. Example:
-
         fullshard explain optimizer-built-early
 
     Exit code: 0 explained, 2 unknown topic.

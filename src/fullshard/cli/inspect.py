@@ -25,9 +25,7 @@ class Arguments:
 
     Reads all files of a Fullshard checkpoint and compares them with the hashes in its manifest; other formats have no
     hashes. Examples:
-
         fullshard inspect runs/checkpoints
-
         fullshard inspect model.safetensors --tensors
 
     Exit code: 0 nothing is wrong, 1 damaged files, 2 bad input: no checkpoint, an incomplete one, or an unknown format.

@@ -30,55 +30,56 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 NO_FIT = 3
 
 
+def argument(metavar: str, default: str = "") -> Any:
+    """How the help shows an option, on one line where it can."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Predict a training step's memory, traffic and time: which strategy fits, and which is the fastest.
 
-    MODEL is a function without arguments that builds the model (train.py:build or package.module:build), or a Hugging
-    Face configuration: config.json, or its folder. Searches strategies; --fix sets some of their fields. Example:
-
+    MODEL is FILE.py:FUNCTION or MODULE:FUNCTION, which returns a model, or a model and a function that returns the
+    loss of a step; or a Hugging Face config.json, or its folder. Searches strategies; --fix sets fields. Example:
         fullshard plan examples/model.py:demo_model --ranks 8 --batch 4 --sequence 128 --memory 2GiB
 
     Exit code: 0 it fits (or --memory is not set), 3 it does not fit, 2 bad input.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """FILE.py:FUNCTION, MODULE:FUNCTION, or a Hugging Face config.json; FUNCTION returns a model, or a model and a
-    function step(model, micro_batch, sequence) that returns a loss"""
+    """a function that builds it, or a config.json"""
     ranks: int = 8
-    """ranks over which data is split"""
-    ranks_per_node: int | None = None
-    """ranks on one machine; by default 8, or all if there are fewer"""
-    tensor_parallel: int = 1
-    """devices of each rank that split its tensors"""
-    parallelize: str = ""
-    """FILE.py:FUNCTION of a model and a mesh; by default the plan of a Hugging Face configuration"""
+    """over which data is split"""
+    ranks_per_node: Annotated[int | None, argument("N", "8, or all if fewer")] = None
+    """ranks on one machine"""
+    tensor_parallel: Annotated[int, argument("N")] = 1
+    """devices of a rank that split its tensors"""
+    parallelize: Annotated[str, argument("FN")] = ""
+    """FILE.py:FUNCTION of a model and a mesh"""
     batch: int = 1
-    """sequences per rank and optimizer step"""
+    """sequences of a rank and step"""
     sequence: int = 1024
     """tokens per sequence"""
-    memory: str = ""
+    memory: Annotated[str, argument("BYTES")] = ""
     """memory of one device, as 80GiB or 80GB"""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """determines layouts, assumed rates, and allocator overhead"""
-    optimizer: str = "AdamW"
-    """a class of torch.optim, or FILE.py:FUNCTION of a list of parameters, or of named_parameters, which returns an
-    optimizer or several: fullshard.Muon and OwnerOptimizer, for example"""
-    power_sgd: int | None = None
-    """rank of PowerSGD, by which replicas reduce gradients; with its other defaults"""
-    dtype: str = ""
-    """dtype in which parameters are stored; by default the model's own"""
-    mixed: tuple[str, ...] = ("",)
-    """dtypes of computation and reductions, as bf16,fp32; several are compared"""
-    fix: tuple[str, ...] = ()
-    """fields of the strategy to set, not search, as layout=flat checkpointing=true micro_batch=4; see Strategy"""
-    rates: tuple[str, ...] = ()
-    """rates that replace assumed ones, as flops=4e14 bandwidth=5e10; see Rates"""
-    solve: Literal["micro-batch", "sequence", "world"] | None = None
-    """find the largest micro-batch or sequence (to 1 part in 16), or the fewest ranks (in whole machines), that fit
-    with any strategy"""
+    device: Annotated[Literal["cuda", "cpu"], argument("DEVICE", "cuda")] = "cuda"
+    """cuda or cpu"""
+    optimizer: Annotated[str, argument("NAME", "AdamW")] = "AdamW"
+    """a class of torch.optim, or FILE.py:FUNCTION of parameters or of named_parameters, which returns any"""
+    power_sgd: Annotated[int | None, argument("N")] = None
+    """rank of PowerSGD for the reduction of replicas"""
+    dtype: Annotated[str, argument("DTYPE", "its own")] = ""
+    """in which parameters are stored"""
+    mixed: Annotated[tuple[str, ...], argument("D,D ...")] = ("",)
+    """to compute and reduce in, as bf16,fp32; one or several"""
+    fix: Annotated[tuple[str, ...], argument("K=V ...")] = ()
+    """fields of Strategy, as layout=flat micro_batch=4"""
+    rates: Annotated[tuple[str, ...], argument("K=V ...")] = ()
+    """fields of Rates, as flops=4e14 bandwidth=5e10"""
+    solve: Annotated[Literal["micro-batch", "sequence", "world"] | None, argument("WHAT")] = None
+    """what fits at most, or at least: micro-batch, sequence, world"""
     json: bool = False
-    """print one JSON object, for programs"""
+    """print one JSON object"""
 
 
 def run(arguments: list[str]) -> int:

@@ -28,7 +28,6 @@ class Arguments:
     """Explain why a step is slow and which rank is late, from what `with fullshard.trace(PATH):` wrote on all ranks.
 
     Splits each wait: the time until the last rank issued the collective (late), and the rest (transfer). Example:
-
         fullshard trace runs/trace --html trace.html
 
     Exit code: 0 printed (with a note on ranks that have no file), 2 bad input.

@@ -33,7 +33,6 @@ class Arguments:
     """Train a few steps sharded and unsharded on the same batches, and report the first difference.
 
     fullshard.verify does the same within a program. Example:
-
         fullshard verify train.py:check --ranks 2
 
     Exit code: 0 no difference, 1 a difference, 2 bad input. Use --ranks, or torchrun, where each process is a rank.

@@ -228,6 +228,10 @@ No other device type would do: torch copies between "cpu" and it, and runs optim
 """
 
 
+DEVICE = torch.ops.prim.device.default
+"""Of a fake tensor, torch asks for it three times as often as it calls operations."""
+
+
 class Tracker(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate on the device, as long as anything refers to them.
 
@@ -258,6 +262,8 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors and the like call operations on their parts, which come here
+        if func is DEVICE:
+            return args[0].device
         if self._until is not None and time.monotonic() > self._until:
             raise took_too_long()
         kwargs = kwargs or {}
