@@ -19,7 +19,7 @@ from torch import nn
 import fullshard
 from fullshard.comm import lanes
 from fullshard.errors import ConfigError, DivergenceError, PhaseError
-from fullshard.events import stream
+from fullshard.events import Ledger, stream
 from fullshard.insight.monitor import monitor as module
 from fullshard.insight.monitor.report import LATE, Row, late_rank
 from raising import raises
@@ -257,12 +257,12 @@ def test_an_accelerator_is_asked_how_long_its_stream_waited(monkeypatch):
     waits = module.Waits(torch.device("cuda", 0))
     waits.begin()
     for verb in ("gather", "wait_gather", "gathered", "collect", "wait_reduce", "reduced", "wait_reduce", "collect"):
-        stream.emit(verb, "0", 0, 0, 0)
+        stream.emit(verb, "0", 0, 0, Ledger())
     assert waits.end() == (6.0, 2, 2.0)
     monkeypatch.setattr(lanes, "captures", lambda device: True)  # marks in a graph have no time
     waits.begin()
     for verb in ("wait_gather", "gathered"):
-        stream.emit(verb, "0", 0, 0, 0)
+        stream.emit(verb, "0", 0, 0, Ledger())
     assert waits.end() == (0, 0, 0)
 
 

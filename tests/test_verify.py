@@ -154,10 +154,24 @@ def right() -> dict[str, str]:
     sharded = partial(shard, way="wrapper", units=blocks_of, mixed_precision=low)
     check("wrapper in low precision", verify_tied(shard_fn=sharded))
     check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
+    for cleared in (usual, clears_the_model, None):  # the optimizer's gradients, all before the step, verify's own loop
+        head = {"shard_fn": by_blocks, "optimizer_fn": without_head, "max_norm": 0.1}
+        after = {"after": lambda model: fullshard.clip_grad_norm_(model.parameters(), 0.1)} if cleared is usual else {}
+        given = {**head, "train_step_fn": partial(cleared, **after)} if cleared else head
+        given |= {"max_norm": None} if cleared is clears_the_model else {}
+        report = verify_tied(**{**given, "steps": 3})
+        check(f"an optimizer without the head, {cleared}", report)
+        assert ("first step only" in str(report)) == (cleared is not None), str(report)
     check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
     check("compiled", verify_tied(shard_fn=compiled))
     check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
     return wrong
+
+
+def clears_the_model(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    model.zero_grad()
+    next_token(model, batches[0]).backward()
+    optimizer.step()
 
 
 def momentum(model: nn.Module) -> Any:
@@ -287,6 +301,11 @@ def forgets_to_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> 
     optimizer.zero_grad()
 
 
+def never_clears(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    without_step(model, optimizer, batches)
+    optimizer.step()
+
+
 def hooked(model: nn.Module) -> nn.Module:
     model.blocks[1][0].register_forward_hook(lambda module, args, output: output * 1.5)
     return by_blocks(model)
@@ -328,6 +347,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
     "not stepped": (step(without_step), "step", None, "was not called"),
     "not stepped, and zeroed": (step(forgets_to_step), "gradient", "tokens.weight", "was not called"),
+    "not zeroed": (step(never_clears), "gradient", "tokens.weight", "zero_grad() was not called"),
     "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
     "no sync": (
         {**IGNORING, "train_step_fn": averaged_at_last, "micro_batches": 2},
@@ -565,7 +585,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     assert main(["verify", f"{script}:right", "--steps", "1"]) == 0
-    assert "verify: ok (1 rank, 1 steps equal" in capfd.readouterr().out
+    assert "verify: ok (1 rank, 1 step equal" in capfd.readouterr().out
     assert main(["verify", f"{script}:wrong"]) == 1
     assert "3 times the expected" in capfd.readouterr().out
     for given, text in (

@@ -27,6 +27,7 @@ class Event:
         time: seconds, `time.perf_counter()` of that process.
         live: bytes of gathered units, staging and reduction buffers alive on this rank right after the event.
         ranks: global ranks of the collective that was issued (gather, reduce, all_reduce); empty for other verbs.
+        model: class of the root's module, numbered from the second model of the same class on: "Net", "Net 2".
     """
 
     verb: str
@@ -36,6 +37,7 @@ class Event:
     time: float
     live: int
     ranks: tuple[int, ...] = ()
+    model: str = ""
 
 
 class EventStream:
@@ -46,9 +48,9 @@ class EventStream:
     def __init__(self) -> None:
         self.listeners: list[Callable[[Event], None]] = []
 
-    def emit(self, verb: str, unit: str, nbytes: int, rank: int, live: int, ranks: tuple[int, ...] = ()) -> None:
+    def emit(self, verb: str, unit: str, nbytes: int, rank: int, ledger: Ledger, ranks: tuple[int, ...] = ()) -> None:
         """Pass an event to every listener; call only under `if stream.listeners`."""
-        event = Event(verb, unit, nbytes, rank, time.perf_counter(), live, ranks)
+        event = Event(verb, unit, nbytes, rank, time.perf_counter(), ledger.live, ranks, ledger.model)
         for listener in self.listeners:
             listener(event)
 
@@ -91,11 +93,13 @@ class Ledger:
             flight that need a copy out, and low-precision copies of shards.
         reducing: unsharded gradients in reduction buffers and the buffers of reductions in flight.
         peak: largest sum of the two so far.
+        model: see `Event`.
     """
 
     gathered: int = 0
     reducing: int = 0
     peak: int = 0
+    model: str = ""
 
     @property
     def live(self) -> int:

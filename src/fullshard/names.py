@@ -52,6 +52,11 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 rank", "2 ranks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """A line for each row of texts, in columns; those in `left`, by number, are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

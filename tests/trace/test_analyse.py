@@ -150,7 +150,7 @@ def test_spans_of_a_thread_do_not_overlap():
 def content(rank: int, run: int = 7, world: int = 2) -> dict[str, object]:
     header = {"format": FORMAT, "run": run, "rank": rank, "world": world, "offset": 5.0 * rank, "offset_error": 1e-5}
     times = {"begin": 1.0 - 5 * rank, "end": 9.0 - 5 * rank, "steps": [], "raised": None, "clock": "host"}
-    names = {"verbs": ["gather"], "units": ["a"], "groups": [[0, 1]], "columns": COLUMNS}
+    names = {"verbs": ["gather"], "units": ["a"], "models": ["Net"], "groups": [[0, 1]], "columns": COLUMNS}
     return {**header, **times, **names, "events": [[0, 0, 0, 64, 8, 2.0 - 5 * rank, -1]]}
 
 

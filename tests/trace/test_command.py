@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def write_run(folder: Path, ranks: tuple[int, ...] = (0, 1), **more: object) -> 
             [verbs.index(verb), units.index(unit), groups.index(ranks), nbytes, live, time - 5 * rank, allocated]
             for verb, unit, ranks, nbytes, live, time, allocated in rows
         ]
-        tables = {"verbs": verbs, "units": units, "groups": groups, "events": events}
+        tables = {"verbs": verbs, "units": units, "models": ["Net"] * len(units), "groups": groups, "events": events}
         text = json.dumps({**content(rank), "begin": -5.0 * rank, "end": 20.0 - 5 * rank, **tables, **more})
         (folder / f"rank-{rank}.json").write_text(text)
 
@@ -45,6 +47,22 @@ def test_the_table_names_the_late_rank_and_its_unit(tmp_path, capsys, monkeypatc
     assert re.search(r"│ 0 +│ b +│ gather +│ 3\.00 s +│ 500\.0 ms +│ 1 +│", told)
     assert re.search(r"│ 1 +│ 2 +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ a +│", told)
     assert re.search(r"│ 0 +│ 8\.00 s +│ .*b \d+% \(rank 1 late\)", told)
+
+
+@pytest.mark.parametrize(("target", "says"), [("/dev/full", "cannot write the output: No space left"), ("pipe", "")])
+def test_output_that_cannot_be_written(target, says, tmp_path):
+    """A full disk is said in one line; a reader that has enough (`| head`) ends the command without a word."""
+    write_run(tmp_path)
+    command = [sys.executable, "-m", "fullshard", "trace", str(tmp_path), "--json"]
+    if target == "pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(target, os.O_WRONLY)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == bool(says) and says in ended.stderr, ended.stderr
 
 
 def test_recordings_are_not_overwritten_and_paths_are_named(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import median
 
 import pytest
@@ -13,7 +14,7 @@ from late import DELAY, SLOW, late_steps, stack
 import fullshard
 from fullshard.comm import lanes
 from fullshard.errors import ConfigError
-from fullshard.events import record_events, stream
+from fullshard.events import Ledger, record_events, stream
 from fullshard.insight.trace import Recording, analyse, read
 
 pytestmark = pytest.mark.gloo("ranks are processes: each has clocks, and an event stream, of its own")
@@ -56,6 +57,26 @@ def test_gathers_after_a_reshard_to_fewer_ranks_are_among_these(run_ranks, tmp_p
     assert all(set(times) == set(collective.ranks) for collective, times in issues.items())
 
 
+def two_models(folder: str) -> None:
+    models = [stack(), stack(blocks=2)]
+    with fullshard.trace(folder):
+        for model in models:
+            model(torch.ones(8, 128)).sum().backward()
+    with fullshard.trace(f"{folder}/one"):
+        models[1](torch.ones(8, 128)).sum().backward()
+
+
+def test_units_of_several_models_are_told_apart(run_ranks, tmp_path):
+    run_ranks(two_models, str(tmp_path), world=2)
+    issues = analyse(read([tmp_path])).issues
+    names = {collective.unit for collective in issues}
+    models = {name.rpartition(" (")[2] for name in names}  # "Sequential)" and one with a number
+    of_each = [{name.rpartition(" (")[0] for name in names if name.endswith(f" ({model}")} for model in models]
+    assert sorted(map(len, of_each)) == [3, 6], names  # blocks and the root
+    assert all(set(times) == {0, 1} for times in issues.values())
+    assert {collective.unit for collective in analyse(read([tmp_path / "one"])).issues} == {"0", "1", "(root)"}
+
+
 def raising(folder: str) -> tuple[int, list[str]]:
     model, problems = stack(), []
     try:
@@ -86,7 +107,7 @@ def entering(folders: list[str]) -> str:
 def test_a_bad_path_of_one_rank_is_refused_on_all_when_entering(run_ranks, tmp_path):
     (tmp_path / "file").touch()
     answers = run_ranks(entering, [str(tmp_path / "folder"), str(tmp_path / "file" / "below")], world=2)
-    assert all("cannot write" in answer and "on rank 1" in answer for answer in answers), answers
+    assert all("cannot write" in answer and re.search("rank: +1$", answer, re.M) for answer in answers), answers
 
 
 @pytest.mark.parametrize("path", [None, 3, ""])
@@ -122,10 +143,10 @@ def test_on_a_device_times_are_its_streams_and_what_is_captured_is_left_out(monk
     recording = Recording(torch.device("cuda", 0))
     with record_events(recording.listen) as recording.events:
         for verb in ("gather", "wait_gather", "gathered"):
-            stream.emit(verb, "a", 8, 0, 8, (0, 1) if verb == "gather" else ())
+            stream.emit(verb, "a", 8, 0, Ledger(8), (0, 1) if verb == "gather" else ())
         recording.step()
         capturing[0] = True
-        stream.emit("free", "a", 8, 0, 0)
+        stream.emit("free", "a", 8, 0, Ledger())
         recording.step()
     start = recording.clock.host_start
     written = recording.as_json()

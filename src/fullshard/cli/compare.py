@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..names import counted
 from . import terminal
 from .main import printable
 from .ranks import MOST_RANKS, run_ranks
@@ -85,7 +86,7 @@ def _compare(arguments: list[str], options: Arguments) -> int:
     if options.json:
         print(json.dumps(comparison.as_json(), indent=1))
     else:
-        show(comparison, f"{options.script}: {comparison.steps} steps on {options.ranks} ranks")
+        show(comparison, f"{options.script}: {counted(comparison.steps, 'step')} on {counted(options.ranks, 'rank')}")
     return 0 if comparison.same else 1
 
 

@@ -68,10 +68,10 @@ def find(topic: str) -> tuple[str, str]:
     name = re.sub(r"[\s_]+", "-", topic.strip().lower())
     if name not in sections:
         near = difflib.get_close_matches(name, sections, n=3, cutoff=0.4)
+        perhaps = f"perhaps {' or '.join(near)}; " if near else ""
         raise ConfigError(
             "No error or warning of this version has this topic.",
-            expected=" or ".join(near) or None,
             got=topic,
-            remedy="fullshard explain lists all topics",
+            remedy=f"{perhaps}fullshard explain lists all topics",
         )
     return name, sections[name]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from itertools import takewhile
@@ -32,9 +35,19 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
     except SystemExit as stop:
         return refuse(f"{_in_one_line(said.getvalue())} (fullshard {command} --help)") if stop.code else 0
     try:
-        return answer(options)
+        code = answer(options)
+        sys.stdout.flush()
     except FullshardError as error:
         return refuse(str(error))
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_STDOUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered must go somewhere at exit
+        return 2 if isinstance(error, BrokenPipeError) else refuse(f"cannot write the output: {error.strerror}")
+    return code
+
+
+_OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _in_one_line(panel: str) -> str:

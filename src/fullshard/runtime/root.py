@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress, repeat, takewhile
+from itertools import chain, compress, count, repeat, takewhile
 from operator import attrgetter, call, is_not, or_
 from threading import get_ident
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder,
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
+from ..names import plain_class
 from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access, read_version
@@ -72,6 +73,13 @@ class Runnable(Reducible, Protocol):
         """Whether the unit is freed after a forward."""
 
 
+def _name_of_model(top: Runnable) -> str:
+    """The class of the root's module, with a number if that of a root that is alive has the same."""
+    kind = plain_class(top.modules[0]).__name__ if top.modules else ""
+    taken = {root.ledger.model for root in all_roots()}
+    return next(name for name in chain([kind], map(f"{kind} {{}}".format, count(2))) if name not in taken)
+
+
 def _weakly(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """Wrap a bound `method` without keeping its object alive."""
     reference = weakref.WeakMethod(method)
@@ -124,7 +132,7 @@ class Root:
         additions: Additions,
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
-        self.ledger = Ledger()
+        self.ledger = Ledger(model=_name_of_model(top))
         self.pass_top: Runnable | None = None
         self.pass_grad = False
         self.inputs: Inputs | None = None
@@ -219,7 +227,7 @@ class Root:
         runner.happens(Happening.RESHARD)
         nbytes = sum(gradients.live_bytes for gradients in runner.unit.gradients)  # accumulated without sync
         self.ledger.reducing -= nbytes
-        runner.unit.ledger = Ledger(reducing=nbytes)
+        runner.unit.ledger = Ledger(reducing=nbytes, model=self.ledger.model)
         self._lent = True
 
     # Forward.

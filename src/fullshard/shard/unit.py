@@ -124,7 +124,7 @@ class Unit:
     def emit(self, verb: str, nbytes: int) -> None:
         """Emit an event; call only if there are listeners."""
         if self.buckets:  # a root whose parameters are all in units below does nothing worth an event
-            stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger.live, self._ranks_of(verb))
+            stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger, self._ranks_of(verb))
 
     def _ranks_of(self, verb: str) -> tuple[int, ...]:
         """Return the global ranks among which the unit's collective of this verb runs."""

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import NamedTuple
 
+from ...names import counted
 from .merge import RankTrace, Run
 
 ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}
@@ -145,7 +146,7 @@ class Analysis:
         """The summary, line by line: what was recorded, and which rank is late."""
         ranks, steps = len(run.ranks), len(self.steps)
         error = f"; their clocks agree to within {run.error * 1e6:.0f} us" if ranks > 1 else ""
-        lines = [f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}{error}"]
+        lines = [f"{counted(steps, 'step')} of {counted(ranks, 'rank')}{error}"]
         lines += [f"rank {trace.rank} raised {trace.raised.splitlines()[0]}" for trace in run.ranks if trace.raised]
         if not steps:
             return [*lines, "No complete step was recorded on all ranks."]
@@ -155,7 +156,7 @@ class Analysis:
         lines.append(f"A step takes {time * 1e3:.1f} ms, of which ranks wait {waits}.")
         for worst in self.late_ranks[:1]:
             place = "outside of units" if worst.place == OUTSIDE else f"in unit {worst.place}"
-            place += " (its own modules, or the loss)" if worst.place == ROOT else ""
+            place += " (its own modules, the loss, or code between units)" if worst.place.startswith(ROOT) else ""
             lines.append(f"Rank {worst.rank} is late by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
             lines.append(f"The other ranks wait {worst.cost * 1e3:.1f} ms per step for it.")
         if run.missing:

@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 from .messages import no_files, not_a_trace, same_rank, two_runs
 from .record import COLUMNS, FORMAT
 
+BEFORE_MODEL = " ("
+"""Between the names of a unit and its model: `blocks.1 (Net)`."""
+
 
 class Row(NamedTuple):
-    """An event, as `fullshard.Event`; `time` in seconds since the start of the run, `allocated` in bytes or -1."""
+    """An event, as `fullshard.Event`; `time` in seconds since the start of the run, `allocated` in bytes or -1.
+
+    The name of a unit is followed by that of its model, where several were recorded.
+    """
 
     verb: str
     unit: str
@@ -87,7 +93,10 @@ def read(paths: list[Path]) -> Run:
         traces[trace.rank] = file, trace
     ranks = [traces[rank][1] for rank in sorted(traces)]
     start = min(rank.begin for rank in ranks)
-    return Run([_shifted(rank, -start) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces])
+    several = len({row.unit.rpartition(BEFORE_MODEL)[2] for trace in ranks for row in trace.events}) > 1
+    return Run(
+        [_shifted(rank, -start, several) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces]
+    )
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -110,7 +119,8 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _trace(content: dict[str, Any]) -> RankTrace:
-    verbs, units, groups = content["verbs"], content["units"], [tuple(ranks) for ranks in content["groups"]]
+    verbs, groups = content["verbs"], [tuple(ranks) for ranks in content["groups"]]
+    units = [f"{unit}{BEFORE_MODEL}{model})" for unit, model in zip(content["units"], content["models"], strict=True)]
     events = [
         Row(verbs[verb], units[unit], groups[group], *numbers) for verb, unit, group, *numbers in content["events"]
     ]
@@ -119,12 +129,13 @@ def _trace(content: dict[str, Any]) -> RankTrace:
     return _shifted(trace, float(content["offset"]))
 
 
-def _shifted(trace: RankTrace, by: float) -> RankTrace:
-    """`trace` with `by` seconds added to all times."""
+def _shifted(trace: RankTrace, by: float, with_models: bool = True) -> RankTrace:
+    """`trace` with `by` seconds added to all times; without the models of units if not `with_models`."""
+    names = {row.unit: row.unit if with_models else row.unit.rpartition(BEFORE_MODEL)[0] for row in trace.events}
     return replace(
         trace,
         begin=trace.begin + by,
         end=trace.end + by,
         marks=[mark + by for mark in trace.marks],
-        events=[row._replace(time=row.time + by) for row in trace.events],
+        events=[row._replace(time=row.time + by, unit=names[row.unit]) for row in trace.events],
     )

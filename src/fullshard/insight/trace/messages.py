@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...names import counted
 
 # record.py
 
@@ -14,10 +15,15 @@ def not_a_path(path: object) -> ConfigError:
     return ConfigError("trace() needs a folder.", expected="a path", got=repr(path))
 
 
-def cannot_write(path: Path, problems: dict[int, str]) -> ConfigError:
+def cannot_write(problems: dict[int, str]) -> ConfigError:
     """The error for a folder that a rank cannot write to; `problems`: rank -> reason."""
     rank, problem = next(iter(problems.items()))
-    return ConfigError(f"trace(): cannot write to {str(path)!r} on rank {rank}.", rank=rank, got=problem)
+    return ConfigError(
+        f"trace(): {counted(len(problems), 'rank')} cannot write into the folder.",
+        rank=rank,
+        got=problem,
+        remedy="pass a folder that exists, or can be created, on every rank, with room on its disk",
+    )
 
 
 # merge.py

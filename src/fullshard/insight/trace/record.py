@@ -1,7 +1,8 @@
 """Records a rank's events in a file, with the offset of its clock from rank 0's.
 
 The file is a JSON object. Times are in seconds of the rank's own `time.perf_counter()`; adding `offset` converts them
-to rank 0's clock. Events are rows of numbers (`COLUMNS`); verbs, units and groups are indices into lists.
+to rank 0's clock. Events are rows of numbers (`COLUMNS`); verbs, units and groups are indices into lists, "models" is
+parallel to that of the units.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ class Recording:
         verbs, units, groups = _Indices(), _Indices(), _Indices()
         rows = []
         for event, time_of_event, allocated in zip(events, times, memory, strict=True):
-            indices = (verbs.of(event.verb), units.of(event.unit), groups.of(event.ranks))
+            indices = (verbs.of(event.verb), units.of((event.unit, event.model)), groups.of(event.ranks))
             rows.append((*indices, event.nbytes, event.live, round(time_of_event, 7), allocated))
-        tables = {"verbs": [*verbs], "units": [*units], "groups": [*groups]}
+        names, models = ([pair[part] for pair in units] for part in (0, 1))
+        tables = {"verbs": [*verbs], "units": names, "models": models, "groups": [*groups]}
         return {"steps": marks, **tables, "columns": COLUMNS, "events": rows}
 
 
@@ -155,14 +157,14 @@ def _meet(folder: Path) -> tuple[int, int, int, float, float]:
     problem = _problem(folder)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if problem:
-            raise cannot_write(folder, {0: problem})
+            raise cannot_write({0: problem})
         _remove_ranks_from(1, folder)
         return 0, 1, time.time_ns(), 0.0, 0.0
     group: Any = dist.group.WORLD
     answers = objects_of_all((problem, time.time_ns()), group, "a trace")
     problems = {rank: answer for rank, (answer, _) in enumerate(answers) if answer}
     if problems:
-        raise cannot_write(folder, problems)
+        raise cannot_write(problems)
     _remove_ranks_from(dist.get_world_size(), folder)  # no rank writes before all ranks have got here
     rank, token, spans = dist.get_rank(), torch.zeros(1, device=device_of(group)), []
     for _ in range(ROUNDS):

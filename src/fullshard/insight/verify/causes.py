@@ -62,6 +62,9 @@ FORWARD = (
     "the forward computes something different when sharded: a cast, code that depends on the rank, a weight used "
     "outside its unit's forward, or random numbers drawn in a different order"
 )
+UNCLEARED = (
+    "the gradient of the step before is still in it: zero_grad() was not called (one process would add them, too)"
+)
 BACKWARD = (
     "no combination of the micro-batches' gradients gives this one: a weight used outside its unit's forward, a hook "
     "that changes it, or a backward that differs on one rank"
@@ -132,7 +135,12 @@ def _fit(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 
 
 def gradient_cause(
-    gradient: torch.Tensor, contributions: list[list[torch.Tensor]], weights: Weights, counts: Weights, data_rank: int
+    gradient: torch.Tensor,
+    contributions: list[list[torch.Tensor]],
+    weights: Weights,
+    counts: Weights,
+    data_rank: int,
+    earlier: torch.Tensor | None = None,
 ) -> str | None:
     """Which combination of the micro-batches' gradients a wrong gradient is; None if no combination here fits.
 
@@ -142,13 +150,23 @@ def gradient_cause(
         weights: with which the reference adds them up.
         counts: of tokens (1 without `tokens_fn`).
         data_rank: the one that `gradient` is from.
+        earlier: the same elements of the gradient that was there before the step, if one was.
     """
-    best: tuple[float, str] | None = None
-    for text, combination in _combinations(weights, counts, data_rank):
+
+    def added(combination: Weights) -> torch.Tensor:
         total = torch.zeros_like(gradient)
         for of_rank, factors in zip(contributions, combination, strict=True):
             for contribution, factor in zip(of_rank, factors, strict=True):
                 total += factor * contribution
+        return total
+
+    if earlier is not None and bool(earlier.any()) and bool(gradient.any()):
+        scale, residual = _fit(gradient, added(weights) + earlier)
+        if abs(scale - 1) < FIT and residual < FIT:
+            return UNCLEARED
+    best: tuple[float, str] | None = None
+    for text, combination in _combinations(weights, counts, data_rank):
+        total = added(combination)
         if not bool(total.any()) or not bool(gradient.any()):
             continue
         scale, residual = _fit(gradient, total)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import starmap
+
+from ...names import counted
 
 SHOWN = 8  # findings that a report prints in full
 
@@ -84,9 +87,8 @@ class Report:
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:
-        scope = (
-            f"{self.world} rank{'s' * (self.world != 1)}, {self.steps} steps equal, {self.compared} tensors compared"
-        )
+        counts = ((self.world, "rank"), (self.steps, "step"), (self.compared, "tensor"))
+        scope = "{}, {} equal, {} compared".format(*starmap(counted, counts))
         allowed = ", ".join(f"{what} {value:.1e}" for what, value in self.tolerances)
         head = f"verify: {'ok' if self.ok else 'DIFFERENT'} ({scope}{'; allowed: ' + allowed if allowed else ''})"
         lines, causes = [head], set[str | None]()

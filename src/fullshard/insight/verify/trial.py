@@ -92,6 +92,9 @@ class Step:
         counts, weights: the number of tokens in each micro-batch, and how much its loss counts.
         losses: of each micro-batch, or one mean of them; None if the step returned none.
         gradients: this rank's parts when an optimizer first stepped (or at the end), by name.
+        earlier: this rank's parts that were there before the step, by name.
+        left: names of those that no optimizer has, on any rank: `optimizer.zero_grad()` does not clear their gradients,
+            `model.zero_grad()` does.
         evidence: for the causes of differences.
         recorded: by the context in which the step ran.
     """
@@ -103,6 +106,8 @@ class Step:
     weights: Weights
     losses: list[float] | None
     gradients: dict[str, torch.Tensor | None]
+    earlier: dict[str, torch.Tensor]
+    left: frozenset[str]
     evidence: Evidence
     recorded: Any
 
@@ -161,6 +166,12 @@ def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {optimizer!r}")
     return optimizers
+
+
+def _names_in(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, set[str]]) -> frozenset[str]:
+    """The parameters that optimizers have; `names`: see `ModelParts.names_by_tensor`."""
+    tensors = [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
+    return frozenset(name for tensor in tensors for name in names.get(id(tensor), ()))
 
 
 @contextmanager
@@ -261,13 +272,22 @@ class Trial(ABC):
         if errors:
             return error_findings(errors, number, "the training step of the sharded model raised")
         assert step is not None
-        return step
+        left = frozenset[str]().union(*self.session.gather(step.left))
+        if left and number == 1:
+            text = ", ".join(sorted(left)[:3]) + (", ..." if len(left) > 3 else "")
+            self.notes += (f"no optimizer has {text}: their gradients are compared in the first step only",)
+        return replace(step, left=left)
 
     def _train(self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]) -> Step:
         """Nothing here waits for other ranks: a rank whose step raises must not leave them waiting."""
         session, plan, parts = self.session, self.plan, ModelParts(self.model)
         weights = plan.weights(counts)
         before = {name: parts.value(row).clone() for name, row in parts.comparable.items()}
+        names = parts.names_by_tensor()
+        held = _names_in(optimizers_in(self.optimizer), names)
+        found = {name: parts.gradient(row) for name, row in parts.comparable.items()}
+        earlier = {name: grad.clone() for name, grad in found.items() if grad is not None}
+        left = frozenset(earlier) - held
         gradients: dict[str, torch.Tensor | None] = {}
         stepped: list[torch.optim.Optimizer] = []
 
@@ -292,14 +312,14 @@ class Trial(ABC):
             if not stepped:
                 copy_gradients()
         names = parts.names_by_tensor()
-        optimized = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
+        tensors = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
         evidence = Evidence(
             stepped=bool(stepped),
-            optimized=frozenset(name for tensor in optimized for name in names.get(tensor, ())),
-            foreign=len(optimized - names.keys()),
+            optimized=_names_in(stepped, names),
+            foreign=len(tensors - names.keys()),
             reductions=sum(event.verb == "reduce" for event in events) if parts.table.sharded else None,
         )
-        return Step(number, parts, before, counts, weights, losses, gradients, evidence, recorded)
+        return Step(number, parts, before, counts, weights, losses, gradients, earlier, left, evidence, recorded)
 
     def _default_step(self, batches: list[Any], weights: list[float]) -> list[float]:
         """The usual loop, for an engine that averages gradients over ranks. Returns the losses."""
@@ -318,6 +338,7 @@ class Trial(ABC):
         for optimizer in optimizers_in(self.optimizer):
             optimizer.step()
             optimizer.zero_grad()
+        model.zero_grad()  # what no optimizer has
         return losses
 
     # Comparisons.
@@ -385,7 +406,7 @@ class Trial(ABC):
             cause: for gradients with wrong values, from all findings. Collective.
         """
         session = self.session
-        expected = None if unsharded is None else {name: p.grad for name, p in unsharded.items()}
+        expected = None if unsharded is None else {n: p.grad for n, p in unsharded.items() if n not in step.left}
         scale = session.broadcast(rms(g for g in expected.values() if g is not None) if expected is not None else 0.0)
         findings = self.compare(
             step.parts,

@@ -6,6 +6,7 @@ buffers per data rank (statistics of batch norm differ between ranks), and the b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,9 +51,18 @@ class Reference:
         self.buffers = [self._copy_of_buffers()] * session.data_world
         self._next_buffers = self.buffers
 
-    def run(self, step: int, batches: Batches, weights: Weights) -> list[list[float]]:
-        """Forward and backward on every batch; leaves gradients of the weighted sum. Returns the losses."""
-        self.model.zero_grad()
+    def run(self, step: int, batches: Batches, weights: Weights, left: Collection[str] = ()) -> list[list[float]]:
+        """Forward and backward on every batch; leaves gradients of the weighted sum. Returns the losses.
+
+        Args:
+            step: its number.
+            batches: of all data ranks.
+            weights: how much each loss counts.
+            left: names of parameters whose gradients are added to those of earlier steps.
+        """
+        for name, parameter in self.parameters.items():
+            if name not in left:
+                parameter.grad = None
         self._next_buffers, losses = [], list[list[float]]()
         for data_rank, micro_batches in enumerate(batches):
             self._rewind(step, data_rank)
@@ -343,9 +353,11 @@ class WholeTrial(Trial):
         batches = self._global_batches(local_batches)
         step = self.train(number, local_batches, counts, recorded_draws(self.model) if check_draws else nullcontext([]))
         weights = self.plan.weights(counts)
+        step_left = step.left if isinstance(step, Step) else ()
         losses = session.broadcast(
             session.require(
-                "the unsharded model", lambda: None if reference is None else reference.run(number, batches, weights)
+                "the unsharded model",
+                lambda: None if reference is None else reference.run(number, batches, weights, step_left),
             )
         )
         assert losses is not None
@@ -403,19 +415,26 @@ class WholeTrial(Trial):
             return causes.BACKWARD
         largest = max(wrong, key=lambda finding: rows[finding.parameter or ""].parameter.numel())
         row, rank = rows[largest.parameter or ""], largest.ranks[0]
-        sample: tuple[torch.Tensor, torch.Tensor] | None = None
+        sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         if session.rank == rank:
             grad = step.gradients[row.name]
             assert grad is not None
             numbers = step.parts.numbers(row)
-            sample = (grad.reshape(-1)[: causes.SAMPLE].cpu(), numbers.reshape(-1)[: causes.SAMPLE].cpu())
+            earlier = step.earlier.get(row.name)
+            sample = (
+                grad.reshape(-1)[: causes.SAMPLE].cpu(),
+                numbers.reshape(-1)[: causes.SAMPLE].cpu(),
+                None if earlier is None else earlier.reshape(-1)[: causes.SAMPLE].cpu().double(),
+            )
         sample = session.broadcast(sample, rank)
         assert sample is not None
         cause = None
         if self.reference is not None and not sample[0].is_complex():
             contributions = self.reference.contributions(step.number, batches, row.name, sample[1])
             data_rank = session.data_ranks[rank]
-            cause = causes.gradient_cause(sample[0].double(), contributions, step.weights, step.counts, data_rank)
+            cause = causes.gradient_cause(
+                sample[0].double(), contributions, step.weights, step.counts, data_rank, sample[2]
+            )
         return session.broadcast(cause) or causes.BACKWARD
 
     def _missing_step(self, step: Step) -> list[Finding]:
