@@ -160,3 +160,35 @@ def test_communication_hook(orig: bool, strategy: str, library: str, hook_name: 
     assert len(seen) == with_parameters and with_parameters <= units
     for dims, numel, rest in seen:
         assert dims == 1 and (not sharded or (len(rest) == 1 and rest[0] * world == numel)) and (sharded or not rest)
+
+
+@pytest.mark.parametrize("hook_name", ["default", "bf16"])
+@on_ranks
+def test_communication_hook_of_fully_shard(hook_name: str) -> None:
+    """It is called with gradients only, also in later steps, in which ranks compare with an all-reduce of their own."""
+    group, seen = dist.group.WORLD, set()
+    hooks = importlib.import_module(OURS)
+    state = hooks.LowPrecisionState(group) if hook_name == "bf16" else hooks.DefaultState(group)
+    hook = hooks.bf16_compress_hook if hook_name == "bf16" else hooks.reduce_scatter_hook
+
+    def noted(state: object, gradient: torch.Tensor, part: torch.Tensor) -> None:
+        seen.add((gradient.dtype, gradient.numel() // part.numel()))
+        hook(state, gradient, part)
+
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    fullshard.fully_shard(model[0])
+    fullshard.fully_shard(model)
+    model.register_comm_hook(state, noted)
+    world = dist.get_world_size()
+    for step in range(3):
+        batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
+        model(batches[dist.get_rank()]).square().sum().backward()
+        (sum(plain(batch).square().sum() for batch in batches) / world).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            error = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
+            assert error <= (2e-2 if hook_name == "bf16" else 1e-6)
+        model.zero_grad()
+        plain.zero_grad()
+    assert seen == {(torch.float32, world)}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..agreement import Line, check_same_model, check_same_weights, meet
+from ..comm import HookComm
 from ..mesh import Axis
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
@@ -106,7 +107,8 @@ def find_root(top: Runner) -> Root:
     refuse_meta([runner.unit for runner in added])
     if existing is None:
         additions = Additions(top.modules, ignored, top.unit.rank)
-        root = Root(top, units, top.settings.comm, additions)
+        comm = top.settings.comm
+        root = Root(top, units, comm.inner if isinstance(comm, HookComm) else comm, additions)
         weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     else:
         root = existing
