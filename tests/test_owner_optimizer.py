@@ -293,7 +293,10 @@ def other_ways() -> list[str]:
         optimizer: Any = fullshard.OwnerOptimizer([first], optimizer_class, **settings)
         reference = optimizer_class([first_plain], **settings)
         train(model, optimizer, range(2)), train(plain, reference, range(2))
+        for each in (optimizer, reference):
+            each.param_groups[0]["lr"] *= 0.5  # as a scheduler does, before a group is added
         optimizer.add_param_group(rest[0]), reference.add_param_group(rest_plain[0])
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
         train(model, optimizer, range(2, 3)), train(plain, reference, range(2, 3))
         state = get_optimizer_state_dict(model, optimizer)
         again: Any = fullshard.OwnerOptimizer(groups_of(model), optimizer_class, **settings)

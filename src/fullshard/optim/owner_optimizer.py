@@ -370,6 +370,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         is_built = hasattr(self, "_inner")
         if is_built:
             self.share_state()
+            self._copy_settings_in()
             self._are_assigned = False
             self._plans.clear()
             self._known.clear()
@@ -401,10 +402,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         inner = self._inner
         if self._shared:
             self._unshare_state()
-        for inner_group, group in zip(inner.param_groups, self.param_groups, strict=True):
-            wholes = inner_group["params"]
-            inner_group.clear()
-            inner_group.update({**_settings(group), "params": wholes})
+        self._copy_settings_in()
         # Nothing is stepped in an empty whole parameter, and some optimizers divide by its size.
         stepped = [
             param
@@ -606,6 +604,13 @@ class OwnerOptimizer(torch.optim.Optimizer):
             param.whole = nn.Parameter(local.new_zeros((), device=param.device).expand(shape), parameter.requires_grad)
             wholes.append(param.whole)
         return wholes
+
+    def _copy_settings_in(self) -> None:
+        """Copy the group settings, which a scheduler may have changed, to the inner optimizer."""
+        for inner_group, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+            wholes = inner_group["params"]
+            inner_group.clear()
+            inner_group.update({**_settings(group), "params": wholes})
 
     def _copy_settings_back(self) -> None:
         """Copy the group settings of the inner optimizer, which may change in its steps."""
