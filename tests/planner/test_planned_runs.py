@@ -425,6 +425,8 @@ def test_refused_models_and_rates(fake_world):
         plan(3, ranks=2)
     with pytest.raises(ConfigError, match="needs a model"):
         plan(lambda: 3, ranks=2)
+    with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
+        plan(lambda: gpt().requires_grad_(False), **HOW)
     with pytest.raises(ConfigError, match=r"Rates\.flops must be a positive number"):
         Rates(0, 1, 1, 1)
     with pytest.raises(ConfigError, match=r"Rates\.overlap must be a number from 0 to 1"):
@@ -476,6 +478,21 @@ def test_the_command(capsys):
     assert {p["strategy"]["micro_batch"] for p in answer["plans"]} == {2}
     assert main(["plan", *words, "--memory", "2GiB", "--solve", "micro-batch", "--device", "cpu"]) == 0
     assert "largest micro-batch that fits: " in capsys.readouterr().out
+    assert main(["plan", *words, "--memory", "1MB", "--solve", "world"]) == 3
+    assert "nothing fits; without --solve" in capsys.readouterr().out
+    one = ["layout=rows", "micro_batch=4", "checkpointing=false", "reshard_after_forward=true", "prefetch=1"]
+    peaks = []
+    for units in ("auto", "Block", "GPT"):
+        assert main(["plan", *words, "--json", "--fix", *one, f"units={units}"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["plans"][0]["peak"])
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+def test_warnings_of_the_command_are_without_source(tmp_path, capsys):
+    (tmp_path / "one.py").write_text("from torch import nn\ndef build():\n    return nn.Embedding(8, 8)\n")
+    assert main(["plan", f"{tmp_path}/one.py:build", "--sequence", "4"]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith("fullshard: Units are the repeated blocks") and "UserWarning" not in told
 
 
 @pytest.mark.parametrize(
@@ -490,6 +507,9 @@ def test_the_command(capsys):
         [f"{EXAMPLE}:demo_model", "--ranks", "9223372036854775808"],
         [f"{EXAMPLE}:demo_model", "--fix", "layout=flat", "layout=rows"],
         [f"{EXAMPLE}:demo_model", "--dtype", "float17"],
+        [f"{EXAMPLE}:demo_model", "--dtype", "int8"],
+        [f"{EXAMPLE}:demo_model", "--solve", "None"],
+        [f"{EXAMPLE}:demo_model", "--fix", "units=Blok"],
         [f"{EXAMPLE}:demo_model", "--fix", "layout"],
         [f"{EXAMPLE}:demo_model", "--fix", "colour=red"],
         [f"{EXAMPLE}:demo_model", "--fix", "prefetch=many"],

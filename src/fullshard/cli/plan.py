@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +78,9 @@ class Arguments:
     """fields of Strategy, as layout=flat micro_batch=4"""
     rates: Annotated[tuple[str, ...], argument("K=V ...")] = ()
     """fields of Rates, as flops=4e14 bandwidth=5e10"""
-    solve: Annotated[Literal["micro-batch", "sequence", "world"] | None, argument("WHAT")] = None
+    solve: Annotated[Literal["micro-batch", "sequence", "world"] | None, argument("WHAT"), tyro.conf.DisallowNone] = (
+        None
+    )
     """what fits at most, or at least: micro-batch, sequence, world"""
     json: bool = False
     """print one JSON object"""
@@ -84,7 +88,14 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "plan", arguments, _plan)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        return terminal.run(Arguments, "plan", arguments, _plan)
+
+
+def _show_warning(warning: Warning | str, *_: object) -> None:
+    """Print a warning without the library's line that issued it."""
+    print(f"fullshard: {warning}", file=sys.stderr)
 
 
 def _plan(options: Arguments) -> int:
@@ -110,6 +121,8 @@ def _plan(options: Arguments) -> int:
         "rates": dataclasses.replace(assumed, **fields_of("--rates", options.rates, assumed)),
     }
     build = builder(options.model, dtype_named(options.dtype))
+    if common["fixed"].get("units", "auto") not in ("auto", "model"):
+        common["fixed"]["units"] = classes_named(common["fixed"]["units"], build)
     if options.solve:
         number, best = solve(build, options.solve, **common)
         show(number, best, options)
@@ -132,7 +145,9 @@ def show(number: int, best: Plan | None, options: Arguments) -> None:
         "sequence": "largest sequence that fits, to 1 part in 16",
         "world": "fewest ranks on which it fits, in whole machines",
     }
-    text = f"{titles[options.solve or '']}: {number:,}\n\n{best}" if best else "nothing fits"
+    text = "nothing fits; without --solve, the strategy that needs the least memory is shown"
+    if best is not None:
+        text = f"{titles[options.solve or '']}: {number:,}\n\n{best}"
     terminal.show(text, {r"\A.*": "bold"})
 
 
@@ -146,6 +161,8 @@ def builder(model: str, dtype: Any) -> Callable[[], Any]:
     build = partial(from_configuration, path) if is_configuration(path) else function_at(model)
     if dtype is None:
         return build
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"--dtype {dtype} does not train", expected="bfloat16, float16, float32, ...")
 
     def cast() -> Any:
         model_or_tuple = build()
@@ -233,8 +250,6 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
             raise ConfigError(f"{option} sets {name} twice")
         if name not in names or not equals:
             raise ConfigError(f"{option} has no {word!r}", expected="NAME=VALUE with one of " + ", ".join(names))
-        if name == "units" and text not in ("auto", "model"):
-            raise ConfigError(f"{option} units: {text!r} is invalid", expected="auto or model")
         kind = float if getattr(default, name) is None else type(getattr(default, name))
         try:
             if name == "reshard_after_forward" and text.isdigit():
@@ -245,6 +260,24 @@ def fields_of(option: str, words: Sequence[str], default: Any) -> dict[str, Any]
             expected = "true or false" if kind is bool else kind.__name__
             raise ConfigError(f"{option} {name}: {text!r} is invalid", expected=expected) from None
     return values
+
+
+def classes_named(names: str, build: Callable[[], Any]) -> frozenset[type]:
+    """The classes of a model's modules with these names, separated by commas.
+
+    Raises:
+        ConfigError: the model has no such module, or cannot be built.
+    """
+    from ..insight.planner.plan import built_model
+
+    model, _ = built_model(build)
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    if missing := [name for name in names.split(",") if name not in classes]:
+        raise ConfigError(
+            f"--fix units: the model has no module of class {missing[0]!r}",
+            expected=f"auto, model, or some of {', '.join(sorted(classes))}",
+        )
+    return frozenset(classes[name] for name in names.split(","))
 
 
 def dtype_named(name: str) -> Any:

@@ -32,7 +32,7 @@ def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
     return message(
         f"{chose or 'auto_wrap_policy matched no module'}: the model becomes a single unit, gathered whole.",
         expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
-        got=f"a {kind}, in which the largest classes are: {largest}",
+        got=f"{kind}, in which the largest classes are: {largest}",
         remedy="name the class of the model's blocks, {Block}; nothing, if a single unit is intended",
     )
 

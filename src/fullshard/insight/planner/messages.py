@@ -94,10 +94,19 @@ def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigErro
     return ConfigError(
         f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
         got=f"micro_batch={micro_batch}, sequence={sequence}",
-        remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model; "
-        "by default the model gets token ids [micro_batch, sequence] and returns logits or an object with .logits. "
+        remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model, "
+        "or let the function that builds the model return both: model, step; by default the model gets token ids "
+        "[micro_batch, sequence] and returns logits or an object with .logits. "
         "Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels take one dtype only: "
         "build the model in it (--dtype bfloat16)",
+    )
+
+
+def nothing_trains() -> ConfigError:
+    return ConfigError(
+        "plan(): no parameter of the model requires a gradient, so there is no backward to plan.",
+        expected="at least one parameter that trains",
+        remedy="call requires_grad_(True) on what the optimizer trains, or plan the model before it is frozen",
     )
 
 

@@ -209,7 +209,7 @@ class Plans:
                 size(plan.reserved),
                 f"{plan.seconds:.3g}",
                 f"{100 * plan.exposed / max(plan.seconds, 1e-12):.0f}%",
-                f"{plan.tokens / max(plan.seconds, 1e-12):,.0f}",
+                f"{plan.tokens / plan.seconds:,.0f}" if plan.seconds else "-",
             )
             for plan in self.ranked[:10]
         ]
@@ -336,7 +336,7 @@ class Planner:
             check_counts(device_memory=device_memory)
         if rates is not None and not isinstance(rates, Rates):
             raise messages.not_rates(rates)
-        self.model, own_step = _built(model)
+        self.model, own_step = built_model(model)
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.policy, self.device, self.device_memory, self.tensor = mp_policy, device, device_memory, tensor[0]
         self.meshes = _checked_meshes(meshes, [name for name, _ in self.model.named_parameters()])
@@ -378,6 +378,8 @@ class Planner:
         except FullshardError:
             raise
         except Exception as error:
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                raise messages.nothing_trains() from error
             raise messages.step_failed(error, micro_batch, sequence) from error
 
     def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
@@ -600,7 +602,12 @@ def assumed_rates(device: str) -> Rates:
     return H100 if device == "cuda" else GLOO
 
 
-def _built(model: Any) -> tuple[nn.Module, Step | None]:
+def built_model(model: Any) -> tuple[nn.Module, Step | None]:
+    """A model, or what a function builds on the meta device, with the step that it returns beside it.
+
+    Raises:
+        ConfigError: it cannot be built, is no module, or is sharded already.
+    """
     step = None
     if not isinstance(model, nn.Module):
         if not callable(model):
