@@ -21,6 +21,7 @@ from torch import nn
 import fullshard
 from fullshard import fully_shard, offload_by_budget
 from fullshard.api.offloading import choose
+from fullshard.names import size
 from fullshard.shard import units_of
 from fullshard.torch_private.local_tensor import plain_tensors
 from quantised import GatheredInt8
@@ -85,7 +86,7 @@ def test_the_last_units_leave_first(fake_world, budget: int, names: list[str]) -
     assert list(result.units) == names
     assert result.host + result.device == 5 * BLOCK + ROOT and result.device <= budget == result.budget
     text = str(result)
-    assert f"of a budget of {budget / 2**20:.1f} MiB" in text and all(name in text for name in names)
+    assert f"of a budget of {size(budget)}" in text and all(name in text for name in names)
 
 
 def test_what_stays_counts_as_asked(fake_world) -> None:

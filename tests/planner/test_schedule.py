@@ -85,6 +85,14 @@ def rows(model: nn.Module, batch: int, length: int) -> torch.Tensor:
     return model(torch.ones(batch, 24)).float().square().mean()
 
 
+def frozen_first() -> nn.Module:
+    """No gradient reaches the first two blocks: they have no backward."""
+    model = models.GPT(4).requires_grad_(False)
+    for module in (*model.blocks[2:], model.head):
+        module.requires_grad_(True)
+    return model
+
+
 @dataclass
 class Case:
     build: Callable[[], nn.Module]
@@ -140,6 +148,15 @@ CASES = {
     ),
     "tied": Case(lambda: models.GPT(4, tied=True), BLOCKS),
     "frozen in part": Case(frozen, BLOCKS),
+    "frozen first, kept": Case(frozen_first, BLOCKS, how={"reshard_after_forward": False}, micro_batches=3),
+    "frozen first, slices kept": Case(frozen_first, BLOCKS, how={"reshard_after_forward": 2}, micro_batches=2),
+    "frozen first, accumulated whole": Case(
+        frozen_first,
+        BLOCKS,
+        how={"reshard_after_forward": False, "layout": "flat"},
+        micro_batches=2,
+        accumulate="whole",
+    ),
     "one unit": Case(lambda: models.GPT(4), []),
     "called twice": Case(Twice, ["blocks.0", "blocks.1"], rows),
     "unused": Case(Unused, ["blocks.0", "blocks.1", "blocks.2"], rows),

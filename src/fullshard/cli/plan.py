@@ -195,7 +195,11 @@ def from_configuration(path: Path) -> Any:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         return AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise ConfigError(f"{path} is not the configuration of a causal language model: {error}") from error
+        raise ConfigError(
+            f"{path} is not the configuration of a causal language model, or cannot be read: "
+            f"{str(error).splitlines()[0][:200]}",
+            remedy="for other models pass a function: FILE.py:FUNCTION",
+        ) from error
 
 
 def parallelizer(options: Arguments) -> Callable[[Any, Any], object] | None:

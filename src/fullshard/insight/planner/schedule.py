@@ -462,7 +462,15 @@ class Timeline:
             self.send_tensors(moment)
             if self.rates is not None:
                 self.compute += moment.flops / self.rates.flops
+        self.end_backward(forward)
+
+    def end_backward(self, forward: Sequence[str]) -> None:
+        """Free units that had no backward (frozen, before all that trains), and finish reductions."""
         self.live = NOTHING
+        for unit in reversed(forward):
+            self.free(unit, backward=True)
         self.finish_reduction()
         while self.replicating:
             self.deliver(*self.replicating.pop(0))
+        self.now["gathered"] -= sum(self.units[unit].kept for unit in self.kept)
+        self.kept.clear()
