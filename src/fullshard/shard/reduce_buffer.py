@@ -25,6 +25,8 @@ from .packed_reduction import PackedAllReduce, PackedReduction
 from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
+_MOST_ZEROS = 2**16
+"""Bytes of padding up to which zeros are copied along with gradients. They are kept; more is zeroed by itself."""
 
 
 class ReduceBuffer(Scratch):
@@ -79,6 +81,8 @@ class ReduceBuffer(Scratch):
                 self._adds.append((indices, partial(add_all, [places[i].targets[0] for i in indices])))
             indices = [i for i in indices if i in rest]
             behind = self._padding if alike and not self._strewn else []
+            if sum([padding.nbytes for padding in behind]) > _MOST_ZEROS:
+                self._gaps, behind = behind, []
             if indices or behind:
                 targets = [places[i].targets[0] for i in indices]
                 zeros = _Zeros([padding.numel() for padding in behind], device)
