@@ -30,7 +30,7 @@ def write_run(folder: Path, ranks: tuple[int, ...] = (0, 1), **more: object) -> 
         verbs, units, groups = (list(dict.fromkeys(row[i] for row in rows)) for i in range(3))
         events = [
             [verbs.index(verb), units.index(unit), groups.index(ranks), nbytes, live, time - 5 * rank, allocated]
-            for verb, unit, ranks, nbytes, live, time, allocated in rows
+            for verb, unit, ranks, nbytes, live, time, allocated, _ in rows
         ]
         tables = {"verbs": verbs, "units": units, "models": ["Net"] * len(units), "groups": groups, "events": events}
         text = json.dumps({**content(rank), "begin": -5.0 * rank, "end": 20.0 - 5 * rank, **tables, **more})

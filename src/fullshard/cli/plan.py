@@ -195,9 +195,9 @@ def from_configuration(path: Path) -> Any:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         return AutoModelForCausalLM.from_config(config)
     except Exception as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"{path} is not the configuration of a causal language model, or cannot be read: "
-            f"{str(error).splitlines()[0][:200]}",
+            f"{path} is not the configuration of a causal language model, or cannot be read: {line[:200]}",
             remedy="for other models pass a function: FILE.py:FUNCTION",
         ) from error
 
@@ -275,13 +275,14 @@ def classes_named(names: str, build: Callable[[], Any]) -> frozenset[type]:
     from ..insight.planner.plan import built_model
 
     model, _ = built_model(build)
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    if missing := [name for name in names.split(",") if name not in classes]:
+    classes = {type(module) for module in model.modules()}
+    known, chosen = {kind.__name__ for kind in classes}, set(names.split(","))
+    if missing := sorted(chosen - known):
         raise ConfigError(
             f"--fix units: the model has no module of class {missing[0]!r}",
-            expected=f"auto, model, or some of {', '.join(sorted(classes))}",
+            expected=f"auto, model, or some of {', '.join(sorted(known))}",
         )
-    return frozenset(classes[name] for name in names.split(","))
+    return frozenset(kind for kind in classes if kind.__name__ in chosen)
 
 
 def dtype_named(name: str) -> Any:

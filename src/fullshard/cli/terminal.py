@@ -47,7 +47,7 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
     return code
 
 
-_OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _in_one_line(panel: str) -> str:

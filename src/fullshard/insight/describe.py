@@ -11,7 +11,7 @@ from torch import nn
 from ..comm import Comm, HookComm
 from ..forms import owner_of
 from ..mesh import MeshAxes
-from ..names import clean_name, clean_path, size, table
+from ..names import clean_name, clean_path, counted, size, table
 from ..optim import Muon, OwnerOptimizer
 from ..optim.owners import Ownership, name_of
 from ..runtime import Runner, left_alone, runner_of, runners_in
@@ -81,7 +81,7 @@ def _ranks(axes: MeshAxes) -> str:
     split = f"sharded {ways} ways" if ways > 1 else "not sharded"
     if copies > 1:
         split += f"{' x' if ways > 1 else ','} {copies} replicas"
-    return f"{axes.world} rank{'s' * (axes.world > 1)}: {split}"
+    return f"{counted(axes.world, 'rank')}: {split}"
 
 
 def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxes) -> str:
@@ -108,7 +108,7 @@ def plan_in_words(unit: Unit) -> str:
     plan = unit.plan
     if plan is None:
         return "no plan yet: the first gather makes one (if offloaded or resharded to fewer ranks, each gather does)"
-    gather = f"gathers {size(unit.gathered_bytes)} in {len(plan.gathers)} collective{'s' * (len(plan.gathers) != 1)}"
+    gather = f"gathers {size(unit.gathered_bytes)} in {counted(len(plan.gathers), 'collective')}"
     if plan.copied_bytes:
         gather += f", copies {size(plan.copied_bytes)} out of it"
     gather += f", holds {size(plan.whole_bytes + plan.copied_bytes)}"

@@ -20,7 +20,7 @@ from ...comm import PowerSGDState
 from ...errors import FullshardError
 from ...forms import owner_of
 from ...generators import restored_generators
-from ...names import size, table
+from ...names import counted, size, table
 from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
@@ -214,7 +214,7 @@ class Plans:
             for plan in self.ranked[:10]
         ]
         more = [f"... and {len(self.ranked) - 10} more"] if len(self.ranked) > 10 else []
-        title = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}"
+        title = f"{self.model} on {counted(self.ranks, 'rank')}"
         if len(self.ranked) == 1:
             return f"{title}: {self.best}"
         return "\n".join([title, "", *table([header, *rows], left=(0, 1, 2)), *more, "", f"best: {self.best}"])

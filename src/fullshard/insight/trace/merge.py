@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from .messages import no_files, not_a_trace, same_rank, two_runs
 from .record import COLUMNS, FORMAT
 
-BEFORE_MODEL = " ("
-"""Between the names of a unit and its model: `blocks.1 (Net)`."""
-
 
 class Row(NamedTuple):
     """An event, as `fullshard.Event`; `time` in seconds since the start of the run, `allocated` in bytes or -1.
 
-    The name of a unit is followed by that of its model, where several were recorded.
+    Attributes:
+        unit: its name, and where several models were recorded, also its model's: `blocks.1 (Net)`.
+        model: "" before the model's first forward.
     """
 
     verb: str
@@ -27,6 +26,7 @@ class Row(NamedTuple):
     live: int
     time: float
     allocated: int
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def read(paths: list[Path]) -> Run:
         traces[trace.rank] = file, trace
     ranks = [traces[rank][1] for rank in sorted(traces)]
     start = min(rank.begin for rank in ranks)
-    several = len({row.unit.rpartition(BEFORE_MODEL)[2] for trace in ranks for row in trace.events}) > 1
+    several = len({row.model for trace in ranks for row in trace.events} - {""}) > 1
     return Run(
         [_shifted(rank, -start, several) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces]
     )
@@ -119,23 +119,28 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _trace(content: dict[str, Any]) -> RankTrace:
-    verbs, groups = content["verbs"], [tuple(ranks) for ranks in content["groups"]]
-    units = [f"{unit}{BEFORE_MODEL}{model})" for unit, model in zip(content["units"], content["models"], strict=True)]
+    verbs, units, models = content["verbs"], content["units"], content["models"]
+    groups = [tuple(ranks) for ranks in content["groups"]]
     events = [
-        Row(verbs[verb], units[unit], groups[group], *numbers) for verb, unit, group, *numbers in content["events"]
+        Row(verbs[verb], units[unit], groups[group], nbytes, live, time, allocated, models[unit])
+        for verb, unit, group, nbytes, live, time, allocated in content["events"]
     ]
     header = (content["rank"], content["begin"], content["end"], content["steps"], events)
     trace = RankTrace(*header, content["raised"], content["clock"], float(content["offset_error"]))
     return _shifted(trace, float(content["offset"]))
 
 
-def _shifted(trace: RankTrace, by: float, with_models: bool = True) -> RankTrace:
-    """`trace` with `by` seconds added to all times; without the models of units if not `with_models`."""
-    names = {row.unit: row.unit if with_models else row.unit.rpartition(BEFORE_MODEL)[0] for row in trace.events}
+def _shifted(trace: RankTrace, by: float, names_models: bool = False) -> RankTrace:
+    """`trace` with `by` seconds added to all times, and models added to the names of units if `names_models`."""
     return replace(
         trace,
         begin=trace.begin + by,
         end=trace.end + by,
         marks=[mark + by for mark in trace.marks],
-        events=[row._replace(time=row.time + by, unit=names[row.unit]) for row in trace.events],
+        events=[
+            row._replace(
+                time=row.time + by, unit=f"{row.unit} ({row.model})" if names_models and row.model else row.unit
+            )
+            for row in trace.events
+        ],
     )

@@ -284,10 +284,9 @@ class Trial(ABC):
         weights = plan.weights(counts)
         before = {name: parts.value(row).clone() for name, row in parts.comparable.items()}
         names = parts.names_by_tensor()
-        held = _names_in(optimizers_in(self.optimizer), names)
-        found = {name: parts.gradient(row) for name, row in parts.comparable.items()}
-        earlier = {name: grad.clone() for name, grad in found.items() if grad is not None}
-        left = frozenset(earlier) - held
+        present = {name: parts.gradient(row) for name, row in parts.comparable.items()}
+        earlier = {name: grad.clone() for name, grad in present.items() if grad is not None}
+        left = frozenset(earlier) - _names_in(optimizers_in(self.optimizer), names)
         gradients: dict[str, torch.Tensor | None] = {}
         stepped: list[torch.optim.Optimizer] = []
 
