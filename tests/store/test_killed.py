@@ -148,7 +148,7 @@ def exits_of(ranks: list[Any]) -> list[int | None]:
     deadline = time.monotonic() + PATIENCE
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         left = [process for process in ranks if process.is_alive()]
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             if len(left) == 1 and Path(f"/proc/{left[0].pid}/stat").read_text().rpartition(") ")[2].startswith("T"):
                 kill(left[0].pid, signal.SIGCONT)
         time.sleep(0.02)
