@@ -27,7 +27,7 @@ from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
 from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
 from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
-from .profile import Profile, Step, profile
+from .profile import Profile, Step, TooMuch, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, Timeline
 from .strategy import (
     REFINEMENTS,
@@ -344,7 +344,7 @@ class Planner:
         self.make = _optimizer(optimizer, device)
         self.rates = rates or assumed_rates(device)
         self.blocks = cache(self._blocks)
-        self.profile = cache(self._profile)
+        self._profiles: dict[Any, Profile | None] = {}
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
         self.owners, self.steps_shards = cache(self._owners), cache(self._steps_shards)
@@ -369,18 +369,31 @@ class Planner:
                 raise messages.placement_of_a_block(name)
         return blocks
 
-    def _profile(
-        self, policies: tuple[tuple[str, MixedPrecisionPolicy], ...], micro_batch: int, sequence: int, recomputes: bool
-    ) -> Profile:
-        how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor, "until": self.until}
-        try:
-            return profile(self.model, dict(policies), self.step, micro_batch, sequence, **how)
-        except FullshardError:
-            raise
-        except Exception as error:
-            if not any(parameter.requires_grad for parameter in self.model.parameters()):
-                raise messages.nothing_trains() from error
-            raise messages.step_failed(error, micro_batch, sequence) from error
+    def profile(
+        self,
+        policies: tuple[tuple[str, MixedPrecisionPolicy], ...],
+        micro_batch: int,
+        sequence: int,
+        recomputes: bool,
+        most: int | None = None,
+    ) -> Profile | None:
+        """The profile of these units, by path; None: more bytes than `most` are alive."""
+        key = policies, micro_batch, sequence, recomputes
+        if self._profiles.get(key) is None and (key not in self._profiles or most is None):
+            how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor, "until": self.until}
+            found = None
+            try:
+                found = profile(self.model, dict(policies), self.step, micro_batch, sequence, most=most, **how)
+            except TooMuch:
+                pass
+            except FullshardError:
+                raise
+            except Exception as error:
+                if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                    raise messages.nothing_trains() from error
+                raise messages.step_failed(error, micro_batch, sequence) from error
+            self._profiles[key] = found
+        return self._profiles[key]
 
     def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
         axes = axes_of(shard, replicate, self.backend)
@@ -433,13 +446,13 @@ class Planner:
         shard = ranks // strategy.replicate
         axes = Axes(shard, strategy.replicate, self.tensor, node)
         micro_batches = batch // strategy.micro_batch
-        how = strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
+        how = self._how(strategy, shard)
         if self.hook is not None and strategy.replicate == 1:
             raise messages.hook_without_replicas(ranks)
         if self.hook is not None and (packed := [name for name, u in how.items() if u.policy.all_reduce_dtype]):
             raise hook_beside_all_reduce_dtype(packed[0] or "the root")
-        policies = tuple((name, unit.policy) for name, unit in how.items())
-        step = self.profile(policies, strategy.micro_batch, sequence, strategy.checkpointing)
+        step = self.profile(_policies(how), strategy.micro_batch, sequence, strategy.checkpointing)
+        assert step is not None
         # Whether units are prefetched, freed or offloaded changes nothing in what they cost.
         alike = {name: dataclasses.replace(u, prefetch=0, offload=False, reshard=True) for name, u in how.items()}
         units = tuple(
@@ -507,20 +520,35 @@ class Planner:
     ) -> Iterator[Plan]:
         """Plan these strategies, and the refinements of each that help; with offloading if none of them fits.
 
-        Fields in `fixed` are not changed.
+        Fields in `fixed` are not changed. A strategy without checkpointing is left out if its activations alone are
+        more than fits: the same one with it needs less.
         """
         size_of_run = ranks, batch, sequence, node
         if self.hook is not None:  # it replaces the all-reduce of replicas
-            chosen = [choice for choice in chosen if choice.replicate > 1] or chosen[:1]
+            chosen = [choice for choice in chosen if choice.replicate > 1]
+            if not chosen:
+                raise messages.hook_without_replicas(ranks)
         fits = False
         for offload in (False, True):
             if offload and (fits or not self.offloads or "offload" in fixed):
                 return
             for choice in chosen:
+                if "checkpointing" not in fixed and not self._activations_fit(choice, ranks, sequence):
+                    continue
                 first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
                 for plan in (first, *self._refine(first, *size_of_run, fixed)):
                     fits = fits or plan.fits
                     yield plan
+
+    def _how(self, strategy: Strategy, shard: int) -> dict[str, UnitStrategy]:
+        return strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
+
+    def _activations_fit(self, strategy: Strategy, ranks: int, sequence: int) -> bool:
+        """Whether they fit, or are recomputed."""
+        if strategy.checkpointing or self.device_memory is None:
+            return True
+        policies = _policies(self._how(strategy, ranks // strategy.replicate))
+        return self.profile(policies, strategy.micro_batch, sequence, False, self.device_memory) is not None
 
     def _refine(
         self, best: Plan, ranks: int, batch: int, sequence: int, node: int, fixed: Collection[str]
@@ -557,6 +585,10 @@ class Planner:
             return False
         whole = sum(costs.gathered for costs in plan.units)
         return "units" not in change or self.device_memory is None or whole < self.device_memory
+
+
+def _policies(how: Mapping[str, UnitStrategy]) -> tuple[tuple[str, MixedPrecisionPolicy], ...]:
+    return tuple((name, unit.policy) for name, unit in how.items())
 
 
 def tokens_to_loss(model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:

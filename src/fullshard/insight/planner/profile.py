@@ -33,7 +33,7 @@ from ...forms import Place, as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
 from ...torch_private.autograd_task import inside_backward
-from ...torch_private.fake_tensors import fake_tensors, forget_value
+from ...torch_private.fake_tensors import Remembered, fake_tensors, forget_value
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from ...watcher import unobserved
@@ -107,6 +107,7 @@ def profile(
     checkpointing: bool = False,
     tensor_parallel: int = 1,
     until: float | None = None,
+    most: int | None = None,
 ) -> Profile:
     """Run one step on fake tensors. Leaves the model unchanged.
 
@@ -119,9 +120,11 @@ def profile(
         checkpointing: whether the activations of units other than the root are recomputed in the backward.
         tensor_parallel: ranks of that mesh.
         until: give up at this time of `time.monotonic`; None: never.
+        most: give up when more bytes than these are alive; None: never.
 
     Raises:
         ConfigError: it took longer.
+        TooMuch: more bytes than `most` are alive.
         Exception: whatever the model raises.
     """
     modules = {path: model.get_submodule(path) for path in units}
@@ -140,10 +143,12 @@ def profile(
             policies[id(parameter)] = units[path]
             dtypes[id(parameter)] = dtype if dtype and parameter.is_floating_point() else parameter.dtype
     alone = mesh_without_group((1,))  # made of values: not on fake tensors
-    with fake_tensors(), _faked(model, dtypes, policies, alone) as fakes:
+    with fake_tensors() as mode, _faked(model, dtypes, policies, alone) as fakes:
+        run = Remembered(mode)
         own = {path: [(fakes[id(p)], reduced[id(p)]) for p in of_unit] for path, of_unit in parameters.items()}
         for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
-            tracker = Tracker([part for fake in fakes.values() for part in plain_tensors(fake)], tensor_parallel, until)
+            parts = [part for fake in fakes.values() for part in plain_tensors(fake)]
+            tracker = Tracker(parts, tensor_parallel, until, most, run)
             recorder = _Recorder(tracker, own)
             with contextlib.ExitStack() as undo:
                 for path, module in modules.items():
@@ -196,7 +201,7 @@ def _faked(
                 whole = with_parts(tensor, _empty)
                 fake = as_gathered(whole, alone, module, policies.get(id(tensor)), dtype)
             else:
-                fake = _empty(inside(tensor.detach()), dtype)
+                fake = _empty(inside(tensor), dtype)
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
                 shape, stride = tensor.shape, tensor.stride()
@@ -232,6 +237,10 @@ DEVICE = torch.ops.prim.device.default
 """Of a fake tensor, torch asks for it three times as often as it calls operations."""
 
 
+class TooMuch(BaseException):
+    """More bytes are alive than fit. No `Exception`, which a model may catch."""
+
+
 class Tracker(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate on the device, as long as anything refers to them.
 
@@ -241,6 +250,8 @@ class Tracker(TorchDispatchMode):
         uncounted: tensors that exist already and do not count.
         ranks: of the group over which functional collectives run.
         until: raise an error in operations after this time of `time.monotonic`; None: never.
+        most: raise an error in operations when more bytes are alive; None: never.
+        run: runs an operation.
 
     Attributes:
         live, logits: bytes alive now; of these, those that count as logits.
@@ -251,11 +262,18 @@ class Tracker(TorchDispatchMode):
         sent, collectives: bytes that a rank sends in functional collectives since then, and their number.
     """
 
-    def __init__(self, uncounted: Sequence[torch.Tensor], ranks: int = 1, until: float | None = None) -> None:
+    def __init__(
+        self,
+        uncounted: Sequence[torch.Tensor],
+        ranks: int = 1,
+        until: float | None = None,
+        most: int | None = None,
+        run: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
         super().__init__()
         self.live = self.logits = self.peak = self.peak_logits = self.flops = self.sent = self.collectives = 0
         self.in_loss = False
-        self._ranks, self._until = ranks, until
+        self._ranks, self._until, self._most, self._run = ranks, until, most, run
         self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
         self._logits: dict[int, int] = {}  # bytes, by storage
 
@@ -273,7 +291,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             result = _grouped_product(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
@@ -294,6 +312,8 @@ class Tracker(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._storages[key] = weakref.ref(storage, partial(self._remove, key, nbytes))
         self.live += nbytes
+        if self._most is not None and self.live > self._most:
+            raise TooMuch
         if self.in_loss:
             self.count_as_logits(storage)
         if self.live > self.peak:
