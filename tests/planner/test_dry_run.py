@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.mesh.axes import device_type_of
+from fullshard.names import size
 from fullshard.torch_private.fake_group import pretended
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,69 @@ def test_what_it_sends_and_what_it_saves(tmp_path):
     assert alone.returncode == 0 and "this rank sends" not in alone.stdout, alone.stderr
 
 
+SEVERAL = """
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch import nn
+import fullshard
+dist.init_process_group("gloo", store=dist.TCPStore("localhost", 0, 8, True), rank=0)
+dist.monitored_barrier()
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+for layer in model:
+    fullshard.fully_shard(layer)
+fullshard.fully_shard(model)
+matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False))
+OPTIMIZERS
+for step in range(10):
+    model(torch.randn(4, 64)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained step", step)
+    SAVES
+"""
+NBYTES = 2 * (64 * 64 + 64) * 4
+STEPPED = {
+    "several": "optimizers = torch.optim.AdamW(matrices), torch.optim.AdamW(vectors)",
+    "one inside another": "optimizers = [fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW)]",
+}
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_a_training_step_of_more_than_one_optimizer(tmp_path, name):
+    """All of them step, their state is counted, and so is what the step sends: each unit's gathers and reduction."""
+    (tmp_path / "train.py").write_text(SEVERAL.replace("OPTIMIZERS", STEPPED[name]).replace("SAVES", ""))
+    ran = dry_run("--world=8", "--steps=3", f"{tmp_path}/train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "trained step 1" in ran.stdout and "trained step 2" not in ran.stdout
+    assert "all-gathers in a step: 4," in ran.stdout and "reduce-scatters in a step: 2," in ran.stdout, ran.stdout
+    whole = next(line for line in ran.stdout.splitlines() if line.startswith("one process without sharding"))
+    assert whole.split()[-2:] == size(4 * NBYTES + 16).split(), ran.stdout
+    if name == "several":
+        state = next(line for line in ran.stdout.splitlines() if line.startswith("optimizer state"))
+        assert state.split()[-2:] == size(2 * NBYTES // 8 + 16).split(), ran.stdout
+
+
+def test_no_checkpoint_is_written(tmp_path):
+    """Neither torch's nor ours, over one that exists either; an error after it says so."""
+    where = str(tmp_path / "saved")
+    saves = f"""
+    dcp.save({{"model": model.state_dict()}}, checkpoint_id={where!r})
+    dcp.async_save({{"model": model.state_dict()}}, checkpoint_id={where!r}).result()
+    torch.save(model.state_dict(), {where + ".pt"!r})
+    fullshard.save({where!r}, model)
+    if step:
+        fullshard.load({where!r}, model)
+"""
+    Path(where + ".pt").write_text("precious")
+    script = SEVERAL.replace("OPTIMIZERS", STEPPED["several"]).replace("    SAVES", saves)
+    (tmp_path / "train.py").write_text(script)
+    ran = dry_run("--world=8", f"{tmp_path}/train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert Path(where + ".pt").read_text() == "precious" and not Path(where).exists()
+    ran = dry_run("--world=8", "--steps=3", f"{tmp_path}/train.py")
+    assert ran.returncode == 1 and f"In a dry run no checkpoint is written: {where}, " in ran.stderr, ran.stderr
+
+
 PYTORCHS = SHARDED.replace("from fullshard import", "from torch.distributed.fsdp import").replace("mesh=mesh", "")
 PLAIN = SHARDED.replace("fully_shard(torch.nn.Linear(8, 8), mesh=mesh)", "torch.nn.Linear(8, 8)")
 
@@ -112,7 +176,7 @@ def test_a_program_that_exits_early(tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.exit(4)")
     ran = dry_run("--world", "16", f"{tmp_path}/train.py")
     assert ran.returncode == 1
-    assert "the program ended with sys.exit(4) before step 2 of its optimizer" in ran.stderr
+    assert "the program ended with sys.exit(4) before step 2: optimizers of this process took 0" in ran.stderr
 
 
 UNEVEN = ["--world", "12", "--ranks-per-node", "8", "examples/dry_run.py"]

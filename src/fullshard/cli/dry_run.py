@@ -59,20 +59,26 @@ def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: 
     launcher = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": node}
     os.environ.update({name: str(value) for name, value in launcher.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     sys.path[0] = str(script.resolve().parent)  # as `python script` would
-    report, ended = "", "ended"
+    report, taken, ended = "", 0, ""
     try:
-        report = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps)
+        report, taken = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps)
     except SystemExit as stop:
-        ended = f"ended with sys.exit({stop.code!r})" if stop.code else ended
+        ended = f" with sys.exit({stop.code!r})"
     except NotSharded as error:  # the place of the step says nothing
         refuse(str(error))
         return 1
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # as that of torch.distributed.checkpoint
         traceback.print_exc()
         print(f"\nfullshard: the program raised an error as rank 0 of {world}", file=sys.stderr)
         return 1
     if not report:
-        print(f"fullshard: the program {ended} before step {steps} of its optimizer", file=sys.stderr)
+        print(
+            f"fullshard: the program ended{ended} before step {steps}: optimizers of this process took {taken}; "
+            "processes that it starts are not dry-run",
+            file=sys.stderr,
+        )
         return 1
     print(f"\nRank 0 of {world}, step {steps}:\n\n{report}\n\n{UNSEEN}")
     return 0

@@ -129,7 +129,8 @@ def _plan(options: Arguments) -> int:
         return 0 if best is not None else NO_FIT
     plans = plan(build, **common)
     if options.json:
-        print(json.dumps({"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}))
+        found = {"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}
+        print(json.dumps(found | ({"left_out": plans.left_out} if plans.left_out else {})))
     else:
         terminal.show(str(plans), STYLES)
     return 0 if plans.fits else NO_FIT
@@ -181,7 +182,8 @@ def from_configuration(path: Path) -> Any:
     """A Hugging Face causal language model, from its configuration.
 
     Raises:
-        ConfigError: transformers is not installed, or cannot read the file.
+        ConfigError: transformers is not installed or cannot read the file, or the configuration is that of another or
+            of a quantised model.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -192,14 +194,57 @@ def from_configuration(path: Path) -> Any:
     if not path.exists():
         raise ConfigError(f"there is no file {path}")
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        return AutoModelForCausalLM.from_config(config)
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{path} cannot be read: {_reason(error)}", remedy=_FUNCTION) from error
+    try:
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
         raise ConfigError(
-            f"{path} is not the configuration of a causal language model, or cannot be read: {line[:200]}",
-            remedy="for other models pass a function: FILE.py:FUNCTION",
+            f"no causal language model can be built from {path}: {_reason(error)}", remedy=_FUNCTION
         ) from error
+    known, built = getattr(config, "architectures", None) or [], type(model).__name__
+    if known and built not in known:
+        raise ConfigError(
+            f"{path} is the configuration of another kind of model.",
+            expected=f"a causal language model: {built}",
+            got=", ".join(known),
+            remedy=_FUNCTION,
+        )
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{path} is the configuration of a quantised model, which is planned as it is built.",
+            got=f"quantization_config={config.quantization_config}",
+            remedy=f"take quantization_config out to plan the model before it is quantised; {_FUNCTION}",
+        )
+    return model, partial(_one_step, config)
+
+
+_FUNCTION = "for other models pass a function that builds them: FILE.py:FUNCTION"
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _one_step(config: Any, model: Any, micro_batch: int, sequence: int) -> Any:
+    """The default step, of a sequence that the model takes.
+
+    Raises:
+        ConfigError: the sequence is longer than a learned embedding of positions.
+    """
+    from ..insight.planner import tokens_to_loss
+
+    most = getattr(config, "max_position_embeddings", None)
+    learned = any(re.search(r"(wpe|pos\w*)\.weight$", name) for name, _ in model.named_parameters())
+    if learned and isinstance(most, int) and sequence > most:
+        raise ConfigError(
+            "the sequence is longer than the model's embedding of positions.",
+            expected=f"--sequence of at most {most}",
+            got=sequence,
+        )
+    return tokens_to_loss(model, micro_batch, sequence)
 
 
 def parallelizer(options: Arguments) -> Callable[[Any, Any], object] | None:
@@ -307,7 +352,7 @@ def bytes_of(text: str) -> int | None:
     """
     if not text:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match[2] not in UNITS or float(match[1]) == 0:
         raise ConfigError(f"{text!r} is not a size of memory", expected="80GiB, 80GB, 24576MiB, ...")
     nbytes = round(float(match[1]) * UNITS[match[2]])

@@ -21,6 +21,9 @@ def function_at(target: str) -> Callable[..., Any]:
     """
     source, _, name = target.rpartition(":")
     if not source or not name:
+        if "/" in target or target.endswith(".py"):
+            missing = f"{target} names no function" if Path(target).is_file() else f"there is no {target}"
+            raise ConfigError(missing, expected="FILE.py:FUNCTION, or a file or folder that exists")
         raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, like train.py:check or package.module:check")
     try:
         module = _script(Path(source)) if source.endswith(".py") else _module(source)

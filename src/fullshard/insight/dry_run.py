@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
 from ..events import Event, stream
 from ..names import size
 from ..runtime import all_roots
-from ..torch_private.fake_group import pretended
+from ..torch_private.fake_group import pretended, unwritten
 from ..torch_private.root_mesh import ranks_around
 from .describe import describe
 from .memory import memory_use
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
-differences between ranks, or the time that communication takes. Tensor-parallel collectives are not counted above
-(fullshard plan counts them), and checkpoints are not written."""
+differences between ranks, or the time that communication takes. Tensor-parallel collectives and the exchanges of an
+optimizer with owners are not counted above (fullshard plan counts them). What fullshard.save, torch.save and
+torch.distributed.checkpoint write to files is not written; other files are."""
 
 
 class Enough(BaseException):
@@ -33,46 +40,86 @@ class NotSharded(ConfigError):
 
 
 class Steps:
-    """Counts the optimizer steps of a program, and the bytes that it sends in each.
+    """Counts the training steps of a program, and the bytes that it sends in each.
+
+    A step may be one of several optimizers, one after the other: it ends when all parameters that train have been
+    stepped, or all optimizers of the first step; or when an optimizer steps again.
 
     Args:
         limit: ends the program, by raising `Enough`, after this step.
         world: number of ranks.
 
     Attributes:
+        taken: number of steps that have ended.
         report: describes the last step; empty before it.
     """
 
     def __init__(self, limit: int, world: int) -> None:
         self.limit, self.world, self.taken, self.report = limit, world, 0, ""
-        self._sent: dict[str, list[int]] = {}  # verb -> calls, bytes
+        self._sent: dict[str, list[int]] = {}  # in this step; verb -> calls, bytes
+        self._since: list[Event] = []  # after the last optimizer: of this step or of the next one
+        self._running: list[torch.optim.Optimizer] = []  # an optimizer may step another
+        self._stepped: list[torch.optim.Optimizer] = []  # in this step
+        self._known: list[torch.optim.Optimizer] = []
 
     def record(self, event: Event) -> None:
         """Count the bytes of an event of the engine."""
-        ranks = len(event.ranks)
-        if event.verb in ("gather", "reduce", "all_reduce") and ranks > 1:
-            count = self._sent.setdefault(event.verb, [0, 0])
+        if event.verb in ("gather", "reduce", "all_reduce") and len(event.ranks) > 1:
+            self._since.append(event)
+
+    def begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer begins to step: the next training step's, if it has stepped in this one."""
+        if optimizer in self._running:  # an error ended its last one
+            self._running.clear()
+        if not self._running and optimizer in self._stepped:
+            self.end()
+        self._running.append(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped."""
+        self._running = self._running[: self._running.index(optimizer)] if optimizer in self._running else []
+        if self._running:
+            return
+        for event in self._since:
+            count, ranks = self._sent.setdefault(event.verb, [0, 0]), len(event.ranks)
             count[0] += 1
             count[1] += event.nbytes * (ranks - 1) // ranks * (2 if event.verb == "all_reduce" else 1)
+        self._since.clear()
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._known) or self._all_are_stepped():
+            self.end()
 
-    def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Count a step of any optimizer."""
-        self.taken += 1
-        if self.taken == self.limit:
-            self.report = self._describe(optimizer)
+    def _all_are_stepped(self) -> bool:
+        stepped = {id(p) for each in self._stepped for group in each.param_groups for p in group["params"]}
+        models = [model for root in all_roots() for model in root.top.modules]
+        return all(id(p) in stepped for model in models for p in model.parameters() if p.requires_grad)
+
+    def end(self) -> None:
+        """End a training step, if any optimizer has stepped in it.
+
+        Raises:
+            Enough: it was the last one.
+        """
+        if self.report:  # the program has caught all that it could
             raise Enough
-        self._sent.clear()
+        if self._stepped:
+            self.taken, self._known = self.taken + 1, self._stepped
+            if self.taken == self.limit:
+                self.report = self._describe()
+                raise Enough
+            self._stepped = []
+            self._sent.clear()
 
-    def _describe(self, optimizer: torch.optim.Optimizer) -> str:
+    def _describe(self) -> str:
         lines: list[str] = []
         ranks: set[int] = set()  # of all meshes
         for root in all_roots():
             for model in root.top.modules:
-                lines += [describe(model, plans=True), "", str(memory_use(model, optimizer)), ""]
+                lines += [describe(model, plans=True), "", str(memory_use(model, self._known)), ""]
             for bucket in [bucket for runner in root.units for bucket in runner.unit.buckets]:
                 ranks.update(ranks_around(bucket.axes.mesh))
         if not lines:
-            raise self._not_sharded(optimizer)
+            raise self._not_sharded(self._known[0])
         if ranks and len(ranks) < self.world:
             lines.append(f"No model is sharded over more than {len(ranks)} of the {self.world} ranks.\n")
         names = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
@@ -96,8 +143,8 @@ class Steps:
         )
 
 
-def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
-    """Run a program until it has taken `steps` optimizer steps, or ends.
+def dry_run(program: Callable[[], object], world: int, steps: int) -> tuple[str, int]:
+    """Run a program until it has taken `steps` training steps, or ends.
 
     Args:
         program: runs as rank 0 of a fake process group, which it initializes itself.
@@ -105,21 +152,69 @@ def dry_run(program: Callable[[], object], world: int, steps: int) -> str:
         steps: at least 1.
 
     Returns:
-        A report on the last step; empty if the program ended before it.
+        A report on the last step, empty if the program ended before it; and the steps that it took.
 
     Raises:
         NotSharded: no model was sharded before the step.
-        Exception: any error that the program raises.
+        BaseException: any error that the program raises, with a note if checkpoints were not written before it.
     """
     taken = Steps(steps, world)
-    with pretended(world):
-        hook = register_optimizer_step_post_hook(taken.end_step)
+    with pretended(world), _nothing_saved():
+        hooks = register_optimizer_step_pre_hook(taken.begin), register_optimizer_step_post_hook(taken.stepped)
         stream.listeners.append(taken.record)
         try:
-            program()
+            try:
+                program()
+            except SystemExit as stop:
+                if stop.code:
+                    raise
+            taken.end()
         except Enough:
             gc.collect()
+        except Exception as error:
+            if unwritten:
+                error.add_note(f"In a dry run no checkpoint is written: {', '.join(unwritten[:3])} cannot be read.")
+            raise
         finally:
             stream.listeners.remove(taken.record)
-            hook.remove()
-    return taken.report
+            for hook in hooks:
+                hook.remove()
+    return taken.report, taken.taken
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """`torch.save` to a path, and saves of `torch.distributed.checkpoint`, only note the path."""
+    write = torch.save
+
+    def save_file(thing: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            unwritten.append(os.fspath(f))
+        else:
+            write(thing, f, *args, **kwargs)
+
+    def save(state: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any) -> Metadata:
+        unwritten.append(str(checkpoint_id or getattr(storage_writer, "path", storage_writer)))
+        return Metadata({})
+
+    def save_later(state: Any, **kwargs: Any) -> Future[Metadata]:
+        done: Future[Metadata] = Future()
+        done.set_result(save(state, **kwargs))
+        return done
+
+    places: Any = (
+        (torch, "save", save_file),
+        *[
+            (module, name, function)
+            for module in (dcp, state_dict_saver)
+            for name, function in (("save", save), ("async_save", save_later))
+        ],
+    )
+    before = [(module, name, getattr(module, name)) for module, name, _ in places]
+    for module, name, function in places:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,10 @@ from ..runtime import (
     runners_in,
 )
 from ..shard import Bucket, Unit, members_of, units_of
-from ..torch_private.local_tensor import plain_tensors
+from ..torch_private.local_tensor import inside, plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long
-from .planner.optimizer import Optimizers, as_list
+from .planner.optimizer import Optimizers, as_list, has_owners
 from .planner.profile import Step
 from .planner.strategy import check_counts
 
@@ -83,17 +83,20 @@ class MemoryUse:
         return "\n".join(f"{name:<34}{size(nbytes):>10}" for name, nbytes in rows)
 
 
-def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+def memory_use(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+) -> MemoryUse:
     """The memory of `model` and its optimizer on this rank now, from the sizes of storages.
 
     Args:
         model: a model with or without units, or a part of one.
-        optimizer: the optimizer of which to count the state of this model's parameters; None: none.
+        optimizer: the optimizer, or several, of which to count the state of this model's parameters; None: none.
 
     Raises:
         ConfigError: `model` is no module, or `optimizer` no optimizer.
     """
-    _check_arguments("memory_use", model, [] if optimizer is None else [optimizer])
+    optimizers = [] if optimizer is None else as_list(optimizer)
+    _check_arguments("memory_use", model, optimizers)
     units = units_of(model)
     shards = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
     plain = [p for p in model.parameters() if owner_of(p) is None]
@@ -101,16 +104,17 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     every = [gradients for unit in units for gradients in unit.gradients]
     reduced = [g.delivery.set.flat for g in every if g.delivery.set is not None]
     reduced += [residual for g in every for residual in g.residuals.values()]
-    states = _states_of(model, units, optimizer)
-    state = [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
+    states = [(each, _states_of(model, units, each)) for each in optimizers]
     members = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
     whole = sum(nbytes for _, nbytes in members)
     trainable = sum(nbytes for m, nbytes in members if m.sharded.requires_grad)
     trainable += _nbytes(p for p in plain if p.requires_grad)
-    plain_ids, ratio = {id(p) for p in plain}, whole / max(_nbytes(shards), 1)
-    unsharded_state = sum(_nbytes([v]) * (1 if v.dim() == 0 or id(p) in plain_ids else ratio) for p, v in state)
+    ratio = whole / max(_nbytes(shards), 1)
+    numels = {id(m.sharded): (inside(m.local).numel(), m.slot.numel) for m, _ in members}
+    numels |= {id(p): (p.numel(), p.numel()) for p in plain}
+    unsharded_state = sum(_unsharded(each, state, numels, ratio) for each, state in states)
     ledgers = {id(unit.ledger): unit.ledger for unit in units}.values()
-    state_tensors = [value for _, value in state]
+    state_tensors = [value for _, state in states for _, value in state]
     return MemoryUse(
         parameters=_nbytes([*shards, *plain]),
         gradients=sum(g.held_bytes + g.residual_bytes for g in every) + _nbytes(plain_gradients),
@@ -218,7 +222,7 @@ def explained_at_the_end(error: BaseException) -> str | None:
     model = root.top.modules[0]
     optimizers = stepping([runner.unit for runner in root.units])
     held = seen.account if seen is not None else _account(model, optimizers, bytes_asked(str(failed)))
-    state = size(_state(model, optimizers))
+    state = size(memory_use(model, optimizers).optimizer)
     planned, why = _planned_soon(model, optimizers)  # last: a plan that does not end leaves the model without units
     if seen is None:
         return f"This was outside of a pass of the model. {memory_in_words(held, planned, why)}"
@@ -276,12 +280,8 @@ def _planned(
 
 def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], asked: int | None) -> Account:
     is_sharded = not any(isinstance(each, OwnerOptimizer) for each in optimizers)
-    state = _state(model, optimizers) if optimizers else None
+    state = memory_use(model, optimizers).optimizer if optimizers else None
     return account(runners_in(model), state, asked, optimizer_is_sharded=is_sharded)
-
-
-def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    return sum(memory_use(model, each).optimizer for each in optimizers)
 
 
 def _steps_any_of(model: nn.Module) -> Callable[[torch.optim.Optimizer], bool]:
@@ -303,19 +303,45 @@ def _check_arguments(function: str, model: object, optimizers: Sequence[object])
 
 
 def _states_of(
-    model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None
-) -> list[tuple[Any, Any]]:
-    """State by parameter, without that of units and plain parameters outside of the model: it may be a part of one."""
-    if optimizer is None:
-        return []
-    plain, inside = set(map(id, model.parameters())), set(map(id, units))
+    model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer
+) -> list[tuple[Any, torch.Tensor]]:
+    """Tensors of the state with their parameters, without those outside of the model: it may be a part of one."""
+    plain, within = set(map(id, model.parameters())), set(map(id, units))
     others = {
         id(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) not in plain and id(owner_of(parameter)) not in inside
+        if id(parameter) not in plain and id(owner_of(parameter)) not in within
     }
-    return [(parameter, values) for parameter, values in optimizer.state.items() if id(parameter) not in others]
+    states = [(parameter, values) for parameter, values in optimizer.state.items() if id(parameter) not in others]
+    return [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
+
+
+def _unsharded(
+    optimizer: torch.optim.Optimizer,
+    state: Sequence[tuple[Any, torch.Tensor]],
+    numels: Mapping[int, tuple[int, int]],
+    ratio: float,
+) -> float:
+    """Bytes that an optimizer's state would have in one process.
+
+    Args:
+        numels: by id of the parameter, elements of this rank and of all.
+        ratio: whole bytes to this rank's, for tensors that are like neither.
+    """
+    nbytes = 0.0
+    for parameter, value in state:
+        own, every = numels.get(id(parameter), (-1, -1))
+        held = inside(value).numel()
+        if value.dim() == 0 or held == every:
+            nbytes += _nbytes([value])
+        else:
+            nbytes += every * inside(value).element_size() if held == own else ratio * _nbytes([value])
+    if has_owners(optimizer):  # this rank has the state of what it owns; others have as much
+        of_all = {id(p): numels.get(id(p), (0, 0))[1] for group in optimizer.param_groups for p in group["params"]}
+        owned = sum(of_all.get(key, 0) for key in {id(parameter) for parameter, _ in state})
+        nbytes *= sum(of_all.values()) / owned if owned else 1
+    return nbytes
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

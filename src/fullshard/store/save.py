@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from ..torch_private.fake_group import is_pretended
+from ..torch_private.fake_group import is_pretended, unwritten
 from .background import WRITER, Part, Saving, settle_background
 from .contents import checked_optimizers
 from .entries import RNG, Generators
@@ -118,6 +118,7 @@ def save(
 
     where, listed, values = ranks.together("checking the arguments", check_arguments)
     if is_pretended():  # `fullshard dry-run`: the other ranks' pieces do not exist
+        unwritten.append(str(where))
         return Saving(where, ranks, step, Part(publishes=False, over=True, name=f"step-{step:09d}"))
     if if_saving == "refuse" and any(ranks.all(WRITER.part is not None and not WRITER.poll())):
         raise CheckpointError(

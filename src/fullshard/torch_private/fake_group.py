@@ -20,13 +20,16 @@ def is_pretended() -> bool:
     return bool(_worlds)
 
 
+unwritten: list[str] = []
+"""Paths that such a process would have written checkpoints to."""
+
 _worlds: list[int] = []
 
 
 @contextmanager
 def pretended(world: int) -> Iterator[None]:
     """Make this process rank 0 of `world`: every group made within is a fake one, whatever the program asks for."""
-    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._C._distributed_c10d import FakeProcessGroup, TCPStore
 
     def fake(common: Any, options: Any) -> Any:
         create: Any = FakeProcessGroup._create_internal  # the stubs lack the last argument
@@ -47,12 +50,24 @@ def pretended(world: int) -> Iterator[None]:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return again(ranks, timeout, None, *args, **kwargs)
 
-    dist.init_process_group, dist.new_group = init_process_group, new_group
+    class Store(TCPStore):
+        """Waits for nobody."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args[:5], **kwargs | {"wait_for_workers": False})
+
+    replaced = {"init_process_group": init_process_group, "new_group": new_group, "TCPStore": Store}
+    replaced["monitored_barrier"] = lambda *args, **kwargs: None  # of gloo's groups only
+    before = {name: getattr(dist, name) for name in replaced}
+    for name, value in replaced.items():
+        setattr(dist, name, value)
     _worlds.append(world)
+    unwritten.clear()
     try:
         yield
     finally:
         _worlds.pop()
-        dist.init_process_group, dist.new_group = begin, again
+        for name, value in before.items():
+            setattr(dist, name, value)
         if dist.is_initialized():
             dist.destroy_process_group()

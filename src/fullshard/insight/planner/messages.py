@@ -82,6 +82,14 @@ def unknown_optimizer(name: str, known: list[str]) -> ConfigError:
     )
 
 
+def needs_whole_tensors(name: str) -> ConfigError:
+    return ConfigError(
+        f"plan(): torch.optim.{name} needs whole tensors, and a rank has shards.",
+        remedy="pass a function: "
+        f"optimizer=lambda parameters: fullshard.OwnerOptimizer(parameters, torch.optim.{name})",
+    )
+
+
 def not_rates(value: object) -> ConfigError:
     return ConfigError(
         "plan(): rates must be a fullshard.Rates.",
@@ -90,13 +98,18 @@ def not_rates(value: object) -> ConfigError:
     )
 
 
-def step_failed(error: Exception, micro_batch: int, sequence: int) -> ConfigError:
-    return ConfigError(
+class StepFailed(ConfigError):
+    """The model's step raised an error on fake tensors."""
+
+
+def step_failed(error: Exception, micro_batch: int, sequence: int, checkpointing: bool) -> StepFailed:
+    recomputes = "plan with checkpointing=False (--fix checkpointing=false); or " if checkpointing else ""
+    return StepFailed(
         f"plan() could not run one step of the model on fake tensors: {type(error).__name__}: {error}",
-        got=f"micro_batch={micro_batch}, sequence={sequence}",
-        remedy="pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs the model, "
-        "or let the function that builds the model return both: model, step; by default the model gets token ids "
-        "[micro_batch, sequence] and returns logits or an object with .logits. "
+        got=f"micro_batch={micro_batch}, sequence={sequence}" + (", checkpointing=True" if checkpointing else ""),
+        remedy=f"{recomputes}pass step=, a function (model, micro_batch, sequence) -> loss that makes a batch and runs "
+        "the model, or let the function that builds the model return both: model, step; by default the model gets "
+        "token ids [micro_batch, sequence] and returns logits or an object with .logits. "
         "Values of fake tensors cannot be read: no .item(), no branches on values. Some kernels take one dtype only: "
         "build the model in it (--dtype bfloat16)",
     )
@@ -228,6 +241,14 @@ def mesh_does_not_divide(pattern: str, sizes: tuple[int, int], ranks: int) -> Co
         f"plan(): meshes[{pattern!r}] does not fit the ranks.",
         expected=f"a pair (shard, replicate) whose product divides {ranks}",
         got=repr(sizes),
+    )
+
+
+def not_a_pattern(pattern: object) -> ConfigError:
+    return ConfigError(
+        "plan(): a key of meshes is no pattern of parameters' names.",
+        expected="a pattern of fnmatch, such as *.experts.*",
+        got=repr(pattern),
     )
 
 

@@ -126,7 +126,8 @@ class Plan:
         strategy = {f.name: getattr(self.strategy, f.name) for f in dataclasses.fields(self.strategy)}
         strategy |= {name: str(strategy[name]) for name in ("layout", "units")}
         strategy["mp_policy"] = strategy["mp_policy"] and str(strategy["mp_policy"])
-        return {"strategy": strategy, "peak": self.peak, "fits": self.fits, "seconds": self.seconds, **fields}
+        fits = self.fits if self.device_memory is not None else None
+        return {"strategy": strategy, "peak": self.peak, "fits": fits, "seconds": self.seconds, **fields}
 
     def __str__(self) -> str:
         """Where memory, bytes and time go."""
@@ -135,9 +136,8 @@ class Plan:
         rows += [("allocated at the peak", size(self.peak)), (f"  in the {self.where}", "")]
         rows += [("expected with allocator and context", size(self.reserved))] if self.reserved != self.peak else []
         if self.device_memory is not None:
-            rows.append(
-                ("memory of a device", f"{size(self.device_memory)}  {'fits' if self.fits else 'does not fit'}")
-            )
+            fits = "fits" if self.fits else f"{size(self.reserved - self.device_memory)} too little"
+            rows.append(("memory of a device", f"{size(self.device_memory)}  {fits}"))
         rows.append(("", ""))
         for verb, nbytes in self.sent.items():
             if nbytes:
@@ -182,11 +182,13 @@ class Plans:
         ranked: all plans.
         model: the model's class.
         ranks: of the world.
+        left_out: why no strategy with checkpointing was planned; "" if they were.
     """
 
     ranked: tuple[Plan, ...]
     model: str
     ranks: int
+    left_out: str = ""
 
     @property
     def best(self) -> Plan:
@@ -203,7 +205,7 @@ class Plans:
         header = ("", "strategy", "micro-batch", "memory", "s a step", "waiting", "tokens/s")
         rows = [
             (
-                "fits" if plan.fits else "no",
+                ("fits" if plan.fits else "no") if plan.device_memory is not None else "",
                 str(plan.strategy),
                 f"{plan.strategy.micro_batch} x {plan.micro_batches}",
                 size(plan.reserved),
@@ -214,6 +216,7 @@ class Plans:
             for plan in self.ranked[:10]
         ]
         more = [f"... and {len(self.ranked) - 10} more"] if len(self.ranked) > 10 else []
+        more += [f"left out: checkpointing, with which the model raises {self.left_out}"] if self.left_out else []
         title = f"{self.model} on {counted(self.ranks, 'rank')}"
         if len(self.ranked) == 1:
             return f"{title}: {self.best}"
@@ -307,7 +310,7 @@ def plan(
             choice.check(ranks, batch)
         plans = [planner.plan(choice, *size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
-    return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel)
+    return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel, planner.left_out)
 
 
 class Planner:
@@ -345,6 +348,7 @@ class Planner:
         self.rates = rates or assumed_rates(device)
         self.blocks = cache(self._blocks)
         self._profiles: dict[Any, Profile | None] = {}
+        self.left_out = ""  # why strategies with checkpointing are
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
         self.owners, self.steps_shards = cache(self._owners), cache(self._steps_shards)
@@ -391,7 +395,7 @@ class Planner:
             except Exception as error:
                 if not any(parameter.requires_grad for parameter in self.model.parameters()):
                     raise messages.nothing_trains() from error
-                raise messages.step_failed(error, micro_batch, sequence) from error
+                raise messages.step_failed(error, micro_batch, sequence, recomputes) from error
             self._profiles[key] = found
         return self._profiles[key]
 
@@ -460,7 +464,8 @@ class Planner:
             for costs in self.costs(tuple(alike.items()), shard, strategy.replicate)
         )
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        on_device = [costs for costs in units if not costs.strategy.offload]
+        trained = {moment.unit for moment in step.moments if moment.kind == "back"}  # others get no gradients, no state
+        on_device = [costs for costs in units if not costs.strategy.offload and costs.name in trained]
         owners = None
         if self.steps_shards():
             if strategy.step_in_backward or self.tensor > 1:
@@ -528,17 +533,27 @@ class Planner:
             chosen = [choice for choice in chosen if choice.replicate > 1]
             if not chosen:
                 raise messages.hook_without_replicas(ranks)
-        fits = False
+        fits, failed, either = False, None, "checkpointing" not in fixed
+        planned = False
         for offload in (False, True):
             if offload and (fits or not self.offloads or "offload" in fixed):
-                return
+                break
             for choice in chosen:
-                if "checkpointing" not in fixed and not self._activations_fit(choice, ranks, sequence):
+                if either and (failed if choice.checkpointing else not self._activations_fit(choice, ranks, sequence)):
                     continue
-                first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
+                try:
+                    first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
+                except messages.StepFailed as error:
+                    if not (either and choice.checkpointing):
+                        raise
+                    failed, self.left_out = error, messages.in_few_words(error)
+                    continue
                 for plan in (first, *self._refine(first, *size_of_run, fixed)):
                     fits = fits or plan.fits
+                    planned = True
                     yield plan
+        if failed is not None and not planned:
+            raise failed
 
     def _how(self, strategy: Strategy, shard: int) -> dict[str, UnitStrategy]:
         return strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
@@ -661,6 +676,10 @@ def built_model(model: Any) -> tuple[nn.Module, Step | None]:
     return model, step
 
 
+NEED_WHOLE_TENSORS = ("Adafactor", "Muon")
+"""Of `torch.optim`."""
+
+
 def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     if callable(optimizer):
         return optimizer
@@ -670,8 +689,10 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
         if isinstance(kind, type)
         and kind is not torch.optim.Optimizer
         and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("LBFGS", "SparseAdam")  # which need a closure, and sparse gradients
+        and name not in ("LBFGS", "SparseAdam", *NEED_WHOLE_TENSORS)  # which need a closure, and sparse gradients
     }
+    if optimizer in NEED_WHOLE_TENSORS:
+        raise messages.needs_whole_tensors(optimizer)
     if optimizer not in kinds:
         raise messages.unknown_optimizer(optimizer, sorted(kinds))
     kind = kinds[optimizer]
@@ -705,9 +726,12 @@ def _checked_meshes(
     if not isinstance(meshes, Mapping | None):
         raise messages.not_of_type("meshes", "a dict: pattern of parameters' names -> (ranks, replicas)", meshes)
     for pattern, sizes in (meshes or {}).items():
+        if not isinstance(pattern, str):
+            raise messages.not_a_pattern(pattern)
         if not isinstance(sizes, tuple) or len(sizes) != 2:
             raise messages.not_a_mesh(pattern, sizes)
-        check_counts(**{f"meshes[{pattern!r}]": min(sizes)})
+        for count in sizes:
+            check_counts(**{f"meshes[{pattern!r}]": count})
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise messages.mesh_of_nothing(pattern, names)
     return meshes or {}

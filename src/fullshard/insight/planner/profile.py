@@ -12,6 +12,7 @@ count until the unit is done, when a reduction takes them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections import Counter
@@ -153,6 +154,7 @@ def profile(
             with contextlib.ExitStack() as undo:
                 for path, module in modules.items():
                     undo.enter_context(recorder.watch(module, path, checkpointing and bool(path), units[path]))
+                undo.enter_context(_whole_sequences(model))
                 with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
                     loss = step(model, micro_batch, sequence)
                     logits = recorder.logits
@@ -214,6 +216,33 @@ def _faked(
     finally:
         for _, show, tensor in places:
             show(tensor)
+
+
+@contextlib.contextmanager
+def _whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Models of Transformers take each row of a batch for one sequence, unless they are called with position ids.
+
+    They look for the limits of packed sequences in the values of position ids that they make themselves, which they
+    cannot read from fake tensors; they then build masks of all scores, and repeat the keys of grouped heads. The
+    function that looks is private: without it they do so here. Test: test_a_model_of_transformers_is_planned_unpacked.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if look is None:
+        yield
+        return
+    are_passed: list[bool] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        are_passed[:] = [kwargs.get("position_ids") is not None]
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    masks.find_packed_sequence_indices = lambda ids: look(ids) if are_passed == [True] else None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = look
+        hook.remove()
 
 
 SENT = {

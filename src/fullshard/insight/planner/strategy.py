@@ -82,7 +82,7 @@ class Strategy:
     mp_policy: MixedPrecisionPolicy | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.units, set):  # of classes, as a wrap policy may be; a strategy is a key
+        if isinstance(self.units, set | list):  # of classes, as a wrap policy may be; a strategy is a key
             object.__setattr__(self, "units", frozenset(self.units))
 
     def check(self, ranks: int, batch: int) -> None:
