@@ -287,8 +287,10 @@ def test_what_it_refuses(fake_world) -> None:
     for budget in (-1, "all", True, float("nan")):
         with raises("ConfigError: offload_by_budget(budget=) is invalid"):
             offload_by_budget(model, budget)  # type: ignore[arg-type]
-    with raises("ConfigError: offload_by_budget(state_bytes=) is invalid"):
-        offload_by_budget(model, 0, state_bytes=-8)
+    for state_bytes in (-8, float("inf")):
+        with raises("ConfigError: offload_by_budget(state_bytes=) is invalid"):
+            offload_by_budget(model, 0, state_bytes=state_bytes)
+    assert "0 B in" not in (text := str(offload_by_budget(model, float("inf")))) and "without a budget" in text
     with raises("ConfigError: offload_by_budget(policy=) has an invalid type"):
         offload_by_budget(model, 0, policy=fullshard.OffloadPolicy())  # type: ignore[arg-type]
     with fullshard.keep_gathered(model), raises("PhaseError: offload_by_budget was called inside keep_gathered"):

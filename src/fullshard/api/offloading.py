@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,24 +29,23 @@ class Offloaded:
         units: names of the units that were moved to host memory, in the order in which they were chosen.
         host: bytes of parameters, gradients and optimizer state of these units.
         device: bytes of those of all other units, which stay on the device.
-        budget: the bytes that were allowed there.
+        budget: the bytes that were allowed there; `math.inf`: any number.
     """
 
     units: tuple[str, ...]
     host: int
     device: int
-    budget: int
+    budget: float
 
     def __str__(self) -> str:
         moved = f"{len(self.units)} unit(s) in host memory ({size(self.host)}): {', '.join(self.units)}"
-        return (
-            f"{moved if self.units else 'no unit has to leave the device'}; "
-            f"{size(self.device)} on the device, of a budget of {size(self.budget)}"
-        )
+        allowed = f"of a budget of {size(int(self.budget))}" if math.isfinite(self.budget) else "without a budget"
+        moved = moved if self.units else "no unit has to leave the device"
+        return f"{moved}; {size(self.device)} on the device, {allowed}"
 
 
 def offload_by_budget(
-    model: nn.Module, budget: int, *, state_bytes: int = 8, policy: CPUOffloadPolicy | None = None
+    model: nn.Module, budget: float, *, state_bytes: int = 8, policy: CPUOffloadPolicy | None = None
 ) -> Offloaded:
     """Move the sharded state of as few units as needed to host memory, so that the rest fits a budget on the device.
 
@@ -64,7 +64,8 @@ def offload_by_budget(
     around other units comes after those, and the root, which is gathered first, last. Finally units that are not needed
     return to the device: no unit that was chosen can be left out.
 
-    On a CPU nothing moves; the result is the choice that a device of that budget would get.
+    On a CPU nothing is offloaded, whatever the policies of its units; the result is the choice that a device of that
+    budget would get if nothing were offloaded there either.
 
     Args:
         model: sharded by either front-end; units that are offloaded already stay so, and do not count.
@@ -84,7 +85,8 @@ def offload_by_budget(
     """
     runners = runners_of(model, "offload_by_budget")
     for name, value in (("budget", budget), ("state_bytes", state_bytes)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+        if not is_number or (name == "state_bytes" and not math.isfinite(value)):
             raise messages.not_a_number_of_bytes(name, value)
     policy = CPUOffloadPolicy() if policy is None else policy
     if not isinstance(policy, CPUOffloadPolicy):
@@ -100,7 +102,7 @@ def offload_by_budget(
         if unit.buckets and (home := home_of(policy, unit.buckets[0].axes.device)) is not None:
             offload_unit(unit, home)
     result = Offloaded(
-        tuple(names[id(movable[index])] for index in chosen), sum(sizes[index] for index in chosen), left, int(budget)
+        tuple(names[id(movable[index])] for index in chosen), sum(sizes[index] for index in chosen), left, budget
     )
     logger.info("offload_by_budget: %s", result)
     return result
