@@ -557,8 +557,13 @@ def test_shard_fn_may_add_a_parameter_to_a_chosen_module_and_cast_a_buffer(run_r
 
 
 PROGRAM = """
+import argparse
+import sys
+
 import torch
 from torch import nn
+
+AT_IMPORT = list(sys.argv)
 
 def right():
     model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -577,6 +582,16 @@ def unasked():
 
 def incomplete():
     return {"model_fn": nn.Linear}
+
+def parsed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=3)
+    width = parser.parse_args().width
+    print(f"{AT_IMPORT} and {sys.argv}, width {width}")
+    return right()
+
+def exits():
+    sys.exit(3)
 """
 
 
@@ -591,21 +606,30 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     for given, text in (
         ([f"{script}:incomplete"], "missing: batch_fn, loss_fn"),
         ([f"{script}:unasked"], "batch_fn(index, rank, world)"),
+        ([f"{script}:exits"], f"{script}:exits ended with sys.exit(3)"),
+        ([f"{script}:parsed", "--", "--depth", "2"], f"fullshard: {script}:parsed does not accept its program's"),
+        ([f"{script}:parsed", "--", "--width", "x"], "(after --): argument --width: invalid int value: 'x'"),
         ([f"{script}:right", "--ranks", "0"], "--ranks"),
         ([f"{script}:right", "--steps", "many"], "--steps"),
         ([], "SCRIPT-OR-MODULE:FUNCTION"),
     ):
         assert main(["verify", *given]) == 2
         out, error = capfd.readouterr()
-        assert text in error and not out, error
+        assert text in error and not out and "usage" not in error, error
     assert main(["other"]) == 2 and main([]) == 2
     assert not dist.is_initialized()
 
 
-def test_the_command_line_starts_ranks(tmp_path, capfd):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    assert main(["verify", f"{tmp_path}/program.py:right", "--steps", "1", "--ranks", "2"]) == 0
-    assert "verify: ok (2 ranks" in capfd.readouterr().out
+@pytest.mark.parametrize(("ranks", "own", "width"), [(1, [], 3), (2, ["--width", "4"], 4)])
+def test_ranks_are_started_and_the_program_finds_its_own_arguments(tmp_path, capfd, monkeypatch, ranks, own, width):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (script := tmp_path / "program.py").write_text(PROGRAM)
+    before, seen = sys.argv, [str(script), *own]
+    command = ["verify", f"{script}:parsed", "--steps", "1", "--ranks", str(ranks)]
+    assert main([*command, "--", *own] if own else command) == 0
+    out = capfd.readouterr().out
+    assert out.count(f"{seen} and {seen}, width {width}\n") == ranks and f"verify: ok ({ranks} rank" in out, out
+    assert sys.argv is before
 
 
 def test_the_rank_that_broke_is_named(capfd, monkeypatch):
