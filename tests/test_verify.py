@@ -291,6 +291,14 @@ def doubled(model: nn.Module) -> None:
             p.grad.mul_(2)
 
 
+def clamped(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+def summed_losses(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> float:
+    return sum(usual(model, optimizer, batches))
+
+
 def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
     for batch in batches:
         next_token(model, batch).backward()
@@ -345,6 +353,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "adapter": ({"shard_fn": adapter_on_first}, "structure", "blocks.1.lora.weight", "LoRA"),
     "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
+    "clamped": (step(partial(usual, after=clamped)), "gradient", "tokens.weight", "clamped to 0.02"),
+    "summed losses": (
+        step(summed_losses, micro_batches=3),
+        *("loss", None, "multiplied by the number of micro-batches: return the mean"),
+    ),
     "not stepped": (step(without_step), "step", None, "was not called"),
     "not stepped, and zeroed": (step(forgets_to_step), "gradient", "tokens.weight", "was not called"),
     "not zeroed": (step(never_clears), "gradient", "tokens.weight", "zero_grad() was not called"),
@@ -453,6 +466,10 @@ def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
     assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
     assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
     square = [row[:2] for row in parts[:2]], [[0.25, 0.25]] * 2, [[1.0, 1.0]] * 2
+    bound = float(parts[2][0].abs().sort().values[-4])
+    alone = [[parts[2][0]]], [[1.0]], [[1.0]], 0
+    assert f"clamped to {bound:.4g}" in (gradient_cause(parts[2][0].clamp(-bound, bound), *alone) or "none")
+    assert gradient_cause(parts[2][0].clamp(-bound, 2 * bound), *alone) is None
     either = gradient_cause(sum(0.5 * part for row in square[0] for part in row), *square, 0) or ""
     assert "summed over ranks" in either and "; or losses of micro-batches are summed" in either
 
