@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -376,17 +377,63 @@ def test_invalid_arguments(settings, words):
 
 STEPS = [
     ({"tokens": -1}, "tokens must be an int of at least 0, got -1"),
+    ({"tokens": True}, "tokens must be an int of at least 0, got True"),
+    ({"tokens": 5.0}, "tokens must be an int of at least 0, got 5.0"),
+    ({"tokens": torch.tensor(True)}, "tokens must be an int of at least 0, got tensor(True)"),
+    ({"tokens": torch.tensor(5.0)}, "tokens must be an int of at least 0, got tensor(5.)"),
+    ({"tokens": torch.tensor([1, 2])}, "tokens must be an int of at least 0, got tensor([1, 2])"),
+    ({"tokens": torch.tensor(5, device="meta")}, "tokens must be an int of at least 0, or a tensor of one integer on"),
     ({"loss": "low"}, "loss must be a number, or a tensor of one element"),
     ({"loss": torch.ones(2)}, "loss must be a number, or a tensor of one element"),
+    ({"loss": True}, "loss must be a number, or a tensor of one element, got True"),
+    ({"loss": np.True_}, "loss must be a number, or a tensor of one element, got np.True_"),
+    ({"loss": torch.tensor(True)}, "loss must be a number, or a tensor of one element, got tensor(True)"),
+    ({"loss": torch.tensor(1 + 2j)}, "loss must be a number, or a tensor of one element, got tensor(1.+2.j)"),
+    ({"loss": np.complex64(1)}, "loss must be a number, or a tensor of one element, got np.complex64"),
+    ({"loss": np.ones(2)}, "loss must be a number, or a tensor of one element, got array"),
     ({"grad_norm": "low"}, "grad_norm must be a number, or a tensor of one element"),
 ]
 
 
-@pytest.mark.parametrize(("given", "words"), STEPS, ids=[words.partition(",")[0] for _, words in STEPS])
+@pytest.mark.parametrize(("given", "words"), STEPS, ids=[repr(given) for given, _ in STEPS])
 def test_invalid_numbers_of_a_step(given, words):
     with fullshard.Monitor(nn.Linear(2, 2), every=1, line=False) as monitor, pytest.raises(ConfigError) as raised:
         monitor.step(**given)
     assert f"Monitor: {words}" in str(raised.value)
+
+
+@pytest.mark.parametrize(("given", "words"), STEPS, ids=[repr(given) for given, _ in STEPS])
+def test_a_call_that_is_refused_counts_nothing(clock, given, words):
+    monitor = fullshard.Monitor(nn.Linear(2, 2), every=2, tokens_per_step=3, line=False)
+    assert monitor.step() is None
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            monitor.step(**given)
+    clock.seconds += 1.0
+    report = monitor.step(loss=1.0)
+    assert (report.step, report.steps, report.tokens_per_second) == (2, 2, 6.0)
+
+
+def test_tokens_may_be_any_integer(clock):
+    monitor = fullshard.Monitor(nn.Linear(2, 2), every=4, line=False)
+    for tokens in (np.int64(5), torch.tensor([True, False, True]).sum(), torch.tensor([4], dtype=torch.int32)):
+        assert monitor.step(tokens=tokens) is None
+    clock.seconds += 1.0
+    assert monitor.step(tokens=0).tokens_per_second == 5 + 2 + 4
+
+
+def test_tokens_on_a_device_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"(?s)a tensor on meta.*tokens\.item\(\)"):
+        fullshard.Monitor(nn.Linear(2, 2), line=False).step(tokens=torch.tensor(5, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(5.1e-05, "5.1e-05"), (-0.00012346, "-0.0001235"), (0.0, "0.0000"), (0.001, "0.0010"), (2.5, "2.5000")],
+)
+def test_small_losses_are_printed_with_four_digits(loss, text):
+    report = fullshard.Monitor(nn.Linear(2, 2), every=1, line=False).step(loss=loss)
+    assert f"  loss {text}  " in str(report)
 
 
 def test_a_loss_of_a_graph_is_read_without_a_warning(recwarn):
@@ -413,11 +460,16 @@ def test_a_full_disk_closes_the_log_and_nothing_else(clock, capsys):
     assert capsys.readouterr().out.count("step") >= 2
 
 
-def test_a_report_that_fails_is_not_the_last(clock):
+def gather_that_fails(numbers: list[float]) -> None:
+    raise RuntimeError("a rank has ended")
+
+
+def test_a_report_that_fails_is_not_the_last(clock, monkeypatch):
     monitor = fullshard.Monitor(blocks(), tokens_per_step=2, every=2, line=False)
     assert monitor.step() is None
-    with pytest.raises(ConfigError, match="loss must be"):
-        monitor.step(loss=torch.ones(3))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a rank has ended"):
+        patch.setattr(monitor, "_gather", gather_that_fails)
+        monitor.step()
     assert monitor.step() is None and monitor.step().steps == 2
     with pytest.raises(ConfigError) as caught:
         fullshard.Monitor(blocks(), [torch.optim.AdamW(blocks().parameters())])

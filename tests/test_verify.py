@@ -162,6 +162,9 @@ def right() -> dict[str, str]:
         report = verify_tied(**{**given, "steps": 3})
         check(f"an optimizer without the head, {cleared}", report)
         assert ("first step only" in str(report)) == (cleared is not None), str(report)
+    check(
+        "a closure", verify_tied(train_step_fn=by_closure, optimizer_fn=momentum, micro_batches=2, shard_fn=by_blocks)
+    )
     check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
     check("compiled", verify_tied(shard_fn=compiled))
     check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
@@ -172,6 +175,31 @@ def clears_the_model(model: nn.Module, optimizer: Any, batches: list[Tensor]) ->
     model.zero_grad()
     next_token(model, batches[0]).backward()
     optimizer.step()
+
+
+def by_closure(model: nn.Module, optimizer: Any, batches: list[Tensor], keyword: bool = False) -> Tensor:
+    """The optimizer has the gradients computed; returns the loss with its graph."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum(next_token(model, batch) for batch in batches) / len(batches)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+
+
+class Subclassed(torch.optim.SGD):
+    """Its hooks run twice in a step: for its own and for that of its base. `calls`: of the closure."""
+
+    def __init__(self, parameters: Any, calls: int = 1) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.calls = calls
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(self.calls - 1 if closure else 0):
+            closure()
+        return super().step(closure)
 
 
 def momentum(model: nn.Module) -> Any:
@@ -291,6 +319,14 @@ def doubled(model: nn.Module) -> None:
             p.grad.mul_(2)
 
 
+def clamped(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+def summed_losses(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> float:
+    return sum(usual(model, optimizer, batches))
+
+
 def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
     for batch in batches:
         next_token(model, batch).backward()
@@ -345,6 +381,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "adapter": ({"shard_fn": adapter_on_first}, "structure", "blocks.1.lora.weight", "LoRA"),
     "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
+    "clamped": (step(partial(usual, after=clamped)), "gradient", "tokens.weight", "clamped to 0.02"),
+    "summed losses": (
+        step(summed_losses, micro_batches=3),
+        *("loss", None, "multiplied by the number of micro-batches: return the mean"),
+    ),
     "not stepped": (step(without_step), "step", None, "was not called"),
     "not stepped, and zeroed": (step(forgets_to_step), "gradient", "tokens.weight", "was not called"),
     "not zeroed": (step(never_clears), "gradient", "tokens.weight", "zero_grad() was not called"),
@@ -453,6 +494,10 @@ def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
     assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
     assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
     square = [row[:2] for row in parts[:2]], [[0.25, 0.25]] * 2, [[1.0, 1.0]] * 2
+    bound = float(parts[2][0].abs().sort().values[-4])
+    alone = [[parts[2][0]]], [[1.0]], [[1.0]], 0
+    assert f"clamped to {bound:.4g}" in (gradient_cause(parts[2][0].clamp(-bound, bound), *alone) or "none")
+    assert gradient_cause(parts[2][0].clamp(-bound, 2 * bound), *alone) is None
     either = gradient_cause(sum(0.5 * part for row in square[0] for part in row), *square, 0) or ""
     assert "summed over ranks" in either and "; or losses of micro-batches are summed" in either
 
@@ -472,8 +517,9 @@ def test_nothing_is_left_behind() -> None:
     assert verify_tied(optimizer_fn=lambda m: torch.optim.SGD([], lr=0.1)).first.kind == "error"
     told = str(verify_tied(shard_fn=lambda m: fully_shard(fully_shard(m))))
     assert "raised ConfigError" in told and "already applied to this Tied" in told
-    with pytest.raises(fullshard.ConfigError, match="modules"):
+    with pytest.raises(fullshard.ConfigError, match="modules") as raised:
         verify_tied(modules=["absent"])
+    assert raised.value.args[0].startswith("modules= must be") and "remedy" not in str(raised.value)
     assert not dist.is_initialized()
 
 
@@ -499,6 +545,82 @@ def test_an_error_is_told_with_the_line_that_raised_it():
     assert finding.got == "'labels'" and "KeyError" in finding.what
     line = failing.__code__.co_firstlineno + 1
     assert finding.cause == f"raised at {__file__}:{line}"
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("optimizer_fn", [momentum, lambda model: Subclassed(model.parameters())])
+def test_gradients_are_read_after_a_closure(optimizer_fn, keyword):
+    step = partial(by_closure, keyword=keyword)
+    report = verify_tied(train_step_fn=step, optimizer_fn=optimizer_fn, shard_fn=by_blocks)
+    assert report.ok, report
+
+
+def undetached(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> list[Tensor]:
+    losses = [next_token(model, batch) for batch in batches]
+    sum(losses).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def test_a_loss_with_its_graph_is_read_without_a_warning(recwarn):
+    torch.set_warn_always(True)
+    try:
+        assert verify_tied(train_step_fn=undetached).ok
+    finally:
+        torch.set_warn_always(False)
+    assert not [warning for warning in recwarn if "requires_grad" in str(warning.message)]
+
+
+def two_optimizers(model: nn.Module, optimizers: Any, batches: list[Tensor]) -> None:
+    for optimizer in optimizers:
+        by_closure(model, optimizer, batches)
+
+
+def stepping_in_backward(model: nn.Module) -> tuple[nn.Module, Any]:
+    optimizer = momentum(by_blocks(model))
+    fullshard.step_in_backward(optimizer)
+    return model, optimizer
+
+
+SEVERAL = "which calls its closure several times in a step"
+UNSUITABLE = {
+    "LBFGS": ({"optimizer_fn": lambda model: torch.optim.LBFGS(model.parameters())}, f"LBFGS, {SEVERAL}"),
+    "calls": ({"optimizer_fn": lambda model: Subclassed(model.parameters(), calls=2)}, f"Subclassed, {SEVERAL}"),
+    "two": (
+        {"optimizer_fn": lambda model: [momentum(model), momentum(model)], "train_step_fn": two_optimizers},
+        f"SGD, {SEVERAL}",
+    ),
+    "in backward": ({"shard_fn": stepping_in_backward, "train_step_fn": without_step}, "verify without it"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), UNSUITABLE.values(), ids=UNSUITABLE)
+def test_steps_that_cannot_be_compared_are_refused_by_name(given: Any, words: str) -> None:
+    with pytest.raises(fullshard.ConfigError) as raised:
+        verify_tied(**{"train_step_fn": by_closure, "shard_fn": by_blocks, **given})
+    assert "verify cannot compare" in str(raised.value) and words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+RETURNED = [
+    (lambda losses: {"loss": losses[0]}, "got dict"),
+    (lambda losses: "ok", "got str"),
+    (lambda losses: True, "got bool"),
+    (torch.tensor, "got Tensor of shape [2], float32"),
+    (lambda losses: torch.tensor(1 + 2j), "got Tensor of shape [], complex64"),
+    (lambda losses: (sum(losses) / 2, torch.ones(())), "got tuple of 2: float, Tensor"),
+    (lambda losses: losses[:1], "got list of 1: float"),
+    (lambda losses: ["a", "b"], "got list of 2: str, str"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), RETURNED, ids=[words for _, words in RETURNED])
+def test_what_a_step_may_not_return(answer: Any, words: str) -> None:
+    with pytest.raises(fullshard.ConfigError) as raised:
+        verify_tied(train_step_fn=lambda *given: answer(usual(*given)), micro_batches=2)
+    assert "train_step_fn may return" in str(raised.value) and "each micro-batch (2)" in str(raised.value)
+    assert str(raised.value).endswith(words) and "\n" not in str(raised.value)
 
 
 class Turned(nn.Module):
@@ -557,8 +679,13 @@ def test_shard_fn_may_add_a_parameter_to_a_chosen_module_and_cast_a_buffer(run_r
 
 
 PROGRAM = """
+import argparse
+import sys
+
 import torch
 from torch import nn
+
+AT_IMPORT = list(sys.argv)
 
 def right():
     model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -577,6 +704,16 @@ def unasked():
 
 def incomplete():
     return {"model_fn": nn.Linear}
+
+def parsed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=3)
+    width = parser.parse_args().width
+    print(f"{AT_IMPORT} and {sys.argv}, width {width}")
+    return right()
+
+def exits():
+    sys.exit(3)
 """
 
 
@@ -591,21 +728,30 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     for given, text in (
         ([f"{script}:incomplete"], "missing: batch_fn, loss_fn"),
         ([f"{script}:unasked"], "batch_fn(index, rank, world)"),
+        ([f"{script}:exits"], f"{script}:exits ended with sys.exit(3)"),
+        ([f"{script}:parsed", "--", "--depth", "2"], f"fullshard: {script}:parsed does not accept its program's"),
+        ([f"{script}:parsed", "--", "--width", "x"], "(after --): argument --width: invalid int value: 'x'"),
         ([f"{script}:right", "--ranks", "0"], "--ranks"),
         ([f"{script}:right", "--steps", "many"], "--steps"),
         ([], "SCRIPT-OR-MODULE:FUNCTION"),
     ):
         assert main(["verify", *given]) == 2
         out, error = capfd.readouterr()
-        assert text in error and not out, error
+        assert text in error and not out and "usage" not in error, error
     assert main(["other"]) == 2 and main([]) == 2
     assert not dist.is_initialized()
 
 
-def test_the_command_line_starts_ranks(tmp_path, capfd):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    assert main(["verify", f"{tmp_path}/program.py:right", "--steps", "1", "--ranks", "2"]) == 0
-    assert "verify: ok (2 ranks" in capfd.readouterr().out
+@pytest.mark.parametrize(("ranks", "own", "width"), [(1, [], 3), (2, ["--width", "4"], 4)])
+def test_ranks_are_started_and_the_program_finds_its_own_arguments(tmp_path, capfd, monkeypatch, ranks, own, width):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (script := tmp_path / "program.py").write_text(PROGRAM)
+    before, seen = sys.argv, [str(script), *own]
+    command = ["verify", f"{script}:parsed", "--steps", "1", "--ranks", str(ranks)]
+    assert main([*command, "--", *own] if own else command) == 0
+    out = capfd.readouterr().out
+    assert out.count(f"{seen} and {seen}, width {width}\n") == ranks and f"verify: ok ({ranks} rank" in out, out
+    assert sys.argv is before
 
 
 def test_the_rank_that_broke_is_named(capfd, monkeypatch):

@@ -50,6 +50,9 @@ CALLS = [
         lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0),
         "ConfigError: tokens_fn returned negative numbers, or",
     ),
+    (lambda: verify(modules=["layers.7"]), "ConfigError: modules= must be names of the model's modules"),
+    (lambda: verify(shard_fn=lambda model: 1), "ConfigError: shard_fn must return a module, or a module and its"),
+    (lambda: verify(optimizer_fn=lambda model: 1), "ConfigError: verify: optimizer_fn must return an optimizer or a"),
     (lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()), "ConfigError: verify could not begin"),
     # What commands and `watch` are given.
     (lambda: "train.py", function_at, "ConfigError: 'train.py' is not SCRIPT-OR-MODULE:FUNCTION"),
@@ -135,9 +138,6 @@ def on_meta() -> torch.nn.Module:
 
 ONLY = two_layers()
 QUOTED = [
-    ({"modules": ["layers.7"]}, "modules= must be names of the model's modules"),
-    ({"shard_fn": lambda model: 1}, "shard_fn must return a module, or a module and its optimizer"),
-    ({"optimizer_fn": lambda model: 1}, "verify: optimizer_fn must return an optimizer or a list of them"),
     ({"model_fn": lambda: ONLY}, "model_fn must make a new module at each call"),
     (
         {"model_fn": on_meta, "shard_fn": lambda model: fullshard.fully_shard(two_layers())},

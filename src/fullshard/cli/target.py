@@ -1,14 +1,16 @@
-"""The user's function that a command calls: SCRIPT-OR-MODULE:FUNCTION."""
+"""The user's function that a command calls: SCRIPT-OR-MODULE:FUNCTION, and the arguments that its program sees."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import ConfigError
 
@@ -35,6 +37,25 @@ def function_at(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"there is no function {name!r} in {source}")
     return function
+
+
+@contextmanager
+def program_arguments(target: str, arguments: list[str]) -> Iterator[None]:
+    """A context in which the program of `target` finds itself and these arguments in `sys.argv`.
+
+    Raises:
+        ConfigError: a parser of `argparse` does not accept them.
+    """
+
+    def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise ConfigError(f"{target} does not accept its program's arguments (after --): {message}")
+
+    before, sys.argv = sys.argv, [target.rpartition(":")[0], *arguments]
+    original, argparse.ArgumentParser.error = argparse.ArgumentParser.error, refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        sys.argv, argparse.ArgumentParser.error = before, original  # type: ignore[method-assign]
 
 
 def _script(path: Path) -> Any:

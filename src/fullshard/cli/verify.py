@@ -1,7 +1,8 @@
 """`fullshard verify SCRIPT-OR-MODULE:FUNCTION`.
 
 FUNCTION takes no arguments and returns those of `fullshard.verify` by name (model_fn, batch_fn, loss_fn, ...), or a
-Report that it got from `fullshard.verify`. It is called once the process group is initialized.
+Report that it got from `fullshard.verify`. It is called once the process group is initialized. Its program's own
+arguments follow --.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..errors import ConfigError, class_to_catch
 from . import terminal
 from .main import refuse
 from .ranks import MOST_RANKS, run_ranks
-from .target import function_at
+from .target import function_at, program_arguments
 
 if TYPE_CHECKING:
     from ..insight.verify import Report
@@ -33,14 +34,14 @@ class Arguments:
     """Train a few steps sharded and unsharded on the same batches, and report the first difference.
 
     fullshard.verify does the same within a program. Example:
-        fullshard verify train.py:check --ranks 2
+        fullshard verify train.py:check --ranks 2 -- --width 64
 
     Exit code: 0 no difference, 1 a difference, 2 bad input. Use --ranks, or torchrun, where each process is a rank.
     """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")]
     """a path to a .py file, or an importable module, and a function in it that returns the arguments of
-    fullshard.verify (model_fn, batch_fn, loss_fn, ...) as a dictionary"""
+    fullshard.verify (model_fn, batch_fn, loss_fn, ...) as a dictionary; put its program's own arguments after --"""
     ranks: int = 1
     """processes to start on this machine"""
     steps: int | None = None
@@ -53,11 +54,12 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "verify", arguments, partial(_verify, arguments))
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    return terminal.run(Arguments, "verify", arguments[:cut], partial(_verify, arguments, arguments[cut + 1 :]))
 
 
-def _verify(arguments: list[str], options: Arguments) -> int:
-    """Run this command, with these unparsed arguments, as one or several ranks."""
+def _verify(arguments: list[str], program: list[str], options: Arguments) -> int:
+    """Run this command, with these unparsed arguments and the program's, as one or several ranks."""
     if not 1 <= options.ranks <= MOST_RANKS:
         return refuse(f"--ranks must be from 1 to {MOST_RANKS}, got {options.ranks}; more need torchrun")
     if options.ranks > 1 and "RANK" not in os.environ:
@@ -68,7 +70,8 @@ def _verify(arguments: list[str], options: Arguments) -> int:
 
     first = os.environ.get("RANK", "0") == "0"
     try:
-        report = _report(options)
+        with program_arguments(options.target, program):
+            report = _report(options)
     except ConfigError as error:
         return refuse(str(error)) if first else 2
     finally:
@@ -99,6 +102,8 @@ def _report(options: Arguments) -> Report:
         result = function()
     except ConfigError:
         raise
+    except SystemExit as stop:
+        raise ConfigError(f"{options.target} ended with sys.exit({stop.code!r})") from stop
     except Exception as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(

@@ -12,6 +12,15 @@ def invalid_argument(name: str, expected: str, got: object) -> ConfigError:
     return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}".split("\n", 1)[0])
 
 
+def tokens_on_device(device: object) -> ConfigError:
+    """The error for a number of tokens that `Monitor.step` would have to wait for."""
+    return ConfigError(
+        "Monitor: tokens must be an int of at least 0, or a tensor of one integer on the CPU.",
+        got=f"a tensor on {device}",
+        remedy="pass tokens.item(), which waits for the device, or count the tokens before the batch is moved there",
+    )
+
+
 def cannot_write(name: str, path: object, error: OSError) -> ConfigError:
     """The error for an output that cannot be written."""
     return ConfigError(f"Monitor: {name} cannot be written.", got=f"{path}: {error.strerror or error}")

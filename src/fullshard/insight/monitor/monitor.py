@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import astuple
 from types import TracebackType
 from typing import Any, Self
@@ -133,15 +135,20 @@ class Monitor:
 
     def step(
         self,
-        tokens: int | None = None,
+        tokens: int | torch.Tensor | None = None,
         loss: torch.Tensor | float | None = None,
         grad_norm: torch.Tensor | float | None = None,
     ) -> Report | None:
         """Count a step; call it once after each optimizer step, on every rank.
 
+        A call that raises a `ConfigError` counts nothing.
+
         Args:
-            tokens: this rank's tokens in all micro-batches of the step; None: `tokens_per_step`.
-            loss, grad_norm: read only in steps with a report. A `DTensor` is gathered.
+            tokens: this rank's tokens in all micro-batches of the step; None: `tokens_per_step`. An int, or a tensor of
+                one integer on the CPU, which takes longer. `mask.sum()` on an accelerator is refused: reading it would
+                wait for the device in every step.
+            loss, grad_norm: numbers, or tensors of one element; read only in steps with a report. A `DTensor` is
+                gathered.
 
         Returns:
             The report, on every rank, in a step that has one; else None.
@@ -153,12 +160,14 @@ class Monitor:
         """
         if self._closed:
             raise messages.closed()
-        _check("tokens", tokens, "an int of at least 0", tokens is None or _is_int(tokens, 0))
+        count = self._tokens_per_step if tokens is None else _as_tokens(tokens)
+        reports = self._step == self._next_report - 1
+        numbers = (_as_float("loss", loss), _as_float("grad_norm", grad_norm)) if reports else (None, None)
         self._step += 1
-        self._tokens += self._tokens_per_step if tokens is None else tokens
-        if self._step == self._next_report:
+        self._tokens += count
+        if reports:
             try:
-                return self._report(loss, grad_norm)
+                return self._report(*numbers)
             finally:
                 self._waits.end()
                 self._begin()
@@ -173,12 +182,10 @@ class Monitor:
         if self._step == self._next_report - 1:
             self._waits.begin()
 
-    def _report(self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None) -> Report:
-        norm = None if grad_norm is None else _as_float("grad_norm", grad_norm)
-        has_loss, loss_value = (False, 0.0) if loss is None else (True, _as_float("loss", loss))
+    def _report(self, loss: float | None, grad_norm: float | None) -> Report:
         waits = self._waits.end()
         steps, seconds = self._step - self._reported_step, now() - self._start_time
-        row = Row(self._step, steps, seconds, self._tokens, has_loss, loss_value, *waits)
+        row = Row(self._step, steps, seconds, self._tokens, loss is not None, loss or 0.0, *waits)
         gathered = self._gather([*row, *astuple(memory_use(self._model, self._optimizer))])
         rows = [Row(*numbers[: len(row)]) for numbers in gathered]
         if len({row.step for row in rows}) > 1:
@@ -190,7 +197,7 @@ class Monitor:
             MemoryUse(*(int(max(kind)) for kind in list(zip(*gathered, strict=True))[len(row) :])),
             self._late_reports,
             self._reports,
-            grad_norm=norm,
+            grad_norm=grad_norm,
             flops_per_token=self._flops_per_token or estimated_flops_per_token(self._model),
             peak_flops=self._peak_flops,
         )
@@ -285,11 +292,33 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _as_float(name: str, value: Any) -> float:
+def _as_tokens(value: Any) -> int:
+    """A number of tokens as an int, without waiting for a device."""
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise messages.tokens_on_device(value.device)
+    count = -1
+    if not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+        with suppress(TypeError):  # not an integer
+            count = operator.index(value)
+    _check("tokens", value, "an int of at least 0", count >= 0)
+    return count
+
+
+def _as_float(name: str, value: Any) -> float | None:
+    """A number or a tensor of one element as a float; waits for its device."""
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
         value = value.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
-    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
+        is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    else:  # NumPy's booleans, complex numbers and arrays have `__float__`, too
+        kind, count = getattr(getattr(value, "dtype", None), "kind", ""), getattr(value, "size", 1)
+        is_number = (
+            hasattr(value, "__float__") and not isinstance(value, bool) and kind not in ("b", "c") and count == 1
+        )
     _check(name, value, "a number, or a tensor of one element", is_number)
     return float(value)
 

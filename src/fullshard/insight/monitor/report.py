@@ -74,7 +74,7 @@ class Report:
         """One line; omits unknown numbers."""
         words = [
             f"step {self.step:>6,}",
-            "" if self.loss is None else f"loss {self.loss:.4f}",
+            "" if self.loss is None else f"loss {self.loss:{'.4g' if 0 < abs(self.loss) < 0.001 else '.4f'}}",
             "" if self.grad_norm is None else f"gradient norm {self.grad_norm:.3g}",
             f"{1000 * self.seconds_per_step:.4g} ms/step",
             "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s",

@@ -172,7 +172,20 @@ def gradient_cause(
         scale, residual = _fit(gradient, total)
         if scale > 0 and residual < FIT and (best is None or residual < best[0] / 4):
             best = (residual, text or _scale_cause(scale, len(weights), len(weights[0])))
-    return None if best is None else best[1]
+    return _clamped_cause(gradient, added(weights)) if best is None else best[1]
+
+
+def _clamped_cause(gradient: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The cause for a gradient that is the expected one clamped to its own largest magnitude; None if it is not."""
+    largest = float(gradient.abs().max())
+    clamped = expected.clamp(-largest, largest)
+    at_bound = int((gradient.abs() > largest * (1 - FIT)).sum())
+    if at_bound < 2 or torch.equal(clamped, expected) or float((gradient - clamped).norm() / gradient.norm()) > FIT:
+        return None
+    return (
+        f"gradients are clipped by value: the elements that differ are the expected ones clamped to {largest:.4g}, as "
+        "clip_grad_value_() does; the reference clips only by norm (max_norm=): verify without clip_grad_value_()"
+    )
 
 
 def _scale_cause(scale: float, ranks: int, micro_batches: int) -> str:
@@ -235,16 +248,25 @@ def _combinations(weights: Weights, counts: Weights, data_rank: int) -> Iterator
 def loss_cause(got: float, expected: float, ranks: int, micro_batches: int, drew: bool) -> str:
     """The cause for a loss that differs although every parameter is correct; `drew`: it draws random numbers."""
     numbers = ((micro_batches, "number of micro-batches"), (ranks, "number of ranks"))
-    fitting = [text for number, text in numbers if number != 1 and expected and abs(got / expected * number - 1) < 1e-4]
+    fitting = [text for number, text in numbers if number != 1 and expected and _near(got / expected, 1 / number)]
     if fitting:
         return (
             f"the loss that the training step returns is divided by the {' or the '.join(fitting)}: return it undivided"
+        )
+    if summed := [text for number, text in numbers if number != 1 and expected and _near(got / expected, number)]:
+        return (
+            f"the loss that the training step returns is multiplied by the {' or the '.join(summed)}: return the mean, "
+            "not the sum"
         )
     if drew:
         return (
             "random numbers differ from the reference's: dropout is drawn in a different order, or seeded by the model"
         )
     return FORWARD
+
+
+def _near(ratio: float, expected: float) -> bool:
+    return abs(ratio / expected - 1) < 1e-4
 
 
 def missing_gradient_cause(evidence: Sequence[Evidence], everywhere: bool) -> str:

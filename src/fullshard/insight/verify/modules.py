@@ -154,7 +154,7 @@ class ModuleTrial(Trial):
     def __init__(self, session: Session, plan: Plan, model: nn.Module, optimizer: Any) -> None:
         assert plan.modules is not None
         names = plan.modules
-        self.chosen = session.require("modules", lambda: _chosen(model, names))
+        self.chosen = session.check(lambda: _chosen(model, names))
         super().__init__(session, plan, model, optimizer, [*map(_prefix, names)], "outputs and gradients")
         self.copies: dict[str, _Copy] = {}  # on the first rank
         self.structure = session.broadcast(session.require("the unsharded modules", self._make_copies))

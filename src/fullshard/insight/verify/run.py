@@ -58,8 +58,9 @@ def verify(
             `auto_wrap_policy="auto"`.
         optimizer_fn: `optimizer_fn(model)` returns an optimizer or a list. None: AdamW with learning rate 1e-3.
         train_step_fn: `train_step_fn(model, optimizer, batches)`, the program's own step: forward, backward and
-            `optimizer.step()` on this rank's micro-batches. It may return the mean of their losses, a list of them, or
-            None. `optimizer` is what `optimizer_fn` or `shard_fn` returned. None: verify's own loop.
+            `optimizer.step()` on this rank's micro-batches. It may return the mean of their losses, a list with one for
+            each, or None; nothing else. `optimizer` is what `optimizer_fn` or `shard_fn` returned, and may be stepped
+            with a closure that it calls once. None: verify's own loop.
         steps: number of steps.
         micro_batches: forwards and backwards per step.
         no_sync: verify's own loop reduces gradients with the last micro-batch only.
@@ -83,8 +84,8 @@ def verify(
         A `Report`, equal on all ranks: `report.ok`, `report.findings`, `str(report)`.
 
     Raises:
-        ConfigError: invalid arguments, or an unsharded model that does not run. Errors of the sharded model are
-            findings.
+        ConfigError: invalid arguments; an unsharded model that does not run; a step that cannot be compared
+            (`step_in_backward`, LBFGS). Errors of the sharded model are findings.
     """
     plan = Plan(
         model_fn, batch_fn, loss_fn, shard_fn or _by_blocks, optimizer_fn or _adamw, train_step_fn, steps,

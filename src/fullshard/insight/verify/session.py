@@ -148,6 +148,17 @@ class Session:
             )
         return result  # type: ignore[return-value]
 
+    def check(self, fn: Callable[[], T]) -> T:
+        """`fn()`, a check of what the user passed: if it refuses that on any rank, all ranks raise. Collective.
+
+        Raises:
+            ConfigError: with the same words.
+        """
+        result, errors = self.attempt(fn)
+        for error in errors.values():
+            raise ConfigError(error.text)
+        return result  # type: ignore[return-value]
+
     def seed_with(self, *words: Any) -> None:
         """Seed every generator from the session's seed and `words`: the same words give the same numbers."""
         digest = hashlib.blake2b(repr((self.seed, *words)).encode(), digest_size=7).digest()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from . import causes
 from .causes import Evidence, Weights
 from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .model_parts import ModelParts
+from .optimizer_steps import OptimizerSteps, check_optimizers
 from .report import Finding, Report
 from .session import Session
 
@@ -91,7 +93,8 @@ class Step:
         before: this rank's parts of the parameters before the step, by name.
         counts, weights: the number of tokens in each micro-batch, and how much its loss counts.
         losses: of each micro-batch, or one mean of them; None if the step returned none.
-        gradients: this rank's parts when an optimizer first stepped (or at the end), by name.
+        refusal: why the step cannot be compared; None if it can.
+        gradients: this rank's parts as the first optimizer that stepped got them (or at the end), by name.
         earlier: this rank's parts that were there before the step, by name.
         left: names of those that no optimizer has, on any rank: `optimizer.zero_grad()` does not clear their gradients,
             `model.zero_grad()` does.
@@ -105,6 +108,7 @@ class Step:
     counts: Weights
     weights: Weights
     losses: list[float] | None
+    refusal: str | None
     gradients: dict[str, torch.Tensor | None]
     earlier: dict[str, torch.Tensor]
     left: frozenset[str]
@@ -120,7 +124,7 @@ def shard_model(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Fi
     if errors:
         return error_findings(errors, None, "sharding raised")
     assert result is not None
-    session.require("shard_fn or optimizer_fn", partial(_check_sharded, *result))
+    session.check(partial(_check_sharded, *result))
     return result
 
 
@@ -137,7 +141,7 @@ def _sharded(session: Session, plan: Plan, model: nn.Module) -> tuple[Any, Any]:
 def _check_sharded(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it returned {model!r}")
-    optimizers_in(optimizer)
+    check_optimizers(model, optimizers_in(optimizer))
 
 
 @contextmanager
@@ -172,6 +176,29 @@ def _names_in(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, s
     """The parameters that optimizers have; `names`: see `ModelParts.names_by_tensor`."""
     tensors = [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
     return frozenset(name for tensor in tensors for name in names.get(id(tensor), ()))
+
+
+def _refusal_of(returned: Any, micro_batches: int) -> str | None:
+    """Why what a `train_step_fn` returned cannot be the losses of its micro-batches; None if it can."""
+    losses = returned if isinstance(returned, list) else [returned]
+    right_length = losses is not returned or len(losses) == micro_batches
+    if returned is None or (right_length and all(map(_is_number, losses))):
+        return None
+    got = type(returned).__name__
+    if isinstance(returned, torch.Tensor):
+        got += f" of shape {list(returned.shape)}, {str(returned.dtype).removeprefix('torch.')}"
+    elif isinstance(returned, list | tuple):
+        got += f" of {len(returned)}: {', '.join(type(entry).__name__ for entry in returned[:4])}"
+    return (
+        "verify: train_step_fn may return the mean of its losses (a number, or a tensor of one element), a list with "
+        f"the loss of each micro-batch ({micro_batches}), or None; got {got}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @contextmanager
@@ -267,11 +294,17 @@ class Trial(ABC):
     def train(
         self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]
     ) -> Step | list[Finding]:
-        """Train one step of the sharded model, in a context; or the errors that it raised. Collective."""
+        """Train one step of the sharded model, in a context; or the errors that it raised. Collective.
+
+        Raises:
+            ConfigError: the step ran, but cannot be compared.
+        """
         step, errors = self.session.attempt(lambda: self._train(number, batches, counts, recording))
         if errors:
             return error_findings(errors, number, "the training step of the sharded model raised")
         assert step is not None
+        for refusal in filter(None, self.session.gather(step.refusal)):
+            raise ConfigError(refusal)
         left = frozenset[str]().union(*self.session.gather(step.left))
         if left and number == 1:
             text = ", ".join(sorted(left)[:3]) + (", ..." if len(left) > 3 else "")
@@ -287,29 +320,20 @@ class Trial(ABC):
         present = {name: parts.gradient(row) for name, row in parts.comparable.items()}
         earlier = {name: grad.clone() for name, grad in present.items() if grad is not None}
         left = frozenset(earlier) - _names_in(optimizers_in(self.optimizer), names)
-        gradients: dict[str, torch.Tensor | None] = {}
-        stepped: list[torch.optim.Optimizer] = []
-
-        def copy_gradients() -> None:
-            for name, row in parts.comparable.items():
-                grad = parts.gradient(row)
-                gradients[name] = None if grad is None else grad.clone()
-
-        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not stepped:
-                copy_gradients()
-            stepped.append(optimizer)
-
+        steps = OptimizerSteps(parts)
         session.seed_with("step", number, session.data_rank)
-        with recording as recorded, record_events() as events, register_optimizer_step_pre_hook(before_step):
+        with recording as recorded, record_events() as events, register_optimizer_step_pre_hook(steps.before_step):
             if plan.train_step_fn is not None:
                 returned = plan.train_step_fn(self.model, self.optimizer, batches)
             else:
                 returned = self._default_step(batches, weights[session.data_rank])
-            values = returned if isinstance(returned, (list, tuple)) else [returned]
-            losses = None if returned is None else [float(loss) for loss in values]
-            if not stepped:
-                copy_gradients()
+            refusal, losses = steps.refusal or _refusal_of(returned, plan.micro_batches), None
+            if returned is not None and refusal is None:
+                values = returned if isinstance(returned, list) else [returned]
+                losses = [float(loss.detach() if isinstance(loss, torch.Tensor) else loss) for loss in values]
+            if not steps.optimizers:
+                steps.copy_gradients()
+        stepped = steps.optimizers
         names = parts.names_by_tensor()
         tensors = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
         evidence = Evidence(
@@ -318,7 +342,9 @@ class Trial(ABC):
             foreign=len(tensors - names.keys()),
             reductions=sum(event.verb == "reduce" for event in events) if parts.table.sharded else None,
         )
-        return Step(number, parts, before, counts, weights, losses, gradients, earlier, left, evidence, recorded)
+        return Step(
+            number, parts, before, counts, weights, losses, refusal, steps.gradients, earlier, left, evidence, recorded
+        )
 
     def _default_step(self, batches: list[Any], weights: list[float]) -> list[float]:
         """The usual loop, for an engine that averages gradients over ranks. Returns the losses."""
