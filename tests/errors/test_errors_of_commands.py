@@ -55,7 +55,7 @@ CALLS = [
     (lambda: verify(optimizer_fn=lambda model: 1), "ConfigError: verify: optimizer_fn must return an optimizer or a"),
     (lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()), "ConfigError: verify could not begin"),
     # What commands and `watch` are given.
-    (lambda: "train.py", function_at, "ConfigError: 'train.py' is not SCRIPT-OR-MODULE:FUNCTION"),
+    (lambda: "train.py", function_at, "ConfigError: there is no train.py"),
     (lambda: function_at("no.such.module:check"), "ConfigError: no.such.module cannot be imported"),
     (lambda: fullshard.watch(limit=0), "ConfigError: watch() takes limit in seconds"),
     (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) must be True or False"),

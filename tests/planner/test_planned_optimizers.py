@@ -244,14 +244,8 @@ def test_a_list_of_optimizers_without_owners():
 
 
 def test_norms_that_an_optimizer_reads_are_ones():
-    best = plan(
-        build,
-        ranks=4,
-        sequence=SEQUENCE,
-        step=language,
-        strategy=Strategy(),
-        optimizer=lambda parameters: torch.optim.Adafactor(parameters),
-    ).best
+    how = {"ranks": 4, "sequence": SEQUENCE, "step": language, "strategy": Strategy()}
+    best = plan(build, **how, optimizer=torch.optim.Adafactor).best
     assert 0 < best.memory["optimizer"] < best.memory["parameters"]
 
 

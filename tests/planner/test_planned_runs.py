@@ -393,6 +393,9 @@ BAD = {
     "value of a fake": ({"step": lambda m, b, s: tokens(m, b, s) * tokens(m, b, s).item()}, "could not run one step"),
     "meshes": ({"meshes": {"*": 3}}, "meshes\\['\\*'\\] must say"),
     "meshes that are none": ({"meshes": 5}, "meshes is invalid"),
+    "a mesh of words": ({"meshes": {"*": ("a", 2)}}, "meshes\\['\\*'\\] must be a positive integer"),
+    "a mesh of a number": ({"meshes": {3: (2, 2)}}, "a key of meshes is no pattern"),
+    "an optimizer of whole matrices": ({"optimizer": "Muon"}, "torch.optim.Muon needs whole tensors"),
     "a mesh that does not divide": ({"meshes": {"*": (3, 1)}}, "product divides 8"),
     "a mesh of nothing": ({"meshes": {"*.experts.*": (2, 4)}}, "no parameter's name matches"),
     "layout": ({"strategy": Strategy(layout="diagonal")}, "layout"),
@@ -444,6 +447,61 @@ def test_refused_models_and_rates(fake_world):
     fake_world(2)
     with pytest.raises(ConfigError, match="before it is sharded"):
         plan(fullshard.fully_shard(gpt()), ranks=2)
+
+
+class OwnCheckpoints(nn.Module):
+    """Cannot be checkpointed again: it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.lines[0](x).relu()
+        return self.lines[1](x).relu() if self.calls % 2 else x
+
+
+def test_a_model_that_cannot_be_checkpointed_is_planned_without():
+    how = {"ranks": 2, "step": lambda model, batch, _: model(torch.ones(batch, 8)).sum()}
+
+    def build() -> nn.Module:
+        return nn.Sequential(*[OwnCheckpoints() for _ in range(3)])
+
+    plans = plan(build, **how)
+    assert not any(each.strategy.checkpointing for each in plans.ranked)
+    assert "left out: checkpointing, with which the model raises CheckpointError" in str(plans)
+    with pytest.raises(ConfigError, match="checkpointing=True"):
+        plan(build, **how, fixed={"checkpointing": True})
+    with pytest.raises(ConfigError, match="checkpointing=True"):  # without it nothing fits
+        plan(build, **how, device_memory=1)
+    plain = plan(gpt, **HOW)
+    assert "left out" not in str(plain)
+
+
+def test_a_unit_that_never_runs_has_no_state():
+    """Its parameters get no gradients; AdamW makes their state with the first."""
+
+    def step(model: nn.Module, batch: int, _: int) -> torch.Tensor:
+        return model[2](model[0](torch.ones(batch, 8))).sum()
+
+    def build() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)])
+
+    skips = plan(build, ranks=1, step=step, strategy=Strategy(units=frozenset([nn.Sequential]))).best
+    runs = plan(build, ranks=1, step=lambda m, b, _: m(torch.ones(b, 8)).sum(), strategy=Strategy()).best
+    assert skips.most["parameters"] == runs.most["parameters"]
+    assert 3 * skips.most["optimizer"] == 2 * runs.most["optimizer"]
+
+
+def test_without_a_device_nothing_is_said_to_fit():
+    how = {"ranks": 2, "sequence": 12}
+    plans, checked = plan(gpt, **how), plan(gpt, **how, device_memory=2**31)
+    assert "fits" not in str(plans) and "fits" in str(checked)
+    assert plans.best.as_json()["fits"] is None and checked.best.as_json()["fits"] is True
+    tight = plan(gpt, **how, device="cpu", device_memory=checked.best.peak // 2, strategy=Strategy()).best
+    assert " too little" in str(tight)
 
 
 def test_fixed_fields_are_not_searched():
@@ -542,9 +600,23 @@ def test_a_hugging_face_configuration(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "config.json"):
         assert main(["plan", str(path), "--ranks", "4", "--sequence", "32", "--dtype", "bf16"]) == 0
         assert "LlamaForCausalLM on 4 ranks" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "cannot be read: Unrecognized model" in capsys.readouterr().err
+    refused = [
+        ({"model_type": "none"}, "cannot be read: The checkpoint you are trying to load has model type `none`"),
+        ({"num_attention_heads": 5}, "The hidden size (64) is not a multiple of the number of attention heads (5)"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "got:       LlamaForSequenceClassification"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the configuration of a quantised model"),
+    ]
+    for change, words in refused:
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert main(["plan", str(tmp_path), "--ranks", "4", "--sequence", "32"]) == 2
+        assert words in capsys.readouterr().err
+    gpt2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    common = ["plan", str(tmp_path), "--ranks", "2", "--device", "cpu", "--memory", "1e2MiB", "--fix", "layout=flat"]
+    assert main([*common, "--sequence", "65"]) == 2
+    assert "--sequence of at most 64" in capsys.readouterr().err
+    assert main([*common, "--solve", "sequence"]) == 0
+    assert "largest sequence that fits, to 1 part in 16: 64" in capsys.readouterr().out
 
 
 def test_planning_needs_no_process_group():

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from fullshard import MixedPrecisionPolicy
-from fullshard.insight.planner.profile import Profile, TooMuch, Tracker, profile
+from fullshard.insight.planner.profile import Profile, Step, TooMuch, Tracker, profile
 from fullshard.torch_private.fake_tensors import Remembered
 from fullshard.watcher import process
 
@@ -100,6 +100,35 @@ def test_more_bytes_than_fit_end_a_profile_where_they_are_allocated():
         profile(model, units(*[f"blocks.{i}" for i in range(8)]), step, 4, 12, most=peak // 4)
     assert reached and max(reached) < 4
     assert profile(model, units(*[f"blocks.{i}" for i in range(8)]), step, 4, 12, most=peak) == whole
+
+
+@pytest.mark.xdist_group("transformers")
+def test_a_model_of_transformers_is_planned_unpacked():
+    """Real batches have no mask of all scores; a plan had one, as it cannot read the values of position ids."""
+    transformers = pytest.importorskip("transformers", reason="its model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+
+    def one_step(model: nn.Module, batch: int, length: int, **how: torch.Tensor) -> torch.Tensor:
+        return model(torch.zeros(batch, length, dtype=torch.int64), **how).logits.square().mean()
+
+    def packed(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+        return one_step(model, batch, length, position_ids=torch.arange(length)[None])
+
+    def peak(step: Step) -> int:
+        planned = profile(transformers.LlamaForCausalLM(config), units(), step, 1, 512)
+        return max(moment.peak.activations + moment.peak.logits for moment in planned.moments)
+
+    gc.collect()
+    with watch() as watched:
+        model = transformers.LlamaForCausalLM(config)
+        for name in "ab":
+            with mark(name):
+                one_step(model, 1, 512).backward()
+                model.zero_grad()
+    window = watched.windows["b"]
+    assert peak(one_step) == pytest.approx(window.peak - window.start, rel=0.01)
+    assert peak(packed) > 1.2 * peak(one_step)
 
 
 def test_moments_come_in_the_order_of_the_step():
