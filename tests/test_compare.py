@@ -168,8 +168,8 @@ dist.destroy_process_group()
 """
 THREE_MODELS = """
 import copy
-critic, average = (copy.deepcopy(model) for _ in range(2))
-for net in (average.requires_grad_(False), critic, model):
+critic, average, empty = (copy.deepcopy(model) for _ in range(3))
+for net in (average.requires_grad_(False), critic, model, empty.to("meta")):
     fully_shard(net[0])
     fully_shard(net)
 first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, critic))
@@ -190,7 +190,7 @@ for step in range(1000):
     ("parts", "units", "name"),
     [
         ([FUNCTIONAL, ON_FULLSHARD, TWO_OPTIMIZERS], 3, "2.bias"),
-        (["from torch.distributed.fsdp import fully_shard\n", ON_FULLSHARD, THREE_MODELS], 6, "model 2: 2.bias"),
+        (["from torch.distributed.fsdp import fully_shard\n", ON_FULLSHARD, THREE_MODELS], 8, "model 2: 2.bias"),
     ],
     ids=["two optimizers, one with a third within", "three models, two alternate"],
 )

@@ -227,6 +227,7 @@ class Recorder:
             module
             for module in modules
             if module not in inner
+            and not any(parameter.is_meta for parameter in module.parameters())  # it has no values
             and (
                 any(_engine_of(part) is not None for part in module.modules())
                 or any(id(parameter) in trained for parameter in module.parameters())
