@@ -109,12 +109,15 @@ def test_differences_are_named(capfd, tmp_path):
     found = compared(capfd, script, "9", code=1)
     assert found["same"] is False
     different = found["loss_that_differs"]
-    assert (different["step"], different["rank"]) == (2, 0) and different["torch"] != different["fullshard"]
+    assert (different["step"], different["micro_batch"], different["rank"]) == (2, 1, 0)
+    losses = [found[side]["losses"][1][0][0] for side in ("torch", "fullshard")]
+    assert losses == [different["torch"], different["fullshard"]] and losses[0] != losses[1]
     assert (found["parameter_that_differs"]["step"], found["parameter_that_differs"]["name"]) == (1, "0.weight")
     assert found["parameter_that_differs"]["by"] > 0
     assert main(["compare", script, "--steps", "2", "--", "9"]) == 1
     said = capfd.readouterr().out
-    assert re.search(r"losses: DIFFERENT from step 2 on, first on rank 0: [\d.]+ on PyTorch's FSDP, ", said), said
+    first = "losses: DIFFERENT from step 2 on, first in micro-batch 1 of 2 on rank 0: "
+    assert re.search(first + r"[\d.]+ on PyTorch's FSDP, ", said), said
     assert "parameters: DIFFERENT after step 1, first 0.weight: by up to" in said
 
 
@@ -144,6 +147,60 @@ while True:
 """
     found = compared(capfd, program(tmp_path, FUNCTIONAL, steps))
     assert found["same"] and found["steps"] == 3 and found["torch"]["losses"][2] < found["torch"]["losses"][0]
+
+
+TWO_OPTIMIZERS = """
+class Outer(torch.optim.SGD):
+    def step(self):
+        inner.step()
+        with torch.no_grad():
+            model[2].bias.add_(100 * (on_fullshard and step == 2))
+
+matrices, vectors = ([p for p in model.parameters() if p.dim() == dims] for dims in (2, 1))
+inner = torch.optim.SGD(vectors, lr=0.1)
+first, second = torch.optim.SGD(matrices, lr=0.1), Outer(vectors, lr=0.1)
+for step in range(3):
+    model(torch.randn(4, 6)).square().mean().backward()
+    first.step()
+    second.step()
+    model.zero_grad()
+dist.destroy_process_group()
+"""
+THREE_MODELS = """
+import copy
+critic, average, empty = (copy.deepcopy(model) for _ in range(3))
+for net in (average.requires_grad_(False), critic, model, empty.to("meta")):
+    fully_shard(net[0])
+    fully_shard(net)
+first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, critic))
+for step in range(1000):
+    critic(model(torch.randn(4, 6)).detach().repeat(1, 3)).square().mean().backward()
+    second.step()
+    if step == 1:
+        critic(model(torch.randn(4, 6)).repeat(1, 3)).mean().backward()
+        with torch.no_grad():
+            average[2].bias.add_(100 * on_fullshard)
+        first.step()
+    for net in (model, critic):
+        net.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "units", "name"),
+    [
+        ([FUNCTIONAL, ON_FULLSHARD, TWO_OPTIMIZERS], 3, "2.bias"),
+        (["from torch.distributed.fsdp import fully_shard\n", ON_FULLSHARD, THREE_MODELS], 8, "model 2: 2.bias"),
+    ],
+    ids=["two optimizers, one with a third within", "three models, two alternate"],
+)
+def test_all_models_are_compared_after_all_optimizers(capfd, tmp_path, parts, units, name):
+    """Something is spoilt in the last step, where the first optimizer does not see it; no loss does either."""
+    found = compared(capfd, program(tmp_path, *parts), code=1)
+    assert found["steps"] == 3 and found["loss_that_differs"] is None
+    assert [len(rank) for step in found["torch"]["losses"] for rank in step] == [1] * 6
+    assert found["torch"]["units"] == found["fullshard"]["units"] == units
+    assert (found["parameter_that_differs"]["step"], found["parameter_that_differs"]["name"]) == (3, name)
 
 
 REFUSED = [
@@ -253,7 +310,7 @@ ONE = torch.ones(2)
     ("losses", "weights", "loss", "parameter"),
     [
         ([1.0, 2.0], {1: ONE, 2: ONE}, None, None),
-        ([1.0, 2.5], {1: ONE, 2: ONE}, LossDifference(2, 0, 2.0, 2.5), None),
+        ([1.0, 2.5], {1: ONE, 2: ONE}, LossDifference(2, 1, 0, 2.0, 2.5), None),
         ([1.0, 2.0], {1: ONE, 2: 3 * ONE}, None, ParameterDifference(2, "weight", 2.0)),
         ([1.0, 2.0], {1: torch.ones(3), 2: ONE}, None, ParameterDifference(1, "weight", float("inf"))),
         ([1.0], {1: ONE}, None, None),
@@ -265,6 +322,34 @@ def test_the_first_difference(tmp_path, losses, weights, loss, parameter):
     comparison = compare(theirs, recording(tmp_path / "b", [1.0], losses, weights))
     assert (comparison.loss, comparison.parameter) == (loss, parameter)
     assert comparison.same is (loss is None and parameter is None and len(losses) == 2)
+
+
+@pytest.mark.parametrize(
+    ("first_rank", "second_rank", "difference", "words"),
+    [
+        (
+            [1.0, 2.0, 4.0],
+            [1.0, 2.5, 3.0],
+            LossDifference(1, 2, 1, 2.0, 2.5),
+            "first in micro-batch 2 of 3 on rank 1: 2.0 on PyTorch's FSDP, 2.5 on Fullshard (+0.5)",
+        ),
+        ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], LossDifference(1, 1, 0, 1.0, 3.0), "micro-batch 1 of 3 on rank 0: 1.0 on"),
+        (
+            [1.0, 2.0],
+            [1.0, 2.0],
+            LossDifference(1, 3, 0, 3.0, None),
+            "first in micro-batch 3 of 3 on rank 0, which only PyTorch's FSDP has",
+        ),
+    ],
+    ids=["earliest", "equal sums", "missing"],
+)
+def test_the_first_micro_batch_that_differs(tmp_path, first_rank, second_rank, difference, words):
+    """With its own two losses, not their sums: those of [1, 2, 3] and [3, 2, 1] are equal."""
+    theirs, ours = (recording(tmp_path / name, [1.0], [0.0], {1: ONE}) for name in "ab")
+    theirs.losses[:] = [[[1.0, 2.0, 3.0]] * 2]
+    ours.losses[:] = [[first_rank, second_rank]]
+    comparison = compare(theirs, ours)
+    assert comparison.loss == difference and words in comparison.verdict()
 
 
 def test_bits_are_compared(tmp_path):

@@ -46,7 +46,8 @@ def test_a_wait_is_late_until_the_last_rank_has_issued_and_transfer_after():
     (own,) = [wait for wait in analysis.waits if wait.rank == 1 and wait.unit == "b" and wait.kind == "gather"]
     assert (own.late, own.transfer, own.late_rank) == (0, 0.5, None)
     (late,) = analysis.late_ranks
-    assert (late.rank, late.times, late.typical, late.worst, late.cost, late.place) == (1, 1, 3, 3, 3, "a")
+    assert (late.rank, late.times, late.typical, late.worst, late.place) == (1, 1, 3, 3, "a")
+    assert (late.longest, late.cost) == (3, 3)
     (step,) = analysis.steps
     assert (step.time, step.late) == (20, 1.5)  # means over ranks
     assert step.transfer == pytest.approx((2 * 1 + 2 * 0.5 + 2 * 0.5) / 2)
@@ -54,6 +55,39 @@ def test_a_wait_is_late_until_the_last_rank_has_issued_and_transfer_after():
     assert step.units[0] == ("b", pytest.approx((3.5 + 0.5 + 0.5 + 0.5) / 2), 1)
     words = "\n".join(analysis.in_words(Run([], [])))
     assert "Rank 1 is late by up to 3000.0 ms, which it loses in unit a." in words
+    assert "Another rank waits 3000.0 ms per step for it." in words
+
+
+def test_what_a_rank_waits_is_not_the_sum_over_ranks():
+    """Of three ranks, rank 1 is 3 s late in each of two steps. Rank 0 waits 3 s, and rank 2, which loses 1 s, 2 s."""
+    ranks = (0, 1, 2)
+    traces = [
+        rank_trace(rank, step_of(0, lost, 5.5, ranks) + step_of(8, lost, 13.5, ranks))
+        for rank, lost in enumerate((0, 3, 1))
+    ]
+    analysis = analyse(Run(traces, []))
+    (late,) = analysis.late_ranks
+    assert (late.rank, late.longest, late.cost) == (1, 3, 5)
+    assert "Another rank waits up to 3000.0 ms per step for it, all others together 5000.0 ms." in analysis.in_words(
+        Run(traces, [])
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "marks", "which"),
+    [
+        ([], (1.0, 2.0), "any step"),
+        (step_of(0, 0, 3) + step_of(8, 0, 11), (6.0, 7.0, 7.5, 20.0), "2 of 4 steps"),
+        (step_of(0, 0, 3) + step_of(8, 0, 11), (6.0, 20.0), None),
+    ],
+    ids=["all", "some", "none"],
+)
+def test_steps_without_an_event_are_told(events, marks, which):
+    run = Run([rank_trace(0, events, marks), rank_trace(1, events, marks)], [])
+    lines = analyse(run).in_words(run)
+    told = [line for line in lines if line.startswith("No event was recorded")]
+    assert [f"No event was recorded in {which}: " in line for line in told] == ([True] if which else [])
+    assert any(line.startswith("A step takes") for line in lines) is (which != "any step")
 
 
 def test_no_more_than_the_wait_is_late():

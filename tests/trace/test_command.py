@@ -45,7 +45,7 @@ def test_the_table_names_the_late_rank_and_its_unit(tmp_path, capsys, monkeypatc
     assert not errors
     assert "Rank 1 is late by up to 3000.0 ms, which it loses in unit a." in told
     assert re.search(r"│ 0 +│ b +│ gather +│ 3\.00 s +│ 500\.0 ms +│ 1 +│", told)
-    assert re.search(r"│ 1 +│ 2 +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ a +│", told)
+    assert re.search(r"│ 1 +│ 2 +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ 3\.00 s +│ a +│", told)
     assert re.search(r"│ 0 +│ 8\.00 s +│ .*b \d+% \(rank 1 late\)", told)
 
 

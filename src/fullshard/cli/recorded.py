@@ -1,8 +1,15 @@
 """One rank on one side of `fullshard compare`: runs the program and records its losses, times and parameters.
 
 Started as `python -m fullshard.cli.recorded SIDE FOLDER STEPS SCRIPT ARGS...`. It imports nothing of Fullshard that
-could affect a program on PyTorch's FSDP. Losses are the scalars on which `backward` is called. A step ends with the
-first optimizer step after a backward, or with the backward itself if optimizers step within it.
+could affect a program on PyTorch's FSDP. Losses are the scalars on which `backward` is called. Optimizers that step
+between two backwards, or within one, belong to one step:
+
+    backward  backward  step  step | backward  step | ...
+                                   ^ where the step ends is known only here, or at the program's end
+
+Parameters are therefore saved after each of these optimizers, each time in place of what the one before left: all ranks
+step together, and the program may close its process group next. Where the next backward begins would be too late: units
+are gathered there.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Iterator
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +64,16 @@ class Turns:
         if not self._socket.recv(1):
             self._alone = True
 
-    def take(self) -> None:
-        """Let the other side take its step, and wait until it has."""
-        if self._alone:
-            return
+    def take(self) -> float:
+        """Let the other side take its step, and wait until it has; returns the seconds that took."""
+        begun = time.perf_counter()
         try:
-            self._socket.send(b"x")
-            self._wait()
+            if not self._alone:
+                self._socket.send(b"x")
+                self._wait()
         except OSError:  # the other side has ended
             self._alone = True
+        return time.perf_counter() - begun
 
 
 class Recorder:
@@ -74,7 +82,7 @@ class Recorder:
     Args:
         turns: of this rank and the other side's.
         folder: the folder for `rank-0.json` and so on, and for the parameters after the first and last step, `1.pt`.
-        steps: the program is stopped after this step.
+        steps: the program is stopped after this step, where the next one's backward would begin.
     """
 
     def __init__(self, turns: Turns, folder: Path, steps: int) -> None:
@@ -83,39 +91,56 @@ class Recorder:
         self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
         self._pending: list[torch.Tensor] = []  # losses of the step in progress
         self._spent = dict.fromkeys(self.phases, 0.0)  # seconds in the step in progress
-        self._depth = 0  # of nested backwards
-        self._trained = False  # whether a backward ran after the last step
-        self._within: torch.optim.Optimizer | None = None  # that stepped within the current backward
+        self._backwards = self._stepping = 0  # backwards and optimizer steps in progress, one within another
+        self._trained = False  # whether a backward ran in the step in progress
+        self._stepped = False  # whether an optimizer has stepped after it
+        self._within = False  # whether an optimizer stepped within the backward in progress
         self._mark = self._begun = time.perf_counter()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in order of creation
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
         self.memory = 0
         self.units = 0
         self.engines: list[str] = []
         self._forget_peak()
 
     def install(self) -> None:
-        """Start to observe backwards and optimizers."""
+        """Start to observe modules, backwards and optimizers."""
+        for name in ("__init__", "__setstate__"):  # the second for copies
+            setattr(nn.Module, name, self._noting(getattr(nn.Module, name)))
         original = torch.autograd.backward
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._depth == 0:
+            if self._backwards == 0:
+                if self._stepped:
+                    self._next_step()
                 roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._pending += [root.detach().clone() for root in roots if root.numel() == 1]
                 self._end_phase("forward")
-            self._depth += 1
+            self._backwards += 1
             try:
                 original(tensors, *args, **kwargs)
             finally:
-                self._depth -= 1
+                self._backwards -= 1
             self._trained = True
-            if self._depth == 0:
+            if self._backwards == 0:
                 self._end_phase("backward")
-                if self._within is not None:
-                    self._end_step(self._within)
+                if self._within:
+                    self._after_optimizer()
 
         torch.autograd.backward = backward
-        register_optimizer_step_pre_hook(lambda *_: None if self._depth else self._end_phase(None))
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
+        register_optimizer_step_pre_hook(lambda *_: self._before_step())
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+
+    def _noting(self, original: Any) -> Any:
+        """A method that makes a module, and notes it."""
+
+        @functools.wraps(original)
+        def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            self._modules.setdefault(module)
+
+        return make
 
     def _end_phase(self, phase: str | None) -> None:
         """Add the time since the last mark to a phase; None: to no phase."""
@@ -124,50 +149,91 @@ class Recorder:
             self._spent[phase] += current - self._mark
         self._mark = current
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._depth:
-            self._within = optimizer  # the step ends with the backward
-            return
-        self._end_phase("optimizer")
-        if self._trained:  # False: a second optimizer of the same step
-            self._end_step(optimizer)
+    def _before_step(self) -> None:
+        self._stepping += 1
+        if not self._backwards and self._stepping == 1:
+            self._end_phase(None)
 
-    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepping -= 1
+        self._optimizers.add(optimizer)
+        if self._backwards:
+            self._within = True  # the backward ends first
+        elif not self._stepping:  # else within another optimizer, and perhaps not on all ranks
+            self._end_phase("optimizer")
+            self._after_optimizer()
+
+    def _after_optimizer(self) -> None:
+        """End the step's time and save its parameters, for now: another optimizer may step next."""
+        self._within = False
+        if not self._trained:  # before the first backward
+            return
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._spent["step"] = time.perf_counter() - self._begun
+        self._spent["step"] += time.perf_counter() - self._begun
+        self.memory = max(self.memory, self._peak())
+        if (step := len(self.losses) + 1) in (1, self.steps):
+            self._save_parameters(step)
+            self._forget_peak()
+        self._stepped = True
+        (self.folder / f"rank-{os.environ['RANK']}.steps").write_text(str(step))
+        self._mark = self._begun = time.perf_counter()
+
+    def _next_step(self) -> None:
+        """End the step, and with the last one the program; then it is the other side's turn."""
+        self._end_step()
+        if len(self.losses) == self.steps:
+            sys.exit(0)
+        waited = self.turns.take()
+        self._mark += waited
+        self._begun += waited
+
+    def _end_step(self) -> None:
         for phase, seconds in self._spent.items():
             self.phases[phase].append(seconds)
         self.losses.append(self._pending)
-        self.memory = max(self.memory, self._peak())
-        if (step := len(self.losses)) in (1, self.steps):
-            self._save_parameters(optimizer, step)
-            if step == self.steps:
-                sys.exit(0)
-            self._forget_peak()
-        self._pending, self._trained, self._within = [], False, None
+        self._pending, self._trained, self._stepped = [], False, False
         self._spent = dict.fromkeys(self.phases, 0.0)
-        (self.folder / f"rank-{os.environ['RANK']}.steps").write_text(str(step))
-        self.turns.take()
-        self._mark = self._begun = time.perf_counter()
 
-    def _save_parameters(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write full parameters and buffers of the models that the optimizer trains, on rank 0."""
+    def _save_parameters(self, step: int) -> None:
+        """Write full parameters and buffers of all models, on rank 0. Collective."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         # PyTorch's wrapper crashes if it offloads to the CPU from a CPU.
         options = StateDictOptions(full_state_dict=True, cpu_offload=torch.accelerator.is_available())
         state: dict[str, torch.Tensor] = {}
-        models = list(_models_of({id(p) for group in optimizer.param_groups for p in group["params"]}))
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        models = self._models()
         for number, model in enumerate(models):
             full_state = get_model_state_dict(model, options=options)
             prefix = f"model {number}: " if len(models) > 1 else ""
-            state |= {f"{prefix}{name}": value for name, value in full_state.items() if isinstance(value, torch.Tensor)}
-        if not dist.is_initialized() or dist.get_rank() == 0:
+            if writes:
+                tensors = {name: value for name, value in full_state.items() if isinstance(value, torch.Tensor)}
+                state |= {f"{prefix}{name}": value for name, value in tensors.items()}
+        if writes:
             torch.save(state, self.folder / f"{step}.pt")
-        self.units = sum(_engine_of(part) is not None for model in models for part in model.modules())
-        every = [_engine_of(obj) for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
-        self.engines = sorted({engine for engine in every if engine is not None})
+        if dist.is_initialized():
+            dist.barrier()  # or the others would wait for the first rank's disk in the next step's time
+        engines = [engine for module in [*self._modules] if (engine := _engine_of(module)) is not None]
+        self.units, self.engines = len(engines), sorted({*engines})
+
+    def _models(self) -> list[nn.Module]:
+        """The outermost modules that have a unit, or a parameter of an optimizer, in an order that ranks share."""
+        gc.collect()  # modules that only some ranks have dropped yet
+        modules = {module: number for number, module in enumerate([*self._modules])}
+        inner = {child for module in modules for child in module.children()}
+        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        models = [
+            module
+            for module in modules
+            if module not in inner
+            and not any(parameter.is_meta for parameter in module.parameters())  # it has no values
+            and (
+                any(_engine_of(part) is not None for part in module.modules())
+                or any(id(parameter) in trained for parameter in module.parameters())
+            )
+        ]  # by their first part: one rank alone may have a module around a model
+        return sorted(models, key=lambda model: min(modules.get(part, len(modules)) for part in model.modules()))
 
     def _peak(self) -> int:
         """Peak bytes allocated on the accelerator; without one, peak resident memory."""
@@ -186,7 +252,9 @@ class Recorder:
             CLEAR.write_text("5")
 
     def write(self) -> None:
-        """Write the recording."""
+        """Write the recording, at the program's end."""
+        if self._stepped:
+            self._end_step()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         recording = {
             "losses": [[loss.item() for loss in losses] for losses in self.losses],
@@ -203,15 +271,6 @@ def _engine_of(module: nn.Module) -> str | None:
     """The package that made a module a unit, "torch" or "fullshard"; None: it is none."""
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ in UNITS)
     return next((kind.__module__.partition(".")[0] for kind in kinds), None)
-
-
-def _models_of(parameters: set[int]) -> Iterator[nn.Module]:
-    """The outermost modules that contain some of these parameters (ids), in order of creation."""
-    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
-    inner = {id(child) for module in modules for child in module.children()}
-    for module in modules:
-        if id(module) not in inner and any(id(parameter) in parameters for parameter in module.parameters()):
-            yield module
 
 
 def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> None:

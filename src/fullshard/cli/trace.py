@@ -113,10 +113,10 @@ def show(trace: Run, analysis: Analysis) -> None:
     if len(analysis.unit_waits) > ROWS:
         console.print(f"{len(analysis.unit_waits) - ROWS} shorter ones: --json")
     if analysis.late_ranks:
-        names = ("rank", "times last", "median", "worst", "others waited, per step", "loses time in")
-        table = Table(*names, title="Who is late")
+        names = ("rank", "times last", "median", "worst", "a rank waits", "all together", "loses time in")
+        table = Table(*names, title="Who is late, and the waits of others for it per step")
         for late in analysis.late_ranks:
-            seconds = [duration(time) for time in (late.typical, late.worst, late.cost)]
+            seconds = [duration(time) for time in (late.typical, late.worst, late.longest, late.cost)]
             table.add_row(str(late.rank), str(late.times), *seconds, Text(printable(late.place)))
         console.print(table)
 

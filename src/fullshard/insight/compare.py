@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class Recording:
         losses: [step][rank][micro-batch]
         phases: phase -> [rank][step], seconds; "step" ends when the device has finished, the others when the host has.
         memory: peak bytes, of the rank with the highest peak.
-        units: number of units.
+        units: number of units of all models.
         engines: packages that made modules units, "torch" and "fullshard".
         device: type of the device.
         folder: the folder with the parameters after a step, `1.pt`.
@@ -92,12 +93,16 @@ def _finite(number: float) -> float | None:
 
 
 class LossDifference(NamedTuple):
-    """The first losses that differ in any bit. Steps count from 1; losses are sums over micro-batches."""
+    """The first loss that differs in any bit: of the first step, in it of the first micro-batch, then rank.
+
+    Steps and micro-batches count from 1. A loss is None on the side whose step has fewer micro-batches.
+    """
 
     step: int
+    micro_batch: int
     rank: int
-    torch: float
-    fullshard: float
+    torch: float | None
+    fullshard: float | None
 
 
 class ParameterDifference(NamedTuple):
@@ -160,11 +165,7 @@ class Comparison:
             counts = f"{len(self.torch.losses)} on PyTorch's FSDP, {len(self.fullshard.losses)} on Fullshard"
             lines.append(f"numbers of steps: DIFFERENT: {counts}")
         if self.loss is not None:
-            step, rank, pytorch, fullshard = self.loss
-            ratio = abs(fullshard - pytorch) / max(abs(pytorch), abs(fullshard), 1e-300)
-            rounding = f", {ratio:.1g} of it: as if numbers were added in another order" if ratio < ROUNDING else ""
-            values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard ({fullshard - pytorch:+.3g}{rounding})"
-            lines.append(f"losses: DIFFERENT from step {step} on, first on rank {rank}: {values}")
+            lines.append(f"losses: DIFFERENT from step {self.loss.step} on, first {self._first_loss(self.loss)}")
         elif any(losses for step in self.torch.losses for losses in step):
             lines.append(f"losses of {self.steps} steps: the same in every bit")
         else:
@@ -176,6 +177,19 @@ class Comparison:
             steps = " and ".join(f"step {step}" for step in self.compared_after)
             lines.append(f"parameters after {steps}: the same in every bit")
         return "\n".join(lines)
+
+    def _first_loss(self, difference: LossDifference) -> str:
+        """Where the first loss that differs is, and its values, in words."""
+        step, micro_batch, rank, pytorch, fullshard = difference
+        of = max(len(side.losses[step - 1][rank]) for side in (self.torch, self.fullshard))
+        place = (f"in micro-batch {micro_batch} of {of} " if of > 1 else "") + f"on rank {rank}"
+        if pytorch is None or fullshard is None:
+            only = "Fullshard" if pytorch is None else "PyTorch's FSDP"
+            return f"{place}, which only {only} has"
+        ratio = abs(fullshard - pytorch) / max(abs(pytorch), abs(fullshard), 1e-300)
+        rounding = f", {ratio:.1g} of it: as if numbers were added in another order" if ratio < ROUNDING else ""
+        values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard"
+        return f"{place}: {values} ({fullshard - pytorch:+.3g}{rounding})"
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, losses and the first differences as values for JSON."""
@@ -203,11 +217,18 @@ def compare(pytorch: Recording, fullshard: Recording) -> Comparison:
 
 def _loss_that_differs(pytorch: Recording, fullshard: Recording, steps: int) -> LossDifference | None:
     for step in range(steps):
-        for rank, pair in enumerate(zip(pytorch.losses[step], fullshard.losses[step], strict=True)):
-            first, second = (struct.pack(f"{len(losses)}d", *losses) for losses in pair)
-            if first != second:
-                return LossDifference(step + 1, rank, sum(pair[0]), sum(pair[1]))
+        sides = (zip_longest(*side.losses[step]) for side in (pytorch, fullshard))  # [micro-batch][rank]
+        ranks = (None,) * len(pytorch.losses[step])
+        for micro_batch, pair in enumerate(zip_longest(*sides, fillvalue=ranks)):
+            for rank, (first, second) in enumerate(zip(*pair, strict=True)):
+                if _bits(first) != _bits(second):
+                    return LossDifference(step + 1, micro_batch + 1, rank, first, second)
     return None
+
+
+def _bits(loss: float | None) -> bytes:
+    """A loss as bytes, in which NaN equals itself; none for None."""
+    return b"" if loss is None else struct.pack("d", loss)
 
 
 def _parameter_that_differs(pytorch: Recording, fullshard: Recording, step: int) -> ParameterDifference | None:

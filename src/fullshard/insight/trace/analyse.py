@@ -80,12 +80,14 @@ class Step:
         time: duration of the step.
         late, transfer: the two parts of all waits.
         units: the units with the longest waits: name, seconds, and the late rank (None: mostly transfer).
+        events: number of events of all ranks.
     """
 
     time: float
     late: float
     transfer: float
     units: list[tuple[str, float, int | None]]
+    events: int
 
     @property
     def compute(self) -> float:
@@ -112,6 +114,8 @@ class LateRank:
     Attributes:
         times: number of collectives that it issued last while another rank waited.
         typical, worst: median and largest delay of these, in seconds after the median of the other ranks.
+        longest: seconds per step that the rank which waited most for it did, for all its units: about what a step would
+            be shorter by.
         cost: seconds per step that all other ranks together waited for it.
         place: the unit that caused most of the delay: shortly before, the rank took longer there than the others.
     """
@@ -120,6 +124,7 @@ class LateRank:
     times: int
     typical: float
     worst: float
+    longest: float
     cost: float
     place: str
 
@@ -153,12 +158,20 @@ class Analysis:
         time, late = (fmean(getattr(step, name) for step in self.steps) for name in ("time", "late"))
         transfer = fmean(step.transfer for step in self.steps)
         waits = f"{100 * late / time:.0f}% for late ranks and {100 * transfer / time:.0f}% for transfer"
+        if idle := sum(not step.events for step in self.steps):
+            which = "any step" if idle == steps else f"{idle} of {counted(steps, 'step')}"
+            lines.append(f"No event was recorded in {which}: no unit ran, or a captured graph was replayed.")
+        if idle == steps:
+            return lines
         lines.append(f"A step takes {time * 1e3:.1f} ms, of which ranks wait {waits}.")
         for worst in self.late_ranks[:1]:
             place = "outside of units" if worst.place == OUTSIDE else f"in unit {worst.place}"
             place += " (its own modules, the loss, or code between units)" if worst.place.startswith(ROOT) else ""
             lines.append(f"Rank {worst.rank} is late by up to {worst.worst * 1e3:.1f} ms, which it loses {place}.")
-            lines.append(f"The other ranks wait {worst.cost * 1e3:.1f} ms per step for it.")
+            several = worst.cost > worst.longest
+            together = f", all others together {worst.cost * 1e3:.1f} ms" if several else ""
+            waits = f"waits{' up to' if several else ''} {worst.longest * 1e3:.1f} ms per step"
+            lines.append(f"Another rank {waits} for it{together}.")
         if run.missing:
             lines.append(f"Ranks without a file: {len(run.missing)}. A wait for them counts as transfer.")
         elif not self.late_ranks:
@@ -184,7 +197,10 @@ def analyse(run: Run) -> Analysis:
             waits.append((collective, Wait(step, rank, collective.unit, collective.kind, begin, end, late, at_fault)))
     works = {trace.rank: list(_works(trace)) for trace in run.ranks}
     plain = [wait for _, wait in waits]
-    steps = [_step(number, bounds, [wait for wait in plain if wait.step == number]) for number in range(count)]
+    events: Counter[int] = Counter()  # by step
+    for trace in run.ranks:
+        events.update(bisect_right(bounds[trace.rank], row.time) - 1 for row in trace.events)
+    steps = [_step(n, bounds, [wait for wait in plain if wait.step == n], events[n]) for n in range(count)]
     late_ranks = _late_ranks(waits, issues, works, steps, run.error) if count else []
     return Analysis(steps, plain, _unit_waits(plain, count), late_ranks, works, bounds, dict(issues))
 
@@ -245,7 +261,7 @@ def _works(trace: RankTrace) -> Iterator[Work]:
     yield Work(begin, trace.end, gathered[-1] if gathered else OUTSIDE, ("", "", 0))
 
 
-def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait]) -> Step:
+def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait], events: int) -> Step:
     ranks = len(bounds)
     times: dict[str, float] = defaultdict(float)
     for wait in waits:
@@ -256,6 +272,7 @@ def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait]) -> Ste
         late=sum(wait.late for wait in waits) / ranks,
         transfer=sum(wait.transfer for wait in waits) / ranks,
         units=[(unit, times[unit], _at_fault([wait for wait in waits if wait.unit == unit])) for unit in longest],
+        events=events,
     )
 
 
@@ -290,30 +307,34 @@ def _late_ranks(
     error: float,
 ) -> list[LateRank]:
     """The ranks that others wait for; the most costly first."""
-    costs: dict[Collective, float] = defaultdict(float)
+    costs: dict[Collective, dict[int, float]] = defaultdict(dict)  # seconds by rank that waited
     for collective, wait in waits:
         if wait.late_rank is not None:
-            costs[collective] += wait.late
+            costs[collective][wait.rank] = wait.late + costs[collective].get(wait.rank, 0.0)
     floor = max(error, NOISE * median(step.time for step in steps))
     excess = _Excess(works)
-    arrivals: dict[int, list[tuple[float, str, float]]] = defaultdict(list)  # rank -> delay, place, cost
+    arrivals: dict[int, list[tuple[float, str, dict[int, float]]]] = defaultdict(list)  # rank -> delay, place, cost
     for collective, cost in costs.items():
         times = issues[collective]
         last = max(times, key=times.__getitem__)
         delay = times[last] - median(time for rank, time in times.items() if rank != last)
-        if cost > floor and delay > error:
+        if sum(cost.values()) > floor and delay > error:
             arrivals[last].append((delay, excess.place(last, times[last], delay), cost))
     late_ranks = (_late_rank(rank, arrivals_of_rank, len(steps)) for rank, arrivals_of_rank in arrivals.items())
     return sorted(late_ranks, key=lambda late: -late.cost)
 
 
-def _late_rank(rank: int, arrivals: list[tuple[float, str, float]], steps: int) -> LateRank:
+def _late_rank(rank: int, arrivals: list[tuple[float, str, dict[int, float]]], steps: int) -> LateRank:
     places: dict[str, float] = defaultdict(float)
     for delay, place, _ in arrivals:
         places[place] += delay
     delays = [delay for delay, *_ in arrivals]
-    cost = sum(cost for *_, cost in arrivals) / steps
-    return LateRank(rank, len(arrivals), median(delays), max(delays), cost, max(places, key=places.__getitem__))
+    waited: dict[int, float] = defaultdict(float)  # by rank
+    for *_, cost in arrivals:
+        for waiting, seconds in cost.items():
+            waited[waiting] += seconds / steps
+    costs = max(waited.values()), sum(waited.values())
+    return LateRank(rank, len(arrivals), median(delays), max(delays), *costs, max(places, key=places.__getitem__))
 
 
 class _Excess:
