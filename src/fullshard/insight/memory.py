@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..containers import leaves_in
 from ..errors import ConfigError
@@ -50,7 +51,8 @@ class MemoryUse:
         gathered: gathered units, and their staging buffers.
         reducing: reduction buffers.
         peak_transient: the peak of `gathered` and `reducing` together since the root was created.
-        single_process: parameters, gradients and optimizer state of one process without sharding.
+        single_process: parameters, gradients and optimizer state of one process without sharding. Of an optimizer with
+            owners an estimate: state that other ranks own is as large per element as this rank's.
         host: the part of parameters, gradients and optimizer state in host memory (offloaded, parked, or on a CPU).
     """
 
@@ -327,16 +329,17 @@ def _unsharded(
 
     Args:
         numels: by id of the parameter, elements of this rank and of all.
-        ratio: whole bytes to this rank's, for tensors that are like neither.
+        ratio: whole bytes to this rank's, for plain tensors that are like neither.
     """
     nbytes = 0.0
     for parameter, value in state:
         own, every = numels.get(id(parameter), (-1, -1))
-        held = inside(value).numel()
-        if value.dim() == 0 or held == every:
+        if isinstance(value, DTensor):  # which knows
+            nbytes += value.numel() * value.element_size()
+        elif own == every or value.dim() == 0 or value.numel() == every:
             nbytes += _nbytes([value])
         else:
-            nbytes += every * inside(value).element_size() if held == own else ratio * _nbytes([value])
+            nbytes += every * value.element_size() if value.numel() == own else ratio * _nbytes([value])
     if has_owners(optimizer):  # this rank has the state of what it owns; others have as much
         of_all = {id(p): numels.get(id(p), (0, 0))[1] for group in optimizer.param_groups for p in group["params"]}
         owned = sum(of_all.get(key, 0) for key in {id(parameter) for parameter, _ in state})

@@ -22,7 +22,7 @@ WrapPolicy = Callable[..., bool]
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Find the blocks that a model repeats: in every `ModuleList` or `Sequential` with at least two modules of the same
-    class, the modules of the class with the most parameters. Does not search inside a list of blocks.
+    class, all modules, of other classes too (layers may alternate). Does not search inside a list of blocks.
 
     Returns:
         The blocks in module order; empty if the model repeats nothing.
@@ -46,14 +46,10 @@ def _search(module: nn.Module, repeated: list[nn.Module], seen: set[int]) -> Non
 
 
 def _blocks_of(container: nn.Module) -> list[nn.Module]:
-    """The modules of the largest repeated class in a container, by parameters; never bare layers or empty modules."""
+    """The modules in a container that repeats a class; never bare layers or empty modules."""
     candidates = [m for m in container.children() if any(True for _ in m.children()) and _numel(m)]
     classes = Counter(type(m) for m in candidates)
-    repeated = [cls for cls, count in classes.items() if count >= 2]
-    if not repeated:
-        return []
-    best = max(repeated, key=lambda cls: sum(_numel(m) for m in candidates if type(m) is cls))
-    return [m for m in candidates if type(m) is best]
+    return candidates if max(classes.values(), default=0) > 1 else []
 
 
 def _numel(module: nn.Module) -> int:

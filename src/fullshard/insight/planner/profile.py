@@ -155,6 +155,8 @@ def profile(
                 for path, module in modules.items():
                     undo.enter_context(recorder.watch(module, path, checkpointing and bool(path), units[path]))
                 undo.enter_context(_whole_sequences(model))
+                undo.enter_context(torch.inference_mode(False))
+                undo.enter_context(torch.enable_grad())
                 with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
                     loss = step(model, micro_batch, sequence)
                     logits = recorder.logits
