@@ -165,6 +165,8 @@ def right() -> dict[str, str]:
     check(
         "a closure", verify_tied(train_step_fn=by_closure, optimizer_fn=momentum, micro_batches=2, shard_fn=by_blocks)
     )
+    scheduled = partial(with_schedule, schedulers={})
+    check("a schedule", verify_tied(train_step_fn=scheduled, optimizer_fn=momentum, shard_fn=by_blocks, steps=3))
     check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
     check("compiled", verify_tied(shard_fn=compiled))
     check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
@@ -175,6 +177,15 @@ def clears_the_model(model: nn.Module, optimizer: Any, batches: list[Tensor]) ->
     model.zero_grad()
     next_token(model, batches[0]).backward()
     optimizer.step()
+
+
+def with_schedule(model: nn.Module, optimizer: Any, batches: list[Tensor], schedulers: dict) -> None:
+    """Warms up, then decays."""
+    usual(model, optimizer, batches)
+    if optimizer not in schedulers:
+        schedulers[optimizer] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 0.3, 0.2][min(step, 2)])
+    else:
+        schedulers[optimizer].step()
 
 
 def by_closure(model: nn.Module, optimizer: Any, batches: list[Tensor], keyword: bool = False) -> Tensor:
@@ -327,6 +338,31 @@ def summed_losses(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> fl
     return sum(usual(model, optimizer, batches))
 
 
+def last_loss(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> float:
+    return usual(model, optimizer, batches)[-1]
+
+
+def loss_of_all_ranks(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> float:
+    losses = usual(model, optimizer, batches)
+    mean = torch.tensor(sum(losses) / len(losses))
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def clipped_at(model: nn.Module, norm: float) -> None:
+    fullshard.clip_grad_norm_(model.parameters(), norm)
+
+
+def twice_by_closure(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    by_closure(model, optimizer, batches)
+    by_closure(model, optimizer, batches)
+
+
+def frozen_late(model: nn.Module) -> nn.Module:
+    by_blocks(model).blocks[0].requires_grad_(False)
+    return model
+
+
 def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
     for batch in batches:
         next_token(model, batch).backward()
@@ -385,6 +421,18 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "summed losses": (
         step(summed_losses, micro_batches=3),
         *("loss", None, "multiplied by the number of micro-batches: return the mean"),
+    ),
+    "last loss": (step(last_loss, micro_batches=2), "loss", None, "returns the loss of its last micro-batch"),
+    "loss of all ranks": (step(loss_of_all_ranks, micro_batches=2), "loss", None, "returns the mean over all ranks"),
+    "not clipped": (step(usual, max_norm=0.01), "gradient", "tokens.weight", "gradients are not clipped"),
+    "clipped more": (
+        step(partial(usual, after=partial(clipped_at, norm=0.003)), max_norm=0.01),
+        *("gradient", "tokens.weight", "gradients are 0.3 times the expected ones"),
+    ),
+    "stepped twice": (step(twice_by_closure), "parameter", "tokens.weight", "or more than one step"),
+    "frozen late": (
+        {"shard_fn": frozen_late},
+        *("gradient", "blocks.0.0.weight", "frozen in the sharded model and trained in the unsharded one"),
     ),
     "not stepped": (step(without_step), "step", None, "was not called"),
     "not stepped, and zeroed": (step(forgets_to_step), "gradient", "tokens.weight", "was not called"),
@@ -589,7 +637,7 @@ UNSUITABLE = {
     "calls": ({"optimizer_fn": lambda model: Subclassed(model.parameters(), calls=2)}, f"Subclassed, {SEVERAL}"),
     "two": (
         {"optimizer_fn": lambda model: [momentum(model), momentum(model)], "train_step_fn": two_optimizers},
-        f"SGD, {SEVERAL}",
+        "the closure of a second optimizer (SGD)",
     ),
     "in backward": ({"shard_fn": stepping_in_backward, "train_step_fn": without_step}, "verify without it"),
 }

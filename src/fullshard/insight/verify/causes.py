@@ -50,6 +50,10 @@ UNFROZEN = (
     "a frozen parameter is trained and will be updated: it is frozen in the unsharded model, and requires_grad was set "
     "during sharding (a wrapper's new Parameters, requires_grad_(True) on the whole model); freeze it again"
 )
+FROZEN = (
+    "it is frozen in the sharded model and trained in the unsharded one: requires_grad_(False) was called while it was "
+    "sharded, or after; freeze it in model_fn, so that both models are alike"
+)
 UNUSED = (
     "a parameter that no rank's loss uses got a gradient: with zeros, optimizers apply weight decay and momentum to "
     "it; without a gradient, they leave it alone"
@@ -62,6 +66,7 @@ FORWARD = (
     "the forward computes something different when sharded: a cast, code that depends on the rank, a weight used "
     "outside its unit's forward, or random numbers drawn in a different order"
 )
+DRAWN = "random numbers differ from the reference's: dropout is drawn in a different order, or seeded by the model"
 UNCLEARED = (
     "the gradient of the step before is still in it: zero_grad() was not called (one process would add them, too)"
 )
@@ -141,6 +146,7 @@ def gradient_cause(
     counts: Weights,
     data_rank: int,
     earlier: torch.Tensor | None = None,
+    clipped: float = 1.0,
 ) -> str | None:
     """Which combination of the micro-batches' gradients a wrong gradient is; None if no combination here fits.
 
@@ -151,6 +157,7 @@ def gradient_cause(
         counts: of tokens (1 without `tokens_fn`).
         data_rank: the one that `gradient` is from.
         earlier: the same elements of the gradient that was there before the step, if one was.
+        clipped: by how much the reference's gradients were multiplied to clip them.
     """
 
     def added(combination: Weights) -> torch.Tensor:
@@ -171,7 +178,7 @@ def gradient_cause(
             continue
         scale, residual = _fit(gradient, total)
         if scale > 0 and residual < FIT and (best is None or residual < best[0] / 4):
-            best = (residual, text or _scale_cause(scale, len(weights), len(weights[0])))
+            best = (residual, text or _scale_cause(scale, len(weights), len(weights[0]), clipped))
     return _clamped_cause(gradient, added(weights)) if best is None else best[1]
 
 
@@ -188,8 +195,11 @@ def _clamped_cause(gradient: torch.Tensor, expected: torch.Tensor) -> str | None
     )
 
 
-def _scale_cause(scale: float, ranks: int, micro_batches: int) -> str:
-    """The cause for a gradient of the right direction and the wrong size."""
+def _scale_cause(scale: float, ranks: int, micro_batches: int, clipped: float) -> str:
+    """The cause for a gradient of the right direction and `scale` times the size of the reference's before clipping."""
+    if clipped < 1 and abs(scale - 1) < FIT:
+        return "gradients are not clipped: max_norm= says that the step clips them, and the reference's were clipped"
+    scale /= clipped
     usual_scales = (
         (ranks, "gradients are summed over ranks where their mean is expected: divide by the number of ranks"),
         (1 / ranks, "gradients are divided by the number of ranks one time too many"),
@@ -245,8 +255,19 @@ def _combinations(weights: Weights, counts: Weights, data_rank: int) -> Iterator
         yield text, factors(lambda r, m: m == last or ranks * (r == data_rank))  # one that divides when it reduces
 
 
-def loss_cause(got: float, expected: float, ranks: int, micro_batches: int, drew: bool) -> str:
-    """The cause for a loss that differs although every parameter is correct; `drew`: it draws random numbers."""
+def loss_cause(
+    got: float, expected: float, ranks: int, micro_batches: int, drew: bool, others: Sequence[tuple[float, str]] = ()
+) -> str:
+    """The cause for a loss that differs although every parameter is correct.
+
+    Args:
+        got, expected: the loss that the step returned, and the reference's.
+        drew: whether it draws random numbers.
+        others: numbers that a step may have returned in place of its mean, and what they are.
+    """
+    for number, what in others:
+        if abs(got - number) <= 1e-5 * abs(number):
+            return f"the training step returns {what}: return the mean of its own micro-batches, or None"
     numbers = ((micro_batches, "number of micro-batches"), (ranks, "number of ranks"))
     fitting = [text for number, text in numbers if number != 1 and expected and _near(got / expected, 1 / number)]
     if fitting:
@@ -258,11 +279,7 @@ def loss_cause(got: float, expected: float, ranks: int, micro_batches: int, drew
             f"the loss that the training step returns is multiplied by the {' or the '.join(summed)}: return the mean, "
             "not the sum"
         )
-    if drew:
-        return (
-            "random numbers differ from the reference's: dropout is drawn in a different order, or seeded by the model"
-        )
-    return FORWARD
+    return DRAWN if drew else FORWARD
 
 
 def _near(ratio: float, expected: float) -> bool:

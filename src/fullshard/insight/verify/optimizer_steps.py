@@ -39,6 +39,11 @@ def several_calls(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of an optimizer's groups."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
 class OptimizerSteps:
     """The optimizers' steps within one training step, on this rank.
 
@@ -49,15 +54,15 @@ class OptimizerSteps:
         optimizers: those that stepped, in order.
         gradients: this rank's parts as the first of them got them, by name: after its closure, if it called one.
         refusal: why these steps cannot be compared; None if they can.
+        rates: learning rates at an optimizer's first step, by its id.
     """
 
     def __init__(self, parts: ModelParts) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.gradients: dict[str, torch.Tensor | None] = {}
         self.refusal: str | None = None
+        self.rates: dict[int, list[float]] = {}
         self._parts = parts
-        self._closures = 0  # calls that have ended
-        self._in_closure = False
 
     def copy_gradients(self) -> None:
         """Copy the gradients as they are now."""
@@ -67,25 +72,41 @@ class OptimizerSteps:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A hook before every optimizer's step; replaces a closure by one that copies gradients after it."""
-        if not self.optimizers:
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if isinstance(closure, _Closure):  # torch runs hooks again if `step` calls `super().step`
+            return None
+        if is_first := not self.optimizers:
             self.copy_gradients()
         self.optimizers.append(optimizer)
-        if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": partial(self._call, optimizer, closure)}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], partial(self._call, optimizer, args[1]), *args[2:]), kwargs
-        return None
+        self.rates.setdefault(id(optimizer), rates_of(optimizer))
+        if not callable(closure):
+            return None
+        replaced = _Closure(closure, partial(self._after_call, optimizer, is_first))
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": replaced}
+        return (args[0], replaced, *args[2:]), kwargs
 
-    def _call(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        if self._in_closure:  # torch runs hooks again if `step` calls `super().step`
-            return closure()
-        self._in_closure = True
-        try:
-            result = closure()
-        finally:
-            self._in_closure = False
-        if self._closures or optimizer is not self.optimizers[0]:  # parameters may have moved before this call
+    def _after_call(self, optimizer: torch.optim.Optimizer, is_first: bool, calls: int) -> None:
+        """Copy the gradients that a closure left for the first step, if it is called once, as by most optimizers."""
+        if calls > 1:
             self.refusal = several_calls(optimizer)
-        self._closures += 1
-        self.copy_gradients()
+        elif is_first:
+            self.copy_gradients()
+        elif optimizer is not self.optimizers[0]:  # whose step has moved parameters before this backward
+            self.refusal = (
+                f"verify cannot compare the closure of a second optimizer ({type(optimizer).__name__}), which runs "
+                "after the first one's step; verify a step whose backward comes before both"
+            )
+
+
+class _Closure:
+    """A closure, and what is done after each call with the number of calls."""
+
+    def __init__(self, closure: Callable[[], Any], after: Callable[[int], None]) -> None:
+        self._closure, self._after, self._calls = closure, after, 0
+
+    def __call__(self) -> Any:
+        result = self._closure()
+        self._calls += 1
+        self._after(self._calls)
         return result

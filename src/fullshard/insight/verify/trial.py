@@ -24,7 +24,7 @@ from . import causes
 from .causes import Evidence, Weights
 from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .model_parts import ModelParts
-from .optimizer_steps import OptimizerSteps, check_optimizers
+from .optimizer_steps import OptimizerSteps, check_optimizers, rates_of
 from .report import Finding, Report
 from .session import Session
 
@@ -99,6 +99,7 @@ class Step:
         left: names of those that no optimizer has, on any rank: `optimizer.zero_grad()` does not clear their gradients,
             `model.zero_grad()` does.
         evidence: for the causes of differences.
+        rates: learning rates with which the optimizers stepped, by group; None: one did not step.
         recorded: by the context in which the step ran.
     """
 
@@ -113,6 +114,7 @@ class Step:
     earlier: dict[str, torch.Tensor]
     left: frozenset[str]
     evidence: Evidence
+    rates: list[list[float] | None]
     recorded: Any
 
 
@@ -237,6 +239,7 @@ class Trial(ABC):
         self.session, self.plan = session, plan
         self.model, self.optimizer = model, optimizer
         self.compared = 0
+        self._rates = [rates_of(each) for each in optimizers_in(optimizer)]  # of the last step
         self.trained: frozenset[str] = frozenset()
         parts = ModelParts(model)
         rows = parts.rows.values()
@@ -343,7 +346,19 @@ class Trial(ABC):
             reductions=sum(event.verb == "reduce" for event in events) if parts.table.sharded else None,
         )
         return Step(
-            number, parts, before, counts, weights, losses, refusal, steps.gradients, earlier, left, evidence, recorded
+            number=number,
+            parts=parts,
+            before=before,
+            counts=counts,
+            weights=weights,
+            losses=losses,
+            refusal=refusal,
+            gradients=steps.gradients,
+            earlier=earlier,
+            left=left,
+            evidence=evidence,
+            rates=[steps.rates.get(id(optimizer)) for optimizer in optimizers_in(self.optimizer)],
+            recorded=recorded,
         )
 
     def _default_step(self, batches: list[Any], weights: list[float]) -> list[float]:
@@ -446,9 +461,12 @@ class Trial(ABC):
         missing_cause = causes.missing_gradient_cause(session.gather(step.evidence), everywhere)
         value_cause = cause(findings)
 
+        own = {name for name, row in step.parts.comparable.items() if not row.parameter.requires_grad}
+        frozen = set[str]().union(*session.gather(own)) & self.trained
+
         def cause_of(finding: Finding) -> str:
             if finding.got == "None":
-                return missing_cause
+                return causes.FROZEN if finding.parameter in frozen else missing_cause
             if finding.expected != "None":
                 return value_cause
             return causes.UNUSED if finding.parameter in self.trained else causes.UNFROZEN
@@ -479,6 +497,7 @@ class Trial(ABC):
                 whole = after.whole(after.rows[name], torch.zeros_like(before[name]) if grad is None else grad)
                 if unsharded is not None and (parameter := unsharded[name]).grad is not None:
                     parameter.grad = whole.to(parameter.device, parameter.dtype).clone()
+        self._follow_rates(step, optimizers)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -492,3 +511,13 @@ class Trial(ABC):
 
         template = Finding("parameter", "a parameter after the optimizer's step differs.", step.number)
         return self.compare(after, template, unsharded, after.value, allowed, cause)
+
+    def _follow_rates(self, step: Step, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Change learning rates of the unsharded optimizers as a scheduler changed those of the sharded model's."""
+        before = self._rates
+        self._rates = [now or last for now, last in zip(step.rates, before, strict=True)]
+        for optimizer, last, now in zip(optimizers, before, self._rates, strict=False):
+            if len(last) == len(now) == len(optimizer.param_groups):
+                for group, old, new in zip(optimizer.param_groups, last, now, strict=True):
+                    if new != old:
+                        group["lr"] = group["lr"] * (new / old) if old else new

@@ -41,6 +41,7 @@ class Reference:
         parameters: by name.
         optimizers: of the parameters.
         buffers: by data rank and name, at the beginning of the step.
+        clipped: by how much the last gradients were multiplied to clip them.
     """
 
     def __init__(self, session: Session, plan: Plan, model: nn.Module) -> None:
@@ -49,7 +50,7 @@ class Reference:
         self.parts = ModelParts(model)
         self.parameters = {name: row.parameter for name, row in self.parts.rows.items()}
         self.buffers = [self._copy_of_buffers()] * session.data_world
-        self._next_buffers = self.buffers
+        self._next_buffers, self.clipped = self.buffers, 1.0
 
     def run(self, step: int, batches: Batches, weights: Weights, left: Collection[str] = ()) -> list[list[float]]:
         """Forward and backward on every batch; leaves gradients of the weighted sum. Returns the losses.
@@ -73,7 +74,8 @@ class Reference:
                 losses[-1].append(float(loss.detach()))
             self._next_buffers.append(self._copy_of_buffers())
         if self.plan.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm))
+            self.clipped = min(1.0, self.plan.max_norm / (norm + 1e-6))  # as torch does
         return losses
 
     @torch.no_grad()
@@ -394,6 +396,11 @@ class WholeTrial(Trial):
             expected = losses[session.data_ranks[rank]]
             if got is None:
                 continue
+            others: list[tuple[float, str]] = []
+            if self.plan.train_step_fn is not None and len(got) == 1:
+                every = [loss for of_rank in losses for loss in of_rank]
+                others += [(sum(every) / len(every), "the mean over all ranks")] if len(losses) > 1 else []
+                others += [(expected[-1], "the loss of its last micro-batch")] if len(expected) > 1 else []
             if len(got) != len(expected):
                 got, expected = [sum(got) / max(len(got), 1)], [sum(expected) / len(expected)]
             for number, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -403,7 +410,10 @@ class WholeTrial(Trial):
                 got_loss, loss = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
                 finding = difference(template, got_loss, loss, self.allowed * (rms([loss]) + 1e-3))
                 if finding is not None:
-                    cause = causes.loss_cause(a, b, session.data_world, self.plan.micro_batches, bool(step.recorded))
+                    sizes = session.data_world, self.plan.micro_batches
+                    cause = causes.loss_cause(a, b, *sizes, bool(step.recorded), others)
+                    if self.plan.train_step_fn is not None and cause in (causes.FORWARD, causes.DRAWN):
+                        cause += ". Or the training step returns another number than the mean of its losses"
                     findings.append(replace(finding, element=None, cause=cause))
         return merged(session, findings)
 
@@ -433,7 +443,13 @@ class WholeTrial(Trial):
             contributions = self.reference.contributions(step.number, batches, row.name, sample[1])
             data_rank = session.data_ranks[rank]
             cause = causes.gradient_cause(
-                sample[0].double(), contributions, step.weights, step.counts, data_rank, sample[2]
+                sample[0].double(),
+                contributions,
+                step.weights,
+                step.counts,
+                data_rank,
+                earlier=sample[2],
+                clipped=self.reference.clipped,
             )
         return session.broadcast(cause) or causes.BACKWARD
 
