@@ -35,6 +35,33 @@ def model(fake_world) -> nn.Module:
     return fully_shard(model)
 
 
+def test_state_of_every_shape_counts_as_in_one_process(fake_world):
+    """LBFGS keeps its state with its first parameter; Adafactor one of rows and one of columns."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))
+
+    def use(optimizer_class: type, whole: nn.Module) -> fullshard.MemoryUse:
+        optimizer = optimizer_class(whole.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = whole(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return memory_use(whole, optimizer)
+
+    for optimizer_class in (torch.optim.LBFGS, torch.optim.Adafactor):
+        alone = use(optimizer_class, build())
+        assert alone.single_process == alone.total > 2 * alone.parameters, optimizer_class
+    fake_world(2)
+    sharded = use(torch.optim.LBFGS, fully_shard(build()))
+    assert sharded.single_process == 4 * sharded.parameters + sharded.optimizer  # whole on each rank
+
+
 def test_between_steps(model):
     optimizer = torch.optim.AdamW(model.parameters())
     model(TOKENS).sum().backward()

@@ -114,10 +114,14 @@ def test_one_call_shards_the_whole_model() -> list[str]:
     return problems + compare(got, want, FP64, "one process")
 
 
+class OtherBlock(nn.Sequential):
+    pass
+
+
 @on_ranks
 def test_the_blocks_of_a_sequential_become_units() -> list[str]:
-    """A model that is a list of blocks itself, with others around them."""
-    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3)]
+    """A model that is a list of blocks itself, of two classes in turn, with layers around them."""
+    blocks = [kind(nn.Linear(4, 8), nn.Linear(8, 4)) for kind in (nn.Sequential, OtherBlock, nn.Sequential)]
     model = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 2)), auto_wrap_policy="auto")
     units = {name for name, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)}
     return [] if units == {"", "1", "2", "3"} else [f"units {sorted(units)}"]
