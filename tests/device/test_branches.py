@@ -40,6 +40,7 @@ BY_TYPE = {
     "insight/compare.py: rows": "which memory a table names",
     "insight/memory.py: _host_bytes": "a report",
     "insight/monitor/monitor.py: __init__": "whose clock is read: tests/test_monitor.py has both",
+    "insight/monitor/monitor.py: _as_tokens": "an argument that is refused: tests/test_monitor.py has both",
     "insight/monitor/monitor.py: device_peak_flops": "a report",
     "insight/planner/plan.py: backend": "the backend that a plan is for",
     "insight/planner/plan.py: offloads": "whether there is a device to leave for host memory",
