@@ -20,11 +20,11 @@ from .log import (
     step_word,
     word,
 )
-from .process import unobserved, users_level
+from .process import users_level
 from .rank import RANK, SLICE, watch
 from .roll_call import start
 
 __all__ = [
     "BACKWARD", "CHECK", "COMPARE", "END", "FORWARD", "GATHER", "KEEP", "RANK", "REDUCE", "REGATHER", "SLICE", "TURN",
-    "VERBS", "VERB_BITS", "start", "step_word", "unobserved", "users_level", "watch", "word",
+    "VERBS", "VERB_BITS", "start", "step_word", "users_level", "watch", "word",
 ]  # fmt: skip

@@ -7,19 +7,19 @@ a signal. Without `/proc` (macOS) nothing here fails: unknown values are empty o
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import glob
 import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -30,6 +30,7 @@ _OURS = f"{Path(__file__).parent.parent}/"
 _MODULE_CALLS = f"{_OURS}api/"  # whose `__call__` and `forward` run a sharded model
 _TORCH = re.compile(r"/(site|dist)-packages/torch/")
 _STANDARD = f"{os.path.dirname(os.__file__)}/"
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 _DISPATCH = re.compile(r"/torch/(_ops|_compile|_library/\w+)\.py$")  # between a function and its operator
@@ -100,53 +101,27 @@ def frames_of(dump: str) -> list[Frame]:
     return [Frame(*match.groups()) for line in dump.splitlines() if (match := _FRAME.match(line)) is not None]
 
 
-_unobserved: dict[int, list[Frame]] = {}  # by thread: see `unobserved`
-_looking = threading.RLock()  # held while frames are read
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """A context in which other threads see this thread's frames as they are now.
-
-    A thread that looks at a frame keeps the frame's variables alive meanwhile, even after its function has returned.
-    """
-    thread = threading.get_ident()
-    with _looking:  # no look that began before still goes on
-        _unobserved[thread] = frames_at(thread)
-    try:
-        yield
-    finally:
-        _unobserved.pop(thread, None)
-
-
 def frames_at(thread: int) -> list[Frame]:
-    """A thread's current frames, innermost first; the main thread's if the thread has ended."""
-    with _looking:
-        if (before := _unobserved.get(thread)) is not None:
-            return before
-        stacks = _stacks()
-        frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
-        frames: list[Frame] = []
-        while frame is not None:
-            frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
-            frame = frame.f_back
-        del stacks
-    return frames
+    """A thread's current frames, innermost first; the main thread's if the thread has ended. Empty if unreadable.
 
-
-def _stacks() -> dict[int, FrameType]:
-    """`sys._current_frames()`, without a garbage collection inside: before CPython 3.11.9 the process may deadlock.
-
-    The function holds a lock that threads need to start, and a collection may let another thread run
-    (python/cpython#106883).
+    `faulthandler` reads all stacks in one call, which holds the interpreter lock, and makes no frame objects. Those of
+    other threads (`sys._current_frames`) crash or deadlock CPython 3.11 (python/cpython#99110, #106883), and keep the
+    variables of functions alive that have returned. Of a stack it tells the innermost hundred frames.
     """
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        return sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()
+        with _memory() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode("ascii", errors="replace")
+    except OSError:
+        return []
+    _, *parts = _THREAD.split(text)
+    stacks = {int(number, 16): dump for number, dump in zip(parts[::2], parts[1::2], strict=True)}
+    return frames_of(stacks.get(thread) or stacks.get(threading.main_thread().ident or 0, ""))
+
+
+def _memory() -> Any:
+    """A file in memory, where the system has such."""
+    return open(os.memfd_create("stacks"), "wb") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def frames_of_trace(trace: TracebackType | None) -> list[Frame]:

@@ -37,7 +37,6 @@ from ...torch_private.autograd_task import inside_backward
 from ...torch_private.fake_tensors import Remembered, fake_tensors, forget_value
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
-from ...watcher import unobserved
 from .messages import took_too_long
 
 Step = Callable[[nn.Module, int, int], torch.Tensor]
@@ -157,7 +156,7 @@ def profile(
                 undo.enter_context(_whole_sequences(model))
                 undo.enter_context(torch.inference_mode(False))
                 undo.enter_context(torch.enable_grad())
-                with unobserved(), tracker:  # a watcher that looked at frames would keep their activations alive
+                with tracker:
                     loss = step(model, micro_batch, sequence)
                     logits = recorder.logits
                     loss.backward()
