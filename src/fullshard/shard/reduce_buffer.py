@@ -25,7 +25,7 @@ from .packed_reduction import PackedAllReduce, PackedReduction
 from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
-_MOST_ZEROS = 2**12
+_MOST_ZEROS = 2**16
 """Bytes of padding up to which zeros are copied along with gradients. They are kept; more is zeroed by itself."""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from ...errors import ConfigError
 
 MOST_CHARACTERS = 160
@@ -166,8 +164,7 @@ def calls_another_model(what: str) -> ConfigError:
 
 
 def no_output_needs_gradient() -> ConfigError:
-    remedy = "pass step=" if torch.is_grad_enabled() else "call it outside of torch.no_grad()"
-    return ConfigError("explain_memory(): no output needs a gradient.", remedy=remedy)
+    return ConfigError("explain_memory(): no output needs a gradient.", remedy="pass step=")
 
 
 def in_few_words(error: Exception) -> str:
