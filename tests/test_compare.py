@@ -156,9 +156,17 @@ class Outer(torch.optim.SGD):
         with torch.no_grad():
             model[2].bias.add_(100 * (on_fullshard and step == 2))
 
+class Own(torch.optim.SGD):
+    def step(self):
+        super().step()
+
 matrices, vectors = ([p for p in model.parameters() if p.dim() == dims] for dims in (2, 1))
 inner = torch.optim.SGD(vectors, lr=0.1)
-first, second = torch.optim.SGD(matrices, lr=0.1), Outer(vectors, lr=0.1)
+first, second = Own(matrices, lr=0.1), Outer(vectors, lr=0.1)
+try:
+    first.step("no closure is taken")
+except TypeError:
+    pass
 for step in range(3):
     model(torch.randn(4, 6)).square().mean().backward()
     first.step()
@@ -192,7 +200,7 @@ for step in range(1000):
         ([FUNCTIONAL, ON_FULLSHARD, TWO_OPTIMIZERS], 3, "2.bias"),
         (["from torch.distributed.fsdp import fully_shard\n", ON_FULLSHARD, THREE_MODELS], 8, "model 2: 2.bias"),
     ],
-    ids=["two optimizers, one with a third within", "three models, two alternate"],
+    ids=["two optimizers, one with a third within, one whose first step failed", "three models, two alternate"],
 )
 def test_all_models_are_compared_after_all_optimizers(capfd, tmp_path, parts, units, name):
     """Something is spoilt in the last step, where the first optimizer does not see it; no loss does either."""

@@ -97,6 +97,18 @@ NBYTES = 2 * (64 * 64 + 64) * 4
 STEPPED = {
     "several": "optimizers = torch.optim.AdamW(matrices), torch.optim.AdamW(vectors)",
     "one inside another": "optimizers = [fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW)]",
+    "a class of its own, whose first step fails": """
+class Own(torch.optim.AdamW):
+    def step(self, closure=None):
+        return closure.fails if closure else super().step()
+
+torch.optim.AdamW(model.parameters())  # torch then runs its hooks in `super().step`, too
+optimizers = [Own(model.parameters())]
+try:
+    optimizers[0].step(print)
+except AttributeError:
+    pass
+""",
 }
 
 

@@ -129,8 +129,8 @@ def _plan(options: Arguments) -> int:
         return 0 if best is not None else NO_FIT
     plans = plan(build, **common)
     if options.json:
-        found = {"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}
-        print(json.dumps(found | ({"left_out": plans.left_out} if plans.left_out else {})))
+        values = {"model": plans.model, "ranks": plans.ranks, "plans": [p.as_json() for p in plans.ranked]}
+        print(json.dumps(values | ({"left_out": plans.left_out} if plans.left_out else {})))
     else:
         terminal.show(str(plans), STYLES)
     return 0 if plans.fits else NO_FIT
@@ -213,7 +213,7 @@ def from_configuration(path: Path) -> Any:
         )
     if getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{path} is the configuration of a quantised model, which is planned as it is built.",
+            f"{path} is the configuration of a quantised model, whose weights it does not give.",
             got=f"quantization_config={config.quantization_config}",
             remedy=f"take quantization_config out to plan the model before it is quantised; {_FUNCTION}",
         )

@@ -25,6 +25,7 @@ import runpy
 import socket
 import sys
 import time
+import traceback
 import weakref
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class Recorder:
         self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
         self._pending: list[torch.Tensor] = []  # losses of the step in progress
         self._spent = dict.fromkeys(self.phases, 0.0)  # seconds in the step in progress
-        self._backwards = self._stepping = 0  # backwards and optimizer steps in progress, one within another
+        self._backwards = 0  # in progress, one within another
+        self._stepping: list[int] = []  # depths on the stack of optimizers' steps in progress, one within another
         self._trained = False  # whether a backward ran in the step in progress
         self._stepped = False  # whether an optimizer has stepped after it
         self._within = False  # whether an optimizer stepped within the backward in progress
@@ -150,12 +152,18 @@ class Recorder:
         self._mark = current
 
     def _before_step(self) -> None:
-        self._stepping += 1
-        if not self._backwards and self._stepping == 1:
+        self._stepping.append(self._leave())
+        if not self._backwards and len(self._stepping) == 1:
             self._end_phase(None)
 
+    def _leave(self) -> int:
+        """Forget steps that are no less deep on the stack, which have ended; returns the depth of this one."""
+        depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))
+        self._stepping = [other for other in self._stepping if other < depth]
+        return depth
+
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepping -= 1
+        self._leave()
         self._optimizers.add(optimizer)
         if self._backwards:
             self._within = True  # the backward ends first

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -27,8 +30,8 @@ from .memory import memory_use
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
 differences between ranks, or the time that communication takes. Tensor-parallel collectives and the exchanges of an
-optimizer with owners are not counted above (fullshard plan counts them). What fullshard.save, torch.save and
-torch.distributed.checkpoint write to files is not written; other files are."""
+optimizer with owners are not counted above (fullshard plan counts them). fullshard.save, torch.save and
+torch.distributed.checkpoint write no files in a dry run; the program's other files are written."""
 
 
 class Enough(BaseException):
@@ -42,8 +45,8 @@ class NotSharded(ConfigError):
 class Steps:
     """Counts the training steps of a program, and the bytes that it sends in each.
 
-    A step may be one of several optimizers, one after the other: it ends when all parameters that train have been
-    stepped, or all optimizers of the first step; or when an optimizer steps again.
+    Several optimizers may take a step, one after the other: it ends when all parameters that train have been stepped,
+    or by all optimizers that stepped before; or when one of them steps again.
 
     Args:
         limit: ends the program, by raising `Enough`, after this step.
@@ -56,38 +59,43 @@ class Steps:
 
     def __init__(self, limit: int, world: int) -> None:
         self.limit, self.world, self.taken, self.report = limit, world, 0, ""
-        self._sent: dict[str, list[int]] = {}  # in this step; verb -> calls, bytes
-        self._since: list[Event] = []  # after the last optimizer: of this step or of the next one
-        self._running: list[torch.optim.Optimizer] = []  # an optimizer may step another
+        self._sent: Counter[tuple[str, str]] = Counter()  # in this step: (verb, "calls" or "bytes") -> number
+        self._since: Counter[tuple[str, str]] = Counter()  # since the last optimizer: of this step or of the next one
+        self._running: list[int] = []  # depths on the stack of steps in progress: an optimizer may step another
         self._stepped: list[torch.optim.Optimizer] = []  # in this step
-        self._known: list[torch.optim.Optimizer] = []
+        self._known: list[torch.optim.Optimizer] = []  # that stepped in earlier ones
 
     def record(self, event: Event) -> None:
         """Count the bytes of an event of the engine."""
-        if event.verb in ("gather", "reduce", "all_reduce") and len(event.ranks) > 1:
-            self._since.append(event)
+        ranks = len(event.ranks)
+        if event.verb in ("gather", "reduce", "all_reduce") and ranks > 1:
+            self._since[event.verb, "calls"] += 1
+            twice = 2 if event.verb == "all_reduce" else 1
+            self._since[event.verb, "bytes"] += event.nbytes * (ranks - 1) // ranks * twice
 
     def begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer begins to step: the next training step's, if it has stepped in this one."""
-        if optimizer in self._running:  # an error ended its last one
-            self._running.clear()
+        depth = self._leave()
         if not self._running and optimizer in self._stepped:
             self.end()
-        self._running.append(optimizer)
+        self._running.append(depth)
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        self._running = self._running[: self._running.index(optimizer)] if optimizer in self._running else []
+        self._leave()
         if self._running:
             return
-        for event in self._since:
-            count, ranks = self._sent.setdefault(event.verb, [0, 0]), len(event.ranks)
-            count[0] += 1
-            count[1] += event.nbytes * (ranks - 1) // ranks * (2 if event.verb == "all_reduce" else 1)
+        self._sent.update(self._since)
         self._since.clear()
         self._stepped.append(optimizer)
-        if len(self._stepped) == len(self._known) or self._all_are_stepped():
+        if (self._known and all(each in self._stepped for each in self._known)) or self._all_are_stepped():
             self.end()
+
+    def _leave(self) -> int:
+        """Forget steps that are no less deep on the stack, which have ended; returns the depth of this one."""
+        depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))
+        self._running = [other for other in self._running if other < depth]
+        return depth
 
     def _all_are_stepped(self) -> bool:
         stepped = {id(p) for each in self._stepped for group in each.param_groups for p in group["params"]}
@@ -103,7 +111,8 @@ class Steps:
         if self.report:  # the program has caught all that it could
             raise Enough
         if self._stepped:
-            self.taken, self._known = self.taken + 1, self._stepped
+            self.taken += 1
+            self._known += [each for each in self._stepped if each not in self._known]
             if self.taken == self.limit:
                 self.report = self._describe()
                 raise Enough
@@ -124,8 +133,9 @@ class Steps:
             lines.append(f"No model is sharded over more than {len(ranks)} of the {self.world} ranks.\n")
         names = {"gather": "all-gathers", "reduce": "reduce-scatters", "all_reduce": "all-reduces of replicas"}
         lines += [
-            f"{names[verb]} in a step: {count}, in which this rank sends {size(nbytes)}"
-            for verb, (count, nbytes) in self._sent.items()
+            f"{name} in a step: {self._sent[verb, 'calls']}, in which this rank sends {size(self._sent[verb, 'bytes'])}"
+            for verb, name in names.items()
+            if self._sent[verb, "calls"]
         ]
         return "\n".join(lines)
 
@@ -171,7 +181,7 @@ def dry_run(program: Callable[[], object], world: int, steps: int) -> tuple[str,
             taken.end()
         except Enough:
             gc.collect()
-        except Exception as error:
+        except BaseException as error:  # torch.distributed.checkpoint raises one that is no `Exception`
             if unwritten:
                 error.add_note(f"In a dry run no checkpoint is written: {', '.join(unwritten[:3])} cannot be read.")
             raise

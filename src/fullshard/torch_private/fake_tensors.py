@@ -43,7 +43,7 @@ def forget_value(leaf: object) -> None:
 
 
 class Remembered:
-    """Runs operations on fake tensors, four times as fast where the same one ran before: a model repeats its layers.
+    """Runs operations on fake tensors, and faster where the same one ran before: a model repeats its layers.
 
     What torch took from its own cache of shapes is remembered under a key that tells at least as much apart as torch's
     does, and built as torch builds it.

@@ -21,6 +21,8 @@ from ...errors import FullshardError
 from ...forms import owner_of
 from ...generators import restored_generators
 from ...names import counted, size, table
+from ...optim.guard import FAIL_ON_RUNS
+from ...optim.probe import treats_elements
 from ...policies import MixedPrecisionPolicy
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
@@ -383,11 +385,11 @@ class Planner:
     ) -> Profile | None:
         """The profile of these units, by path; None: more bytes than `most` are alive."""
         key = policies, micro_batch, sequence, recomputes
-        if self._profiles.get(key) is None and (key not in self._profiles or most is None):
+        if key not in self._profiles or (most is None and self._profiles[key] is None):
             how: dict[str, Any] = {"checkpointing": recomputes, "tensor_parallel": self.tensor, "until": self.until}
-            found = None
+            result = None
             try:
-                found = profile(self.model, dict(policies), self.step, micro_batch, sequence, most=most, **how)
+                result = profile(self.model, dict(policies), self.step, micro_batch, sequence, most=most, **how)
             except TooMuch:
                 pass
             except FullshardError:
@@ -396,7 +398,7 @@ class Planner:
                 if not any(parameter.requires_grad for parameter in self.model.parameters()):
                     raise messages.nothing_trains() from error
                 raise messages.step_failed(error, micro_batch, sequence, recomputes) from error
-            self._profiles[key] = found
+            self._profiles[key] = result
         return self._profiles[key]
 
     def _costs(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> tuple[UnitCosts, ...]:
@@ -464,8 +466,8 @@ class Planner:
             for costs in self.costs(tuple(alike.items()), shard, strategy.replicate)
         )
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
-        trained = {moment.unit for moment in step.moments if moment.kind == "back"}  # others get no gradients, no state
-        on_device = [costs for costs in units if not costs.strategy.offload and costs.name in trained]
+        ran = {moment.unit for moment in step.moments if moment.kind == "enter"}  # others get no gradients, no state
+        on_device = [costs for costs in units if not costs.strategy.offload and costs.name in ran]
         owners = None
         if self.steps_shards():
             if strategy.step_in_backward or self.tensor > 1:
@@ -533,18 +535,17 @@ class Planner:
             chosen = [choice for choice in chosen if choice.replicate > 1]
             if not chosen:
                 raise messages.hook_without_replicas(ranks)
-        fits, failed, either = False, None, "checkpointing" not in fixed
-        planned = False
+        fits, planned, failed, both = False, False, None, "checkpointing" not in fixed
         for offload in (False, True):
             if offload and (fits or not self.offloads or "offload" in fixed):
                 break
             for choice in chosen:
-                if either and (failed if choice.checkpointing else not self._activations_fit(choice, ranks, sequence)):
+                if both and (failed if choice.checkpointing else not self._activations_fit(choice, ranks, sequence)):
                     continue
                 try:
                     first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
                 except messages.StepFailed as error:
-                    if not (either and choice.checkpointing):
+                    if not (both and choice.checkpointing):
                         raise
                     failed, self.left_out = error, messages.in_few_words(error)
                     continue
@@ -676,26 +677,22 @@ def built_model(model: Any) -> tuple[nn.Module, Step | None]:
     return model, step
 
 
-NEED_WHOLE_TENSORS = ("Adafactor", "Muon")
-"""Of `torch.optim`."""
-
-
 def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     if callable(optimizer):
         return optimizer
-    kinds = {
+    kinds: dict[str, Any] = {
         name: kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type)
         and kind is not torch.optim.Optimizer
         and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("LBFGS", "SparseAdam", *NEED_WHOLE_TENSORS)  # which need a closure, and sparse gradients
+        and name not in ("LBFGS", "SparseAdam")  # which need a closure, and sparse gradients
     }
-    if optimizer in NEED_WHOLE_TENSORS:
-        raise messages.needs_whole_tensors(optimizer)
     if optimizer not in kinds:
         raise messages.unknown_optimizer(optimizer, sorted(kinds))
     kind = kinds[optimizer]
+    if optimizer in FAIL_ON_RUNS["torch"] and not treats_elements(kind([nn.Parameter(torch.zeros(2, 2))])):
+        raise messages.needs_whole_tensors(optimizer)
     many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # what its default is on a GPU
     options: dict[str, Any] = {"foreach": True} if many else {}
     return partial(kind, **options)
