@@ -757,7 +757,7 @@ def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=3)
     width = parser.parse_args().width
-    print(f"{AT_IMPORT} and {sys.argv}, width {width}")
+    sys.stdout.write(f"{AT_IMPORT} and {sys.argv}, width {width};\\n")  # at once: ranks write to one pipe
     return right()
 
 def exits():
@@ -798,7 +798,7 @@ def test_ranks_are_started_and_the_program_finds_its_own_arguments(tmp_path, cap
     command = ["verify", f"{script}:parsed", "--steps", "1", "--ranks", str(ranks)]
     assert main([*command, "--", *own] if own else command) == 0
     out = capfd.readouterr().out
-    assert out.count(f"{seen} and {seen}, width {width}\n") == ranks and f"verify: ok ({ranks} rank" in out, out
+    assert out.count(f"{seen} and {seen}, width {width};") == ranks and f"verify: ok ({ranks} rank" in out, out
     assert sys.argv is before
 
 

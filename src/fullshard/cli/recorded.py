@@ -25,7 +25,6 @@ import runpy
 import socket
 import sys
 import time
-import traceback
 import weakref
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..insight.outer_steps import OuterSteps
 from . import adopt
 from .ranks import TURN
 
@@ -93,7 +93,7 @@ class Recorder:
         self._pending: list[torch.Tensor] = []  # losses of the step in progress
         self._spent = dict.fromkeys(self.phases, 0.0)  # seconds in the step in progress
         self._backwards = 0  # in progress, one within another
-        self._stepping: list[int] = []  # depths on the stack of optimizers' steps in progress, one within another
+        self._outer = OuterSteps()
         self._trained = False  # whether a backward ran in the step in progress
         self._stepped = False  # whether an optimizer has stepped after it
         self._within = False  # whether an optimizer stepped within the backward in progress
@@ -152,22 +152,15 @@ class Recorder:
         self._mark = current
 
     def _before_step(self) -> None:
-        self._stepping.append(self._leave())
-        if not self._backwards and len(self._stepping) == 1:
+        if self._outer.begin() and not self._backwards:
             self._end_phase(None)
 
-    def _leave(self) -> int:
-        """Forget steps that are no less deep on the stack, which have ended; returns the depth of this one."""
-        depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))
-        self._stepping = [other for other in self._stepping if other < depth]
-        return depth
-
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._leave()
+        is_outer = self._outer.end()
         self._optimizers.add(optimizer)
         if self._backwards:
             self._within = True  # the backward ends first
-        elif not self._stepping:  # else within another optimizer, and perhaps not on all ranks
+        elif is_outer:  # else within another optimizer, and perhaps not on all ranks
             self._end_phase("optimizer")
             self._after_optimizer()
 

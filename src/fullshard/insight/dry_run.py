@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -27,6 +25,7 @@ from ..torch_private.fake_group import pretended, unwritten
 from ..torch_private.root_mesh import ranks_around
 from .describe import describe
 from .memory import memory_use
+from .outer_steps import OuterSteps
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
 differences between ranks, or the time that communication takes. Tensor-parallel collectives and the exchanges of an
@@ -61,7 +60,7 @@ class Steps:
         self.limit, self.world, self.taken, self.report = limit, world, 0, ""
         self._sent: Counter[tuple[str, str]] = Counter()  # in this step: (verb, "calls" or "bytes") -> number
         self._since: Counter[tuple[str, str]] = Counter()  # since the last optimizer: of this step or of the next one
-        self._running: list[int] = []  # depths on the stack of steps in progress: an optimizer may step another
+        self._outer = OuterSteps()
         self._stepped: list[torch.optim.Optimizer] = []  # in this step
         self._known: list[torch.optim.Optimizer] = []  # that stepped in earlier ones
 
@@ -75,27 +74,18 @@ class Steps:
 
     def begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer begins to step: the next training step's, if it has stepped in this one."""
-        depth = self._leave()
-        if not self._running and optimizer in self._stepped:
+        if self._outer.begin() and optimizer in self._stepped:
             self.end()
-        self._running.append(depth)
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        self._leave()
-        if self._running:
+        if not self._outer.end():
             return
         self._sent.update(self._since)
         self._since.clear()
         self._stepped.append(optimizer)
         if (self._known and all(each in self._stepped for each in self._known)) or self._all_are_stepped():
             self.end()
-
-    def _leave(self) -> int:
-        """Forget steps that are no less deep on the stack, which have ended; returns the depth of this one."""
-        depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))
-        self._running = [other for other in self._running if other < depth]
-        return depth
 
     def _all_are_stepped(self) -> bool:
         stepped = {id(p) for each in self._stepped for group in each.param_groups for p in group["params"]}

@@ -691,7 +691,8 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     if optimizer not in kinds:
         raise messages.unknown_optimizer(optimizer, sorted(kinds))
     kind = kinds[optimizer]
-    if optimizer in FAIL_ON_RUNS["torch"] and not treats_elements(kind([nn.Parameter(torch.zeros(2, 2))])):
+    matrix = nn.Parameter(torch.zeros(2, 2, device="cpu"))
+    if optimizer in FAIL_ON_RUNS["torch"] and not treats_elements(kind([matrix])):
         raise messages.needs_whole_tensors(optimizer)
     many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # what its default is on a GPU
     options: dict[str, Any] = {"foreach": True} if many else {}

@@ -1,0 +1,33 @@
+"""Which calls of an optimizer's `step` are the program's own, seen from hooks before and after every step."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+
+class OuterSteps:
+    """Steps in progress, by their depth on the stack.
+
+    An optimizer may step another, and torch runs hooks again in `super().step`. Of a step that raised an error no hook
+    tells the end: one that is no less deep than the next has ended.
+    """
+
+    def __init__(self) -> None:
+        self._depths: list[int] = []
+
+    def begin(self) -> bool:
+        """To be called by a hook before a step; whether it is within no other."""
+        depth = self._leave()
+        self._depths.append(depth)
+        return len(self._depths) == 1
+
+    def end(self) -> bool:
+        """To be called by a hook after a step; whether it was within no other."""
+        self._leave()
+        return not self._depths
+
+    def _leave(self) -> int:
+        depth = sum(1 for _ in traceback.walk_stack(sys._getframe(2)))
+        self._depths = [other for other in self._depths if other < depth]
+        return depth
