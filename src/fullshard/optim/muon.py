@@ -18,12 +18,13 @@ from .owners import (
     Cut,
     Finish,
     OtherCut,
+    Owner,
     Owners,
     Ownership,
     RowsCut,
     agree,
     axes_of,
-    balanced,
+    balanced_owners,
     batches_of,
     check_gradient,
     cut_of,
@@ -35,6 +36,9 @@ from .owners import (
     token_of,
 )
 from .replicas import spread
+
+Matrix = tuple[torch.Tensor, dict[str, Any]]
+"""A parameter to step, and its group."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -117,7 +121,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        stepped: list[Matrix] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -139,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(piece, 1 - group["momentum"])
         return (piece.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
-    def _update(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _update(self, stepped: Sequence[Matrix]) -> None:
         """Update the momentum of these matrices, orthogonalize it, and update the matrices."""
         by_ranks, alone = self._by_ranks([parameter for parameter, _ in stepped])
         for index, cut in alone:
@@ -162,8 +166,60 @@ class Muon(torch.optim.Optimizer):
             agree(owned.token, [parameter for parameter, _ in matrices], ranks, replicas, "", known)
             is_alone = cuts[0].world == 1 and axis is None
             home = inside(matrices[0][0].detach()).device if is_alone else device_of(ranks)
-            of_batches = [_Step(self, batch, axis, home, matrices) for batch in owned.batches]
-            in_turns(of_batches, _Step.gather, _Step.orthogonalize, _Step.scatter)
+            self._step_batches(owned.batches, matrices, axis, home)
+
+    def _step_batches(
+        self, batches: Sequence[_Batch], matrices: Sequence[Matrix], axis: Axis | None, home: torch.device
+    ) -> None:
+        """Update the momentum of matrices that the same ranks share, orthogonalize it on its owners, and update them.
+
+        Args:
+            batches: of the matrices.
+            axis: the replicate axis; None if there are no replicas.
+            home: the device of the exchanges.
+        """
+        wholes: dict[_Batch, list[torch.Tensor]] = {}  # those that this rank owns, while their batch is whole
+
+        def gather(batch: _Batch, ahead: bool) -> Finish:
+            """Update the momentum, and start to send it to the owners."""
+            pieces = [self._momentum(*matrices[index]).to(home) for index in batch.indices]  # offloaded ones too
+            arrive = batch.owners.gather([pieces[at] for at in batch.ours]) if batch.owners is not None else list
+
+            def finish() -> None:
+                wholes[batch] = arrive()
+
+            return finish
+
+        def orthogonalize(batch: _Batch) -> None:
+            mine = batch.owners.mine if batch.owners is not None else []
+            groups = [matrices[batch.indices[batch.ours[at]]][1] for at in mine]
+            momenta = wholes.pop(batch)[::-1]
+            wholes[batch] = [_orthogonalized(momenta.pop(), group) for group in groups]  # frees each momentum
+
+        def scatter(batch: _Batch) -> Finish:
+            """Start to return the updates; then send them to other replicas, and update the parameters."""
+            updates_here = wholes.pop(batch)
+            arrive = batch.owners.scatter(updates_here, torch.bfloat16, home) if batch.owners is not None else list
+
+            def finish() -> None:
+                ours = dict(zip(batch.ours, arrive(), strict=True))
+                of_batch = [matrices[index] for index in batch.indices]
+                sizes = [inside(parameter.detach()).numel() for parameter, _ in of_batch]
+                updates = [
+                    ours[at] if at in ours else torch.empty(size, dtype=torch.bfloat16, device=home)
+                    for at, size in enumerate(sizes)
+                ]
+                if axis is not None:
+                    by_replica: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+                    for replica, update in zip(batch.replicas, updates, strict=True):
+                        by_replica[replica].append(update)
+                    spread(axis, by_replica)
+                for (parameter, group), update in zip(of_batch, updates, strict=True):
+                    _apply(parameter, group, update)
+
+            return finish
+
+        in_turns(batches, gather, orthogonalize, scatter)
 
     def _by_ranks(
         self, parameters: Sequence[torch.Tensor]
@@ -197,9 +253,9 @@ class Muon(torch.optim.Optimizer):
         matrices.sort(key=lambda matrix: places.get(id(matrix), (-1, 0)))
         shared = []
         for axis, indices, cuts in self._by_ranks(matrices)[0].values():
-            costs, owned = [_cost(cut.shape) for cut in cuts], _Owned(cuts, axis).chosen
+            costs, owners = [_cost(cut.shape) for cut in cuts], _Owned(cuts, axis).owners
             of_ranks = [matrices[index] for index in indices]
-            shared.append(ownership(of_ranks, cuts[0], axis, owned, costs, "multiplications"))
+            shared.append(ownership(of_ranks, cuts[0], axis, owners, costs, "multiplications"))
         return shared
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,17 +273,17 @@ class _Owned:
 
     Attributes:
         cuts, token: see above.
-        chosen: the owner of each matrix: its number on a mesh (shard, replicate).
+        places: the owner of each matrix.
         batches: the matrices that are whole at a time.
     """
 
     def __init__(self, cuts: Sequence[Cut], axis: Axis | None, token: int = 0) -> None:
-        self.cuts, self.token, replicas = cuts, token, axis.size if axis is not None else 1
-        self.chosen = balanced([_cost(cut.shape) for cut in cuts], cuts[0].world * replicas)
-        numbers = batches_of([cut.shape.numel() * torch.bfloat16.itemsize for cut in cuts], self.chosen)
+        self.cuts, self.token = cuts, token
+        self.places = balanced_owners([_cost(cut.shape) for cut in cuts], cuts[0], axis)
+        numbers = batches_of([cut.shape.numel() * torch.bfloat16.itemsize for cut in cuts], self.places)
         self.batches = [
-            _Batch(cuts, self.chosen, [index for index, of in enumerate(numbers) if of == number], axis)
-            for number in sorted(set(numbers))
+            _Batch(cuts, self.places, [index for index, of in enumerate(numbers) if of == number], axis)
+            for number in range(max(numbers) + 1)
         ]
 
 
@@ -238,80 +294,15 @@ class _Batch:
         indices: of the matrices.
         replicas: of each matrix, the replica that its owner is in.
         ours: positions in `indices` of those that an owner in this replica has.
-        owners: in this replica, of the matrices that it owns; None if it owns none.
+        owners: in this replica, of these matrices; None if there are none.
     """
 
-    def __init__(self, cuts: Sequence[Cut], chosen: Sequence[int], indices: Sequence[int], axis: Axis | None) -> None:
-        self.indices, (count, replica) = indices, (axis.size, axis.rank) if axis is not None else (1, 0)
-        self.replicas = [chosen[index] % count for index in indices]
-        self.ours = [at for at, of in enumerate(self.replicas) if of == replica]
+    def __init__(self, cuts: Sequence[Cut], places: Sequence[Owner], indices: Sequence[int], axis: Axis | None) -> None:
+        self.indices, own_replica = indices, axis.rank if axis is not None else 0
+        self.replicas = [places[index][0] for index in indices]
+        self.ours = [at for at, replica in enumerate(self.replicas) if replica == own_replica]
         ours = [indices[at] for at in self.ours]
-        self.owners = (
-            Owners([cuts[index] for index in ours], [chosen[index] // count for index in ours]) if ours else None
-        )
-
-
-class _Step:
-    """A batch of a step.
-
-    Args:
-        axis: the replicate axis; None if there are no replicas.
-        home: the device of the exchanges.
-        matrices: all that the ranks share, each with its parameter group.
-    """
-
-    def __init__(
-        self,
-        muon: Muon,
-        batch: _Batch,
-        axis: Axis | None,
-        home: torch.device,
-        matrices: Sequence[tuple[torch.Tensor, dict[str, Any]]],
-    ) -> None:
-        self._muon, self._owners, self._axis, self._home = muon, batch.owners, axis, home
-        self._matrices = [matrices[index] for index in batch.indices]
-        self._replicas, self._ours = batch.replicas, batch.ours
-        self._wholes: list[torch.Tensor] = []  # those that this rank owns
-
-    def gather(self, ahead: bool) -> Finish:
-        """Update the momentum, and start to send it to the owners. Collective."""
-        pieces = [self._muon._momentum(*matrix).to(self._home) for matrix in self._matrices]  # those offloaded, too
-        arrive = self._owners.gather([pieces[at] for at in self._ours]) if self._owners is not None else None
-
-        def finish() -> None:
-            if arrive is not None:
-                self._wholes = arrive()
-
-        return finish
-
-    def orthogonalize(self) -> None:
-        """Orthogonalize the matrices that this rank owns."""
-        if self._owners is not None:
-            groups = [self._matrices[self._ours[at]][1] for at in self._owners.mine]
-            wholes, self._wholes = self._wholes[::-1], []
-            self._wholes = [_orthogonalized(wholes.pop(), group) for group in groups]
-
-    def scatter(self) -> Finish:
-        """Start to return the updates; then send them to other replicas, and update the parameters. Collective."""
-        wholes, self._wholes = self._wholes, []
-        arrive = self._owners.scatter(wholes, torch.bfloat16, self._home) if self._owners is not None else None
-
-        def finish() -> None:
-            ours = dict(zip(self._ours, arrive() if arrive is not None else (), strict=True))
-            sizes = [inside(parameter.detach()).numel() for parameter, _ in self._matrices]
-            updates = [
-                ours[at] if at in ours else torch.empty(size, dtype=torch.bfloat16, device=self._home)
-                for at, size in enumerate(sizes)
-            ]
-            if self._axis is not None:
-                by_replica: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
-                for replica, update in zip(self._replicas, updates, strict=True):
-                    by_replica[replica].append(update)
-                spread(self._axis, by_replica)
-            for (parameter, group), update in zip(self._matrices, updates, strict=True):
-                _apply(parameter, group, update)
-
-        return finish
+        self.owners = Owners([cuts[index] for index in ours], [places[index][1] for index in ours]) if ours else None
 
 
 def _check_matrix(parameter: torch.Tensor, name: str | None) -> None:

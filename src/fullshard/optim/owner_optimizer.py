@@ -32,7 +32,7 @@ from .owners import (
     Ownership,
     agree,
     axes_of,
-    balanced,
+    balanced_owners,
     batches_of,
     check_alike,
     check_gradient,
@@ -637,21 +637,20 @@ class OwnerOptimizer(torch.optim.Optimizer):
             by_ranks.setdefault(ranks, []).append(param)
         for params in by_ranks.values():
             cut, axis = params[0].cut, params[0].replicas
-            shards, replicas = cut.world if cut else 1, axis.size if axis else 1
             tensors = [param.tensor for param in params]
             if self.elementwise:
-                bounds = element_bounds([param.local.numel() for param in params], replicas)
+                bounds = element_bounds([param.local.numel() for param in params], axis.size if axis else 1)
                 for param, of_param in zip(params, bounds, strict=True):
                     param.bounds = of_param
                 if axis is not None:
                     self._ownerships.append(ownership_of_elements(tensors, bounds))
                 continue
             numels = [tensor.numel() for tensor in tensors]
-            owners = balanced(numels, shards * replicas)
+            owners = balanced_owners(numels, cut, axis)
             self._ownerships.append(ownership(tensors, cut, axis, owners, numels, "elements"))
-            for param, owner in zip(params, owners, strict=True):
-                param.owner = owner // replicas if cut is not None else None
-                param.replica = owner % replicas if axis is not None else None
+            for param, (replica, rank) in zip(params, owners, strict=True):
+                param.owner = rank if cut is not None else None
+                param.replica = replica if axis is not None else None
 
     def ownerships(self) -> list[Ownership]:
         """Which rank steps which parameter, or how many elements if `elementwise`, by unit. No communication."""

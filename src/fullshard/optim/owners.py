@@ -296,6 +296,22 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
     return owners
 
 
+Owner = tuple[int, int]
+"""The place of an owner on a mesh (replicate, shard): its replica, and its rank on the shard axis."""
+
+
+def balanced_owners(costs: Sequence[int], cut: Cut | None, replicas: Axis | None) -> list[Owner]:
+    """An owner for each cost, balanced over the ranks of both axes.
+
+    Args:
+        cut: of any of the tensors; None: each rank of the shard axis has them whole.
+        replicas: the replicate axis; None: there is none.
+    """
+    copies = replicas.size if replicas else 1
+    numbers = balanced(costs, copies * (cut.world if cut else 1))
+    return [(number % copies, number // copies) for number in numbers]
+
+
 BATCH = 2**24
 """Bytes of whole tensors that an owner has in a batch, if its tensors are smaller: below, exchanges take longer."""
 
@@ -376,7 +392,7 @@ class Ownership:
     Attributes:
         parameters: in the order in which they are exchanged.
         ranks: [replicas][shards], the global ranks.
-        owners: replica and rank on the shard axis of each parameter; empty if elements are stepped where they are.
+        owners: of each parameter; empty if elements are stepped where they are.
         balanced: what is balanced: "elements" or "multiplications".
         costs: of these, by parameter.
         loads: [replicas][shards], the sums of owners. If elements are stepped where they are: those of this rank's
@@ -385,7 +401,7 @@ class Ownership:
 
     parameters: tuple[torch.Tensor, ...]
     ranks: tuple[tuple[int, ...], ...]
-    owners: tuple[tuple[int, int], ...]
+    owners: tuple[Owner, ...]
     balanced: str
     costs: tuple[int, ...]
     loads: tuple[tuple[int, ...], ...]
@@ -405,23 +421,20 @@ def ownership(
     parameters: Sequence[torch.Tensor],
     cut: Cut | None,
     replicas: Axis | None,
-    chosen: Sequence[int],
+    owners: Sequence[Owner],
     costs: Sequence[int],
     balanced: str,
 ) -> Ownership:
-    """An `Ownership` of whole parameters.
-
-    Args:
-        cut: of any of them; None: each rank of the shard axis has them whole.
-        replicas: the replicate axis; None: there is none.
-        chosen: the result of `balanced`: number of an owner on a mesh (shard, replicate).
-    """
+    """An `Ownership` of whole parameters; `owners`, `cut` and `replicas`: see `balanced_owners`."""
     copies, shards = replicas.size if replicas else 1, cut.world if cut else 1
-    owners = [(owner % copies, owner // copies) for owner in chosen]
     loads = [[0] * shards for _ in range(copies)]
     for (replica, rank), cost in zip(owners, costs, strict=True):
         loads[replica][rank] += cost
-    ranks = _ranks(parameters[0], cut, copies, shards)
+    bucket = bucket_of(parameters[0])
+    if bucket is not None and bucket.axes.mesh.size() == copies * shards:
+        ranks = _ranks_of(bucket, copies)
+    else:
+        ranks = (tuple(dist.get_process_group_ranks(cut.group)) if cut else (dist.get_rank(),),)
     return Ownership(tuple(parameters), ranks, tuple(owners), balanced, tuple(costs), tuple(map(tuple, loads)))
 
 
@@ -433,17 +446,14 @@ def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[S
     """
     loads = [sum(each[at + 1] - each[at] for each in bounds) for at in range(len(bounds[0]) - 1)]
     costs = [each[-1] for each in bounds]
-    mesh = bucket_of(parameters[0]).axes.mesh
-    ranks = tuple(map(tuple, mesh.mesh.reshape(len(loads), -1).tolist()))
+    ranks = _ranks_of(bucket_of(parameters[0]), len(loads))
     by_rank = tuple((load,) * len(ranks[0]) for load in loads)
     return Ownership(tuple(parameters), ranks, (), "elements", tuple(costs), by_rank)
 
 
-def _ranks(parameter: torch.Tensor, cut: Cut | None, copies: int, shards: int) -> tuple[tuple[int, ...], ...]:
-    """The global ranks [copies][shards] that share a parameter."""
-    if (bucket := bucket_of(parameter)) is not None and bucket.axes.mesh.size() == copies * shards:
-        return tuple(map(tuple, bucket.axes.mesh.mesh.reshape(copies, shards).tolist()))
-    return (tuple(dist.get_process_group_ranks(cut.group)) if cut else (dist.get_rank(),),)
+def _ranks_of(bucket: Any, copies: int) -> tuple[tuple[int, ...], ...]:
+    """The global ranks [copies][shards] of a bucket's mesh."""
+    return tuple(map(tuple, bucket.axes.mesh.mesh.reshape(copies, -1).tolist()))
 
 
 def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
