@@ -253,7 +253,7 @@ class Muon(torch.optim.Optimizer):
         matrices.sort(key=lambda matrix: places.get(id(matrix), (-1, 0)))
         shared = []
         for axis, indices, cuts in self._by_ranks(matrices)[0].values():
-            costs, owners = [_cost(cut.shape) for cut in cuts], _Owned(cuts, axis).owners
+            costs, owners = [_cost(cut.shape) for cut in cuts], _Owned(cuts, axis).places
             of_ranks = [matrices[index] for index in indices]
             shared.append(ownership(of_ranks, cuts[0], axis, owners, costs, "multiplications"))
         return shared

@@ -139,11 +139,13 @@ class _Again:
 
     def __init__(self, inputs: Inputs | None) -> None:
         if inputs is None:
-            raise messages.no_forward_yet()
+            raise messages.cannot_repeat(
+                "this is not the root, or it was not called with gradients yet.", "call the root first, or pass step="
+            )
         leaves = list(leaves_in((inputs.args, inputs.kwargs)))
         others = [leaf.kind for leaf in leaves if isinstance(leaf, OtherInput)]
         if others:
-            raise messages.inputs_of_other_kinds(others)
+            raise messages.cannot_repeat(f"inputs of class {', '.join(others[:3])} cannot be repeated.")
         self._inputs = inputs
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, TensorInput) and leaf.shape]
         self.size = int(shapes[0][0]) if shapes and shapes[0][0] else 1
@@ -164,11 +166,15 @@ class _Again:
             try:
                 output = model(*args, **kwargs)
             except PhaseError as error:  # of a unit that is not the copy's: see `without_units`
-                raise messages.calls_another_model(error.what) from None
+                raise messages.cannot_repeat(
+                    "the model calls a sharded module that is not among its submodules.",
+                    "pass step=, a function that leaves this out",
+                    error.what,
+                ) from None
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
         if not losses:
-            raise messages.no_output_needs_gradient()
+            raise messages.cannot_repeat("no output needs a gradient.")
         return sum([loss.sum() for loss in losses[1:]], losses[0].sum())
 
 

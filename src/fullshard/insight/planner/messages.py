@@ -1,4 +1,4 @@
-"""The words of the planner's errors."""
+"""The texts of the planner's errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def not_positive(name: str, value: object, least: int = 1, function: str = "plan
     kind = "a positive integer" if least else "an integer of at least 0"
     expected = f"{least}, {least + 1}, {least + 2}, ..."
     return ConfigError(f"{function}(): {name} must be {kind}.", expected=expected, got=repr(value))
+
+
+def invalid(name: str, expected: str, value: object) -> ConfigError:
+    """The error for an argument, or a field of a strategy, with an invalid value."""
+    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
 
 
 def too_many_ranks(ranks: int, most: int) -> ConfigError:
@@ -32,10 +37,6 @@ def nothing_to_offload() -> ConfigError:
         expected="offload=False",
         remedy='leave it out, or plan for device="cuda"',
     )
-
-
-def not_of_type(name: str, expected: str, value: object) -> ConfigError:
-    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
 
 
 def not_a_divisor(name: str, value: int, whole: str, total: int) -> ConfigError:
@@ -88,14 +89,6 @@ def needs_whole_tensors(name: str) -> ConfigError:
     )
 
 
-def not_rates(value: object) -> ConfigError:
-    return ConfigError(
-        "plan(): rates must be a fullshard.Rates.",
-        expected="Rates(flops=..., bandwidth=..., between=..., latency=...), as fullshard.measure_rates() returns",
-        got=type(value).__name__,
-    )
-
-
 class StepFailed(ConfigError):
     """The model's step raised an error on fake tensors."""
 
@@ -142,29 +135,9 @@ def another_model(names: list[str]) -> ConfigError:
     )
 
 
-def no_forward_yet() -> ConfigError:
-    return ConfigError(
-        "explain_memory(): this is not the root, or it was not called with gradients yet.",
-        remedy="call the root first, or pass step=",
-    )
-
-
-def inputs_of_other_kinds(kinds: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"explain_memory(): inputs of class {', '.join(kinds[:3])} cannot be repeated.", remedy="pass step="
-    )
-
-
-def calls_another_model(what: str) -> ConfigError:
-    return ConfigError(
-        "explain_memory(): the model calls a sharded module that is not among its submodules.",
-        got=what,
-        remedy="pass step=, a function that leaves this out",
-    )
-
-
-def no_output_needs_gradient() -> ConfigError:
-    return ConfigError("explain_memory(): no output needs a gradient.", remedy="pass step=")
+def cannot_repeat(reason: str, remedy: str = "pass step=", got: str | None = None) -> ConfigError:
+    """The error for a last forward that is not known, or cannot be run again."""
+    return ConfigError(f"explain_memory(): {reason}", got=got, remedy=remedy)
 
 
 def in_few_words(error: Exception) -> str:
@@ -197,23 +170,11 @@ def nothing_to_fit() -> ConfigError:
     return ConfigError("solve() needs the memory of a device.", remedy="pass device_memory=80 * 2**30, for example")
 
 
-def unknown_device(device: object) -> ConfigError:
-    return ConfigError("plan(): unknown device.", expected='"cuda" or "cpu"', got=repr(device))
-
-
 def not_a_rate(name: str, value: object) -> ConfigError:
     if name == "overlap":
         return ConfigError("Rates.overlap must be a number from 0 to 1.", got=repr(value))
     return ConfigError(
         f"Rates.{name} must be a positive number.", expected="units per second; seconds for latency", got=repr(value)
-    )
-
-
-def not_a_hook(hook: object) -> ConfigError:
-    return ConfigError(
-        "plan() knows the communication hook PowerSGD only.",
-        expected="comm_hook=(fullshard.comm_hooks.PowerSGDState(None, rank), fullshard.comm_hooks.powerSGD_hook)",
-        got=repr(hook),
     )
 
 
@@ -225,30 +186,6 @@ def hook_without_replicas(ranks: int) -> ConfigError:
     )
 
 
-def not_a_mesh(pattern: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"plan(): meshes[{pattern!r}] must say over how many ranks the parameters are split, and how often repeated.",
-        expected="a pair (shard, replicate)",
-        got=repr(value),
-    )
-
-
-def mesh_does_not_divide(pattern: str, sizes: tuple[int, int], ranks: int) -> ConfigError:
-    return ConfigError(
-        f"plan(): meshes[{pattern!r}] does not fit the ranks.",
-        expected=f"a pair (shard, replicate) whose product divides {ranks}",
-        got=repr(sizes),
-    )
-
-
-def not_a_pattern(pattern: object) -> ConfigError:
-    return ConfigError(
-        "plan(): a key of meshes is no pattern of parameters' names.",
-        expected="a pattern of fnmatch, such as *.experts.*",
-        got=repr(pattern),
-    )
-
-
 def mesh_of_nothing(pattern: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"plan(): no parameter's name matches meshes[{pattern!r}].",
@@ -257,19 +194,11 @@ def mesh_of_nothing(pattern: str, names: Sequence[str]) -> ConfigError:
     )
 
 
-def unknown_layout(layout: object, known: tuple[str, ...]) -> ConfigError:
-    return ConfigError("plan(): unknown layout.", expected=", ".join([*known, "or Blocks(...)"]), got=repr(layout))
-
-
 def build_failed(error: BaseException) -> ConfigError:
     return ConfigError(
         f"plan() could not build the model: {type(error).__name__}: {error}",
         expected="a function without arguments that returns an nn.Module; its tensors are made on the meta device",
     )
-
-
-def unknown_accumulation(value: object, known: tuple[str, ...]) -> ConfigError:
-    return ConfigError("plan(): unknown accumulate.", expected=", ".join(known), got=repr(value))
 
 
 def steps_in_every_backward(micro_batches: int) -> ConfigError:

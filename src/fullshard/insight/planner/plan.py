@@ -336,11 +336,11 @@ class Planner:
         until: float | None = None,
     ) -> None:
         if device not in RESERVE:
-            raise messages.unknown_device(device)
+            raise messages.invalid("device", '"cuda" or "cpu"', device)
         if device_memory is not None:
             check_counts(device_memory=device_memory)
         if rates is not None and not isinstance(rates, Rates):
-            raise messages.not_rates(rates)
+            raise messages.invalid("rates", "a fullshard.Rates, as fullshard.measure_rates() returns", rates)
         self.model, own_step = built_model(model)
         _parallelize(self.model, isinstance(model, nn.Module), *tensor)
         self.policy, self.device, self.device_memory, self.tensor = mp_policy, device, device_memory, tensor[0]
@@ -446,7 +446,8 @@ class Planner:
         """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
         for pattern, sizes in self.meshes.items():
             if ranks % (sizes[0] * sizes[1]):
-                raise messages.mesh_does_not_divide(pattern, sizes, ranks)
+                expected = f"a pair (shard, replicate) whose product divides {ranks}"
+                raise messages.invalid(f"meshes[{pattern!r}]", expected, sizes)
         if not self.offloads:
             strategy = dataclasses.replace(strategy, offload=False)  # as `CPUOffloadPolicy`, which does nothing there
         shard = ranks // strategy.replicate
@@ -703,7 +704,7 @@ def list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
     """One object of this class, or several."""
     listed = [value] if isinstance(value, kind) else value
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
-        raise messages.not_of_type(name, f"a {kind.__name__}, or a list of some", value)
+        raise messages.invalid(name, f"a {kind.__name__}, or a list of some", value)
     return list(listed)
 
 
@@ -712,7 +713,8 @@ def checked_hook(hook: Any) -> Hook | None:
     if hook is None:
         return None
     if not isinstance(hook, tuple) or len(hook) != 2 or not isinstance(hook[0], PowerSGDState) or not callable(hook[1]):
-        raise messages.not_a_hook(hook)
+        expected = "a PowerSGDState and powerSGD_hook, both of fullshard.comm_hooks: no other hook can be planned"
+        raise messages.invalid("comm_hook", expected, hook)
     state = copy.copy(hook[0])
     state.start_powerSGD_iter = 0
     return state, hook[1]
@@ -722,12 +724,15 @@ def _checked_meshes(
     meshes: Mapping[str, tuple[int, int]] | None, names: Sequence[str]
 ) -> Mapping[str, tuple[int, int]]:
     if not isinstance(meshes, Mapping | None):
-        raise messages.not_of_type("meshes", "a dict: pattern of parameters' names -> (ranks, replicas)", meshes)
+        raise messages.invalid("meshes", "a dict: pattern of parameters' names -> (ranks, replicas)", meshes)
     for pattern, sizes in (meshes or {}).items():
         if not isinstance(pattern, str):
-            raise messages.not_a_pattern(pattern)
+            raise messages.invalid("a key of meshes", "a pattern of fnmatch, such as *.experts.*", pattern)
         if not isinstance(sizes, tuple) or len(sizes) != 2:
-            raise messages.not_a_mesh(pattern, sizes)
+            expected = (
+                "a pair: over how many ranks the parameters are split, and how often the split copies are repeated"
+            )
+            raise messages.invalid(f"meshes[{pattern!r}]", expected, sizes)
         for count in sizes:
             check_counts(**{f"meshes[{pattern!r}]": count})
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

@@ -92,13 +92,13 @@ class Strategy:
             ConfigError: a number is invalid.
         """
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
-            raise messages.unknown_layout(self.layout, LAYOUTS)
+            raise messages.invalid("layout", ", ".join([*LAYOUTS, "or Blocks(...)"]), self.layout)
         check_counts(least=0, prefetch=self.prefetch)
         for name in ("checkpointing", "offload", "step_in_backward"):
             if not isinstance(getattr(self, name), bool):
-                raise messages.not_of_type(name, "True or False", getattr(self, name))
+                raise messages.invalid(name, "True or False", getattr(self, name))
         if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
-            raise messages.not_of_type("mp_policy", "a MixedPrecisionPolicy or None", self.mp_policy)
+            raise messages.invalid("mp_policy", "a MixedPrecisionPolicy or None", self.mp_policy)
         for name, value, whole, total in (
             ("micro_batch", self.micro_batch, "batch", batch),
             ("replicate", self.replicate, "ranks", ranks),
@@ -107,7 +107,7 @@ class Strategy:
             if total % value:
                 raise messages.not_a_divisor(name, value, whole, total)
         if self.accumulate not in ACCUMULATE:
-            raise messages.unknown_accumulation(self.accumulate, ACCUMULATE)
+            raise messages.invalid("accumulate", ", ".join(ACCUMULATE), self.accumulate)
         if self.step_in_backward and self.micro_batch != batch and self.accumulate == "reduced":
             raise messages.steps_in_every_backward(batch // self.micro_batch)
         reshard_of(self.reshard_after_forward, ranks // self.replicate)
