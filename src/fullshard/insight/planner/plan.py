@@ -729,10 +729,7 @@ def _checked_meshes(
         if not isinstance(pattern, str):
             raise messages.invalid("a key of meshes", "a pattern of fnmatch, such as *.experts.*", pattern)
         if not isinstance(sizes, tuple) or len(sizes) != 2:
-            expected = (
-                "a pair: over how many ranks the parameters are split, and how often the split copies are repeated"
-            )
-            raise messages.invalid(f"meshes[{pattern!r}]", expected, sizes)
+            raise messages.invalid(f"meshes[{pattern!r}]", "a pair: (ranks of the shard axis, replicas)", sizes)
         for count in sizes:
             check_counts(**{f"meshes[{pattern!r}]": count})
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
