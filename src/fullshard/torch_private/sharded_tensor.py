@@ -15,8 +15,6 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import api as _api
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
-from ..dtypes import as_moved
-
 Shard, ShardedTensor, ShardedTensorMetadata = _api.Shard, _api.ShardedTensor, _api.ShardedTensorMetadata  # type: ignore[attr-defined]
 
 
@@ -81,30 +79,14 @@ def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
         device: where its group communicates.
     """
     metadata = value.metadata()
-    group = value._process_group or dist.group.WORLD
-    ranks, own_index = dist.get_world_size(group), dist.get_rank(group)
-    place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-    numels = [0] * ranks
-    for shard in metadata.shards_metadata:
-        numels[place[shard.placement.rank()]] += torch.Size(shard.shard_sizes).numel()
-    dtype = metadata.tensor_properties.dtype
-    sent = torch.zeros(max(numels), dtype=dtype, device=device)
-    start = 0
-    by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in value.local_shards()}
-    for shard in metadata.shards_metadata:
-        if place[shard.placement.rank()] == own_index:
-            tensor = by_offset[tuple(shard.shard_offsets)]
-            sent[start : start + tensor.numel()] = tensor.detach().reshape(-1).to(device)
-            start += tensor.numel()
-    parts = [torch.empty_like(sent) for _ in range(ranks)]
-    dist.all_gather([as_moved(part) for part in parts], as_moved(sent), group=group)
-    whole = torch.empty(metadata.size, dtype=dtype, device=device)
-    consumed = [0] * ranks
-    for shard in metadata.shards_metadata:
-        rank, numel = place[shard.placement.rank()], torch.Size(shard.shard_sizes).numel()
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for shard in value.local_shards():
         box = whole
-        for dim, (offset, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
+        for dim, (offset, size) in enumerate(
+            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        ):
             box = box.narrow(dim, offset, size)
-        box.copy_(parts[rank][consumed[rank] : consumed[rank] + numel].view(*shard.shard_sizes))
-        consumed[rank] += numel
+        box.copy_(shard.tensor.detach())
+    # An element is on one rank, and zero on all others: sums of bytes are exact in any dtype.
+    dist.all_reduce(whole.view(-1).view(torch.uint8), group=value._process_group or dist.group.WORLD)
     return whole

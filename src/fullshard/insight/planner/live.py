@@ -38,7 +38,7 @@ from ...shard import settings_of
 from ..describe import named_runners
 from . import messages
 from .optimizer import Optimizers, as_list
-from .plan import Plan, Planner
+from .plan import Plan, Planner, RunSize
 from .profile import Step
 from .strategy import Strategy, node_size
 
@@ -106,7 +106,7 @@ def plan_changes(
 
     def planned(strategy: Strategy, world: int = ranks) -> Plan:
         strategy.check(world, sequences)
-        return planner.plan(strategy, world, sequences, sequence, node_size(None, world))
+        return planner.plan(strategy, RunSize(world, sequences, sequence, node_size(None, world)))
 
     with without_units(model):
         now = planned(base)

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -298,21 +298,30 @@ def plan(
     tensor = tensor_parallel, parallelize
     hook = checked_hook(comm_hook)
     planner = Planner(model, step, policies[0], optimizer, device, device_memory, meshes, tensor, rates, hook)
-    size_of_run = ranks, batch, sequence, node
+    size_of_run = RunSize(ranks, batch, sequence, node)
     fixed = fixed or {}
     if strategy is None:
         planner.check_fixed(fixed)
         chosen = with_fields(strategies(ranks, ranks_per_node, batch, policies, tensor_parallel), fixed, ranks, batch)
-        plans = list(planner.search(chosen, *size_of_run, fixed))
+        plans = list(planner.search(chosen, size_of_run, fixed))
     elif fixed:
         raise messages.fixed_without_search(fixed)
     else:
         chosen = list_of(Strategy, "strategy", strategy)
         for choice in chosen:
             choice.check(ranks, batch)
-        plans = [planner.plan(choice, *size_of_run) for choice in chosen]
+        plans = [planner.plan(choice, size_of_run) for choice in chosen]
     ranked = sorted(plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.peak))
     return Plans(tuple(ranked), type(planner.model).__name__, ranks * tensor_parallel, planner.left_out)
+
+
+class RunSize(NamedTuple):
+    """The size of a run; `node`: ranks on one machine, the others as for `plan`."""
+
+    ranks: int
+    batch: int
+    sequence: int
+    node: int
 
 
 class Planner:
@@ -442,8 +451,9 @@ class Planner:
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
-    def plan(self, strategy: Strategy, ranks: int, batch: int, sequence: int, node: int) -> Plan:
-        """The plan of one strategy, `node` ranks on a machine; see `plan` for the arguments."""
+    def plan(self, strategy: Strategy, run: RunSize) -> Plan:
+        """The plan of one strategy."""
+        ranks, batch, sequence, node = run
         for pattern, sizes in self.meshes.items():
             if ranks % (sizes[0] * sizes[1]):
                 expected = f"a pair (shard, replicate) whose product divides {ranks}"
@@ -517,40 +527,31 @@ class Planner:
             units=units,
         )
 
-    def search(
-        self,
-        chosen: Sequence[Strategy],
-        ranks: int,
-        batch: int,
-        sequence: int,
-        node: int,
-        fixed: Collection[str],
-    ) -> Iterator[Plan]:
+    def search(self, chosen: Sequence[Strategy], run: RunSize, fixed: Collection[str]) -> Iterator[Plan]:
         """Plan these strategies, and the refinements of each that help; with offloading if none of them fits.
 
         Fields in `fixed` are not changed. A strategy without checkpointing is left out if its activations alone are
         more than fits: the same one with it needs less.
         """
-        size_of_run = ranks, batch, sequence, node
         if self.hook is not None:  # it replaces the all-reduce of replicas
             chosen = [choice for choice in chosen if choice.replicate > 1]
             if not chosen:
-                raise messages.hook_without_replicas(ranks)
+                raise messages.hook_without_replicas(run.ranks)
         fits, planned, failed, both = False, False, None, "checkpointing" not in fixed
         for offload in (False, True):
             if offload and (fits or not self.offloads or "offload" in fixed):
                 break
             for choice in chosen:
-                if both and (failed if choice.checkpointing else not self._activations_fit(choice, ranks, sequence)):
+                if both and (failed if choice.checkpointing else not self._activations_fit(choice, run)):
                     continue
                 try:
-                    first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, *size_of_run)
+                    first = self.plan(dataclasses.replace(choice, offload=True) if offload else choice, run)
                 except messages.StepFailed as error:
                     if not (both and choice.checkpointing):
                         raise
                     failed, self.left_out = error, messages.in_few_words(error)
                     continue
-                for plan in (first, *self._refine(first, *size_of_run, fixed)):
+                for plan in (first, *self._refine(first, run, fixed)):
                     fits = fits or plan.fits
                     planned = True
                     yield plan
@@ -560,26 +561,24 @@ class Planner:
     def _how(self, strategy: Strategy, shard: int) -> dict[str, UnitStrategy]:
         return strategy.by_unit(self.blocks(strategy.units), self.policy, shard)
 
-    def _activations_fit(self, strategy: Strategy, ranks: int, sequence: int) -> bool:
+    def _activations_fit(self, strategy: Strategy, run: RunSize) -> bool:
         """Whether they fit, or are recomputed."""
         if strategy.checkpointing or self.device_memory is None:
             return True
-        policies = _policies(self._how(strategy, ranks // strategy.replicate))
-        return self.profile(policies, strategy.micro_batch, sequence, False, self.device_memory) is not None
+        policies = _policies(self._how(strategy, run.ranks // strategy.replicate))
+        return self.profile(policies, strategy.micro_batch, run.sequence, False, self.device_memory) is not None
 
-    def _refine(
-        self, best: Plan, ranks: int, batch: int, sequence: int, node: int, fixed: Collection[str]
-    ) -> list[Plan]:
+    def _refine(self, best: Plan, run: RunSize, fixed: Collection[str]) -> list[Plan]:
         """The refinements of a plan that help: at least 1% faster; or smaller, if it does not fit."""
         first, better = best, list[Plan]()
         for change in REFINEMENTS:
             if (
                 any(name in fixed for name in change)
-                or not refines(best.strategy, change, batch)
+                or not refines(best.strategy, change, run.batch)
                 or not self._may_fit(best, change)
             ):
                 continue
-            refined = self.plan(dataclasses.replace(best.strategy, **change), ranks, batch, sequence, node)
+            refined = self.plan(dataclasses.replace(best.strategy, **change), run)
             if refined.fits and (not best.fits or refined.seconds < 0.99 * best.seconds):
                 better.append(refined)
                 best = refined

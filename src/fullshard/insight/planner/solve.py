@@ -15,7 +15,7 @@ from ...policies import MixedPrecisionPolicy
 from . import messages
 from .costs import Hook
 from .optimizer import MakeOptimizer
-from .plan import Parallelize, Plan, Planner, checked_hook, list_of
+from .plan import Parallelize, Plan, Planner, RunSize, checked_hook, list_of
 from .profile import Step
 from .schedule import Rates
 from .strategy import MOST_RANKS, Strategy, check_counts, checked_node, node_size, strategies, with_fields
@@ -84,18 +84,18 @@ def solve(
         world = value if what == "world" else ranks
         sequences = value if what == "micro-batch" else batch
         length = value if what == "sequence" else sequence
-        size_of_run = world, sequences, length, node_size(ranks_per_node, world * tensor_parallel)
+        run = RunSize(world, sequences, length, node_size(ranks_per_node, world * tensor_parallel))
         # Built anew for each length: a model may keep tensors of the lengths that it has seen.
         own = shared if what == "world" else planner()
         if strategy is not None:
             chosen = [replace(strategy, micro_batch=sequences)]
             chosen[0].check(world, sequences)
-            yield own.plan(chosen[0], *size_of_run)
+            yield own.plan(chosen[0], run)
             return
         set_here = fields | ({"micro_batch": sequences} if what == "micro-batch" else {})
         searched = strategies(world, ranks_per_node, sequences, policies, tensor_parallel)
         chosen = sorted(with_fields(searched, set_here, world, sequences), key=_needs)
-        yield from own.search(chosen, *size_of_run, set_here)
+        yield from own.search(chosen, run, set_here)
 
     planned: list[int] = []
 
