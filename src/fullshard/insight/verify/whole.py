@@ -185,13 +185,12 @@ class Structure:
     """What exists in a model, without values.
 
     Attributes:
-        parameters, buffers: whole shape and dtype, by name.
+        tensors: whole shape and dtype of each parameter and buffer, by kind and name.
         ties: names of each parameter that has several.
         trained: names of parameters that require a gradient.
     """
 
-    parameters: dict[str, Fact]
-    buffers: dict[str, Fact]
+    tensors: dict[tuple[str, str], Fact]
     ties: set[tuple[str, ...]]
     trained: frozenset[str]
 
@@ -201,62 +200,51 @@ class Structure:
         rows = {name: row for name, row in parts.rows.items() if name.startswith(prefixes)}
         buffers = {name: buffer for name, buffer in parts.buffers.items() if name.startswith(prefixes)}
         return cls(
-            {name: (row.shape, parts.dtype(row)) for name, row in rows.items()},
-            {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()},
+            {("parameter", name): (row.shape, parts.dtype(row)) for name, row in rows.items()}
+            | {("buffer", name): (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()},
             {names for names in parts.ties if all(name.startswith(prefixes) for name in names)},
             frozenset(name for name, row in rows.items() if row.parameter.requires_grad),
         )
 
 
-def structure_findings(rank: int, expected: Structure, got: Structure) -> list[Finding]:
-    """Differences of this rank's model from the unsharded one's structure."""
+def compare_structures(session: Session, expected: Structure, got: Structure) -> list[Finding]:
+    """Differences between all ranks' models and the unsharded one. Collective."""
     findings: list[Finding] = []
 
     def add(kind: str, what: str, name: str, expected_text: str, text: str, cause: str) -> None:
-        findings.append(Finding(kind, what, None, name, None, (rank,), expected_text, text, cause))
+        findings.append(Finding(kind, what, None, name, None, (session.rank,), expected_text, text, cause))
 
-    broken, added = _ties_absent(expected.ties, got.ties), _ties_absent(got.ties, expected.ties)
-    for names in broken:
-        text, what = " and ".join(names), "weights that are tied in the unsharded model are not."
-        add("tie", what, names[0], f"one tensor: {text}", f"several tensors: {text}", causes.TIE)
-    for names in added:
-        text = " and ".join(names)
-        add("tie", f"{causes.UNTIED}.", names[0], f"several tensors: {text}", f"one tensor: {text}", causes.UNTIED)
-    reported = {name for names in broken + added for name in names}
-    for kind, expected_facts, facts in (
-        ("parameter", expected.parameters, got.parameters),
-        ("buffer", expected.buffers, got.buffers),
+    one, several = "one tensor", "several tensors"
+    broken = "weights that are tied in the unsharded model are not."
+    tied = set[str]()
+    for ties, others, what, before, after, cause in (
+        (expected.ties, got.ties, broken, one, several, causes.TIE),
+        (got.ties, expected.ties, f"{causes.UNTIED}.", several, one, causes.UNTIED),
     ):
-        for name in {**expected_facts, **facts}:
-            before, after = expected_facts.get(name), facts.get(name)
-            if before == after or name in reported:
-                continue
-            texts = _text_of(before), _text_of(after)
-            if before is None or after is None:
-                what = f"a {kind} is {'added to' if before is None else 'missing from'} the sharded model."
-                add("structure", what, name, *texts, causes.OTHER_MODEL)
-            elif before[0] != after[0]:
-                add("structure", f"a {kind} has a different shape.", name, *texts, causes.OTHER_MODEL)
-            elif kind == "parameter":
-                coarser = unit_roundoff(after[1]) > unit_roundoff(before[1])
-                cause = causes.MASTER if coarser else causes.OTHER_DTYPE
-                add("dtype", "a parameter is stored in a different dtype.", name, str(before[1]), str(after[1]), cause)
-    return findings
-
-
-def compare_structures(session: Session, expected: Structure, got: Structure) -> list[Finding]:
-    """Differences between all ranks' models and the unsharded one. Collective."""
+        for names in sorted(ties):
+            if not any(set(names) <= set(other) for other in others):
+                text = " and ".join(names)
+                add("tie", what, names[0], f"{before}: {text}", f"{after}: {text}", cause)
+                tied.update(names)
+    for kind, name in {**expected.tensors, **got.tensors}:
+        fact, got_fact = (structure.tensors.get((kind, name)) for structure in (expected, got))
+        if fact == got_fact or name in tied:
+            continue
+        texts = _text_of(fact), _text_of(got_fact)
+        if fact is None or got_fact is None:
+            what = f"a {kind} is {'added to' if fact is None else 'missing from'} the sharded model."
+            add("structure", what, name, *texts, causes.OTHER_MODEL)
+        elif fact[0] != got_fact[0]:
+            add("structure", f"a {kind} has a different shape.", name, *texts, causes.OTHER_MODEL)
+        elif kind == "parameter":
+            cause = causes.MASTER if unit_roundoff(got_fact[1]) > unit_roundoff(fact[1]) else causes.OTHER_DTYPE
+            add("dtype", "a parameter is stored in a different dtype.", name, str(fact[1]), str(got_fact[1]), cause)
     return [
         replace(finding, cause=causes.ADAPTER)
         if finding.kind == "structure" and len(finding.ranks) < session.world
         else finding
-        for finding in merged(session, structure_findings(session.rank, expected, got), got.parameters)
+        for finding in merged(session, findings, [name for _, name in got.tensors])
     ]
-
-
-def _ties_absent(ties: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Those of `ties` whose names no tie of `others` has together."""
-    return [names for names in sorted(ties) if not any(set(names) <= set(other) for other in others)]
 
 
 def _text_of(fact: Fact | None) -> str:
