@@ -40,7 +40,7 @@ from fullshard.torch_private import (
 )
 from fullshard.torch_private.assigning import is_assigning
 from fullshard.torch_private.autograd_task import BackwardEnd
-from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group, listening
+from fullshard.torch_private.gloo_group import HAS_GLOO, gloo_group, listening
 from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
@@ -51,11 +51,11 @@ pytestmark = pytest.mark.gloo("about gloo's groups and threads")
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
-    assert direct.HAS_DIRECT, (
-        "torch_private/collectives.py falls back to the public functions, 3 to 10 us slower per call"
-    )
-    assert direct.HAS_BACKEND, "torch_private/collectives.py passes through torch's dispatcher, 3 us slower per call"
-    assert direct.HAS_WITHOUT_VIEWS, "autograd tracks the slices that collectives cut, 8 us slower per call at 64 ranks"
+    direct_calls = ["_allgather_base", "_reduce_scatter_base", "alltoall_base", "_get_backend"]
+    direct_calls += ["allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce", "broadcast"]
+    for name in direct_calls:
+        assert hasattr(dist.ProcessGroup, name), f"torch_private/collectives.py calls ProcessGroup.{name}"
+    assert hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView"), "torch_private/collectives.py enters it"
 
 
 def test_views_know_their_base() -> None:
@@ -197,7 +197,6 @@ def test_backends_of_a_group_can_be_asked_for_memory(fake_world) -> None:
 
 
 def test_hooks_on_tensors_join_those_of_the_user() -> None:
-    assert tensor_hooks.HAS_HOOK_DICT, "runtime/tensor_hooks.py falls back to Tensor.register_hook, 4 us slower"
     seen: list[str] = []
     leaf = torch.ones(2, requires_grad=True)
     tensor = leaf * 3
@@ -290,7 +289,7 @@ def test_versions_go_up_and_back() -> None:
         result.backward(retain_graph=True)
     kept.restore()
     result.backward()
-    assert versions.HAS_VERSIONS and leaf.grad is not None
+    assert leaf.grad is not None
 
 
 def test_transforms_are_told() -> None:
@@ -310,11 +309,8 @@ def test_meshes_tell_their_root_and_strided_shards_exist() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from fullshard.torch_private import root_mesh
-
-    assert root_mesh.HAS_ROOT, "comm/root_mesh.py refuses tensor-parallel parameters"
-    assert root_mesh.HAS_CONCATENATE, "comm/root_mesh.py refuses torchtitan's meshes"
-    assert hasattr(DeviceMesh, "_get_root_mesh")
+    for name in ("_get_root_mesh", "_concatenate"):
+        assert hasattr(DeviceMesh, name), f"torch_private/root_mesh.py calls DeviceMesh.{name}"
     assert _StridedShard(0, split_factor=2).dim == 0, "shard/tensor_parallel.py cannot say how rows are split twice"
 
 
@@ -344,7 +340,6 @@ def test_a_grad_scaler_looks_at_gradients_in_one_overridable_place() -> None:
 def test_dynamo_says_whether_it_is_active() -> None:
     from fullshard.torch_private import dynamo as outside_compile
 
-    assert outside_compile.HAS_CALLBACK, "runtime/outside_compile.py makes every call by torch.compiler.disable, 8 us"
     assert not outside_compile.dynamo_is_active()
     seen: list[bool] = []
 
@@ -393,7 +388,6 @@ def over_an_own_group() -> tuple[float, list[float], list[float]]:
     direct.broadcast(sent, group, 0).wait()
     direct.all_gather(gathered, torch.full((1,), float(rank)), group)().wait()
     assert gathered.tolist() == [0.0, 1.0]
-    assert SHARES_THREADS, "every group of the engine's own has a thread of its own that wakes 100 times a second"
     before = threads_named("gloo_tcp_loop")
     second = gloo_group(f"test/{names[0]}/second", rank, world, timedelta(seconds=30), group)
     assert second is not None and threads_named("gloo_tcp_loop") == before

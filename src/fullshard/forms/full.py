@@ -18,7 +18,7 @@ from ..layout import Layout, columns_of, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import columns_out, copies, same_form
 from ..torch_private.local_tensor import local_of, read_version, set_local
-from ..torch_private.versions import HAS_VERSIONS, Versions
+from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
 from .member import WHOLE_KEY, Member, attributes_of
 from .scratch import Scratch
@@ -355,11 +355,8 @@ class PlainFull:
             to.copied_bytes += copied.nbytes
         to.fills += self._copies
         versions = self._versions
-        if HAS_VERSIONS:
-            to.watched += versions.tensors
-            to.numbers += versions.numbers
-        else:  # they are recorded at each gather
-            to.intact.append(versions.are_right)
+        to.watched += versions.tensors
+        to.numbers += versions.numbers
         for base, addresses, offsets in self._addresses:
             to.pointers += addresses
             to.bases += [base] * len(addresses)

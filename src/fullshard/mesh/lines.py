@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..torch_private.gloo_group import SHARES_THREADS, gloo_group, listening
+from ..torch_private.gloo_group import gloo_group, listening
 from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
 
@@ -109,8 +109,9 @@ def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_hos
     else:
         side = gloo_group(f"{prefix}/side", rank, size, timeout, connect_within=min(timeout, _CONNECTED))
     if side is not None and (apart is not None or not on_host):
-        listeners = ("side",) if not on_host else ("data",) if SHARES_THREADS else ("data", "side", "apart")
-        addresses = b"".join([listening(f"{prefix}/{part}", size) for part in listeners])
+        addresses = listening(
+            f"{prefix}/{'data' if on_host else 'side'}", size
+        )  # groups beside "data" share its thread
         _opened[group] = _Own(data, side, apart, addresses)
     return lines_of(group)
 

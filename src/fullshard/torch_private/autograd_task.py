@@ -13,12 +13,12 @@ from threading import get_ident
 
 import torch
 
-_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def inside_backward() -> bool:
-    """Whether this thread is running part of a backward; True if torch cannot tell."""
+    """Whether this thread is running part of a backward."""
     return _task_id() != -1
 
 

@@ -8,15 +8,14 @@ go through torch's dispatcher, 3 us more; and within `torch._C._AutoDispatchBelo
 group cut their buffers into a slice per rank, and autograd would track every slice, 8 us more at 64 ranks. The public
 alternatives are `torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single`
 (`all_gather_into_tensor` and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of
-logging and argument checks to each call, three times per unit and step. They are used if a method is missing, and for
-groups implemented in Python that do not override it: torch's own method would look for a backend that these do not
-have. `tests/test_private_api.py` fails when one is gone.
+logging and argument checks to each call, three times per unit and step. They are used for groups implemented in Python
+that do not override the method: torch's own would look for a backend that these do not have.
+`tests/test_private_api.py` fails when one is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,7 @@ _public_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 
 _GATHER, _REDUCE, _EXCHANGE = "_allgather_base", "_reduce_scatter_base", "alltoall_base"
 _GATHERS, _REDUCES = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
-_OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE, _GATHERS, _REDUCES)}
-HAS_DIRECT = all(_OF_TORCH.values())
-"""Whether the private methods exist."""
-HAS_BACKEND = hasattr(dist.ProcessGroup, "_get_backend")
-HAS_WITHOUT_VIEWS = hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView")
-_without_views: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)
+_without_views: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
 """A context in which autograd tracks no views or in-place changes; the engine's own buffers need no tracking."""
 
 
@@ -60,11 +54,8 @@ _PLAIN_EXCHANGE = _async(AllToAllOptions())
 
 def _has(group: dist.ProcessGroup, name: str) -> bool:
     """Whether `group` implements the method `name`: torch's own groups do, and classes that override it."""
-    kind = type(group)
-    if kind is dist.ProcessGroup:
-        return HAS_DIRECT
-    method = getattr(kind, name, None)
-    return method is not None and method is not _OF_TORCH[name]
+    kind, of_torch = type(group), getattr(dist.ProcessGroup, name)
+    return kind is dist.ProcessGroup or getattr(kind, name, of_torch) is not of_torch
 
 
 Call = Callable[[], Any]
@@ -75,7 +66,7 @@ def _called(group: dist.ProcessGroup, name: str, *args: Any) -> Call:
     """A call of a group's method that bypasses torch's dispatcher, unless dispatch modes or a transform are active."""
     dispatched = partial(getattr(group, name), *args)
     plain = type(group) is dist.ProcessGroup and type(args[0]) is torch.Tensor and current_transform() is None
-    if not plain or not HAS_BACKEND:
+    if not plain:
         return dispatched
     method = getattr(group._get_backend(args[0].device), name, None)
     if method is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of dispatch modes active on this thread."""
 
 

@@ -4,8 +4,8 @@ Private torch API: the constructors of `ProcessGroup` and `ProcessGroupGloo`, `P
 `_get_backend`, the backend's `_set_default_timeout`, `_devices` and `_threads` of its options, and gloo's records in
 the store. The public alternative is `new_group(ranks, use_local_synchronization=True)`; it names the group after the
 ranks and this process's number of groups, so that ranks with different numbers of groups wait forever, and a process
-that destroys its groups and makes new ones over the same store finds the addresses of the old ones. If an API is
-missing the user's group is used. `tests/test_private_api.py` fails when one is gone.
+that destroys its groups and makes new ones over the same store finds the addresses of the old ones. Where
+torch was built without gloo, the user's group is used. `tests/test_private_api.py` fails when one is gone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import torch.distributed as dist
 
 from .store import default_store
 
-HAS_GLOO = hasattr(dist, "ProcessGroupGloo") and hasattr(dist.ProcessGroup, "_register_backend")
-"""Whether such groups can be made."""
-SHARES_THREADS = HAS_GLOO and hasattr(dist.ProcessGroupGloo, "_Options") and hasattr(dist.ProcessGroupGloo, "options")
-"""Whether several groups can share the thread that serves connections."""
+HAS_GLOO = hasattr(dist, "ProcessGroupGloo")
+"""Whether torch was built with gloo."""
 
 
 def listening(name: str, size: int) -> bytes:
@@ -66,7 +64,7 @@ def gloo_group(
     group_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo
     try:
-        if beside is None or not SHARES_THREADS:
+        if beside is None:
             backend = gloo(group_store, rank, size, connect_within or timeout)
             if connect_within is not None:
                 backend._set_default_timeout(timeout)

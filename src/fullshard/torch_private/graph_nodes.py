@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-"""The number of autograd's next node on this thread; 0 if torch cannot tell."""
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number of autograd's next node on this thread."""
 
 
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")

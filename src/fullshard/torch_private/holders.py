@@ -1,8 +1,7 @@
 """Whether anything but the engine refers to a gradient; if not, its memory may be reused.
 
 Private torch API: `torch._C._storage_Use_Count`. The public alternative is to allocate gradients anew every step,
-which costs a `DTensor` per parameter and step; if the call is missing this module always reports other references, and
-the engine does that. `tests/test_private_api.py` fails when it is gone.
+which costs a `DTensor` per parameter and step. `tests/test_private_api.py` fails when it is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references = sys.getrefcount
 
 
@@ -24,6 +23,6 @@ def holders_of_many(cdatas: Iterable[int], tensors: Iterable[object]) -> tuple[i
 def holders(cdata: int, tensors: Sequence[object]) -> tuple[int, int]:
     """The number of tensors that share the storage with this `_cdata`, and of Python references to `tensors` in all.
 
-    Compare with the same call's result while only the engine referred to them; -1 if torch cannot tell.
+    Compare with the same call's result while only the engine referred to them.
     """
     return _use_count(cdata), sum(map(_references, tensors))

@@ -1,9 +1,7 @@
 """The mesh from which a mesh was sliced, and the mesh that combines the dims of two meshes with a common root.
 
 Private torch API: `DeviceMesh._get_root_mesh` and `DeviceMesh._concatenate`. There is no public alternative: a sliced
-mesh does not expose its root, and two meshes cannot be joined. Without the first, tensor-parallel parameters are
-refused, and `dry-run` counts the ranks of a slice alone; without the second, those on meshes that were unflattened
-separately from one root, as in torchtitan. `tests/test_private_api.py` fails when they are gone.
+mesh does not expose its root, and two meshes cannot be joined. `tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -11,9 +9,6 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
-
-HAS_ROOT = hasattr(DeviceMesh, "_get_root_mesh")
-HAS_CONCATENATE = hasattr(DeviceMesh, "_concatenate")
 
 
 def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
@@ -28,18 +23,15 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
         ConfigError: the meshes have no names, no common root, or a dim in common.
     """
     names = [*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ())]
-    if not HAS_ROOT:
-        problem = "this version of torch does not expose the mesh that a mesh was sliced from"
-    elif not first.mesh_dim_names or not second.mesh_dim_names:
+    if not first.mesh_dim_names or not second.mesh_dim_names:
         problem = "a mesh without dim names"
     elif len(set(names)) < len(names):
         problem = f"a dim that occurs in both: {first.mesh_dim_names} and {second.mesh_dim_names}"
     elif _holds(first._get_root_mesh(), first) and _holds(first._get_root_mesh(), second):
-        mesh: DeviceMesh = first._get_root_mesh()[tuple(names)]
-        return mesh
-    elif HAS_CONCATENATE and first._get_root_mesh() == second._get_root_mesh():
+        return first._get_root_mesh()[tuple(names)]
+    elif first._get_root_mesh() == second._get_root_mesh():  # unflattened separately from one root, as in torchtitan
         try:
-            return _concatenated(first, second)
+            return DeviceMesh._concatenate([first, second])
         except (RuntimeError, ValueError) as error:  # a rank in both
             problem = str(error)
     else:
@@ -57,14 +49,8 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
 
 def ranks_around(mesh: DeviceMesh) -> list[int]:
     """The ranks of the mesh from which `mesh` was sliced, or of `mesh` itself."""
-    ranks: list[int] = (mesh._get_root_mesh() if HAS_ROOT else mesh).mesh.flatten().tolist()
+    ranks: list[int] = mesh._get_root_mesh().mesh.flatten().tolist()
     return ranks
-
-
-def _concatenated(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dims of both, which have the same root."""
-    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
-    return mesh
 
 
 def _holds(root: DeviceMesh, part: DeviceMesh) -> bool:

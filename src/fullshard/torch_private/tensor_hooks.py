@@ -1,8 +1,8 @@
 """A hook on a tensor's gradient, without the handle that would remove it.
 
 Private torch API: `Tensor._backward_hooks` and `Node._register_hook_dict`, with which `Tensor.register_hook` is
-implemented. The public alternative is `Tensor.register_hook`, which takes 4 us instead of 1.5, twice per unit and step,
-and is used if these are missing. `tests/test_private_api.py` fails when they are gone.
+implemented. The public alternative is `Tensor.register_hook`, which takes 4 us instead of 1.5, twice per unit and step.
+`tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-HAS_HOOK_DICT = hasattr(torch.Tensor, "_backward_hooks") and hasattr(torch.autograd.graph.Node, "_register_hook_dict")
 _OURS = -1  # a key that no handle of torch has: they count from 0
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook(gradient)` when `tensor`, which requires a gradient, gets its gradient in a backward."""
     node: Any = tensor.grad_fn
-    if node is not None and HAS_HOOK_DICT and tensor._backward_hooks is None:
+    if node is not None and tensor._backward_hooks is None:
         tensor._backward_hooks = OrderedDict(((_OURS, hook),))
         node._register_hook_dict(tensor)
     else:
@@ -34,7 +33,7 @@ def join(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> bool:
     Returns:
         Whether there is such a hook, not yet joined with another; if not, nothing was done.
     """
-    hooks: Any = HAS_HOOK_DICT and tensor._backward_hooks  # None after an in-place change
+    hooks: Any = tensor._backward_hooks  # None after an in-place change
     own_hook = hooks and hooks.get(_OURS)
     if not own_hook or type(own_hook) is partial:
         return False
@@ -49,7 +48,7 @@ def _both(first: Callable[..., Any], second: Callable[..., Any], gradient: torch
 
 def hooks_of(tensor: torch.Tensor) -> Any:
     """The hooks on a tensor's gradient, to which hooks can be added even after the tensor changes in place; or None."""
-    return tensor._backward_hooks if HAS_HOOK_DICT else None
+    return tensor._backward_hooks
 
 
 def on_gradient_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:

@@ -12,5 +12,5 @@ from typing import Any
 
 import torch
 
-current_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-"""The innermost active transform; None if there is none, or if torch cannot tell."""
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost active transform; None if there is none."""

@@ -15,14 +15,10 @@ import torch
 
 from .local_tensor import read_version
 
-HAS_VERSIONS = hasattr(torch._C._autograd, "_unsafe_set_version_counter")
-_increment: Callable[..., None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
-
 
 def set_version(tensor: torch.Tensor, number: int) -> None:
-    """Set a tensor's version counter to `number`, if torch can count back."""
-    if HAS_VERSIONS:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
+    """Set a tensor's version counter to `number`."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
 
 class Versions:
@@ -44,17 +40,13 @@ class Versions:
         self.note()
         self.spoil: Callable[[], object] = bool
         self.restore: Callable[[], object] = self.note
-        if HAS_VERSIONS and self.tensors:
-            self.spoil = partial(_increment, self.tensors)
+        if self.tensors:
+            self.spoil = partial(torch._C._increment_version, self.tensors)
             self.restore = partial(torch._C._autograd._unsafe_set_version_counter, self.tensors, self.numbers)
 
     def note(self) -> None:
         """Record the current versions as valid."""
         self.numbers = tuple(map(read_version, self.tensors))
-
-    def are_right(self) -> bool:
-        """Whether no tensor was changed in place since the valid versions were recorded."""
-        return tuple(map(read_version, self.tensors)) == self.numbers
 
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since the valid versions were recorded."""
