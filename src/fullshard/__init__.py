@@ -60,10 +60,9 @@ if TYPE_CHECKING:
     from .events import Event, record_events
     from .exchange.convert import convert
     from .forms import FlatParameter, FlatShard, RowShard
-    from .insight.describe import describe
+    from .insight.describe import Owned, describe, owner_of
     from .insight.memory import MemoryUse, explain_memory, memory_use
     from .insight.monitor import Monitor
-    from .insight.owner import Owned, owner_of
     from .insight.planner import Plan, Plans, Rates, Strategy, measure_rates, plan, solve
     from .insight.trace import trace
     from .insight.verify import verify
@@ -120,10 +119,9 @@ _HOMES = {
         "events": "Event record_events",
         "exchange.convert": "convert",
         "forms": "FlatParameter FlatShard RowShard",
-        "insight.describe": "describe",
+        "insight.describe": "Owned describe owner_of",
         "insight.memory": "MemoryUse explain_memory memory_use",
         "insight.monitor": "Monitor",
-        "insight.owner": "Owned owner_of",
         "insight.planner": "Plan Plans Rates Strategy measure_rates plan solve",
         "insight.trace": "trace",
         "insight.verify": "verify",

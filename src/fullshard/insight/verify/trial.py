@@ -20,11 +20,12 @@ from ...checkpoint.names import Named
 from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_
+from ...optim.clip import STEPPED_KEY
+from ...torch_private.step_hooks import needs_closure
 from . import causes
 from .causes import Evidence, Weights
 from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .model_parts import ModelParts
-from .optimizer_steps import OptimizerSteps, check_optimizers, rates_of
 from .report import Finding, Report
 from .session import Session
 
@@ -143,7 +144,7 @@ def _sharded(session: Session, plan: Plan, model: nn.Module) -> tuple[Any, Any]:
 def _check_sharded(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it returned {model!r}")
-    check_optimizers(model, optimizers_in(optimizer))
+    _check_optimizers(model, optimizers_in(optimizer))
 
 
 @contextmanager
@@ -172,6 +173,103 @@ def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {optimizer!r}")
     return optimizers
+
+
+def _check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse a sharded model's optimizers whose steps cannot be compared.
+
+    Raises:
+        ConfigError: names the optimizer.
+    """
+    for optimizer in optimizers:
+        if needs_closure(type(optimizer)):
+            raise ConfigError(_several_calls(optimizer))
+    if any(STEPPED_KEY in stepped.__dict__ for stepped in (*optimizers, *model.parameters())):
+        raise ConfigError(
+            "verify cannot compare fullshard.step_in_backward(), which frees gradients before they can be read; verify "
+            "without it, with optimizer.step() after the backward"
+        )
+
+
+def _several_calls(optimizer: torch.optim.Optimizer) -> str:
+    """Says that an optimizer's steps cannot be compared, since it calls its closure several times."""
+    return (
+        f"verify cannot compare steps of {type(optimizer).__name__}, which calls its closure several times in a step; "
+        "verify with an optimizer that uses the gradients of one call, such as SGD or AdamW"
+    )
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of an optimizer's groups."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
+class _OptimizerSteps:
+    """The optimizers' steps within one training step, on this rank.
+
+    Args:
+        parts: the model before the step.
+
+    Attributes:
+        optimizers: those that stepped, in order.
+        gradients: this rank's parts as the first of them got them, by name: after its closure, if it called one.
+        refusal: why these steps cannot be compared; None if they can.
+        rates: learning rates at an optimizer's first step, by its id.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.gradients: dict[str, torch.Tensor | None] = {}
+        self.refusal: str | None = None
+        self.rates: dict[int, list[float]] = {}
+        self._parts = parts
+
+    def copy_gradients(self) -> None:
+        """Copy the gradients as they are now."""
+        for name, row in self._parts.comparable.items():
+            grad = self._parts.gradient(row)
+            self.gradients[name] = None if grad is None else grad.clone()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A hook before every optimizer's step; replaces a closure by one that copies gradients after it."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if isinstance(closure, _Closure):  # torch runs hooks again if `step` calls `super().step`
+            return None
+        if is_first := not self.optimizers:
+            self.copy_gradients()
+        self.optimizers.append(optimizer)
+        self.rates.setdefault(id(optimizer), _rates_of(optimizer))
+        if not callable(closure):
+            return None
+        replaced = _Closure(closure, partial(self._after_call, optimizer, is_first))
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": replaced}
+        return (args[0], replaced, *args[2:]), kwargs
+
+    def _after_call(self, optimizer: torch.optim.Optimizer, is_first: bool, calls: int) -> None:
+        """Copy the gradients that a closure left for the first step, if it is called once, as by most optimizers."""
+        if calls > 1:
+            self.refusal = _several_calls(optimizer)
+        elif is_first:
+            self.copy_gradients()
+        elif optimizer is not self.optimizers[0]:  # whose step has moved parameters before this backward
+            self.refusal = (
+                f"verify cannot compare the closure of a second optimizer ({type(optimizer).__name__}), which runs "
+                "after the first one's step; verify a step whose backward comes before both"
+            )
+
+
+class _Closure:
+    """A closure, and what is done after each call with the number of calls."""
+
+    def __init__(self, closure: Callable[[], Any], after: Callable[[int], None]) -> None:
+        self._closure, self._after, self._calls = closure, after, 0
+
+    def __call__(self) -> Any:
+        result = self._closure()
+        self._calls += 1
+        self._after(self._calls)
+        return result
 
 
 def _names_in(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, set[str]]) -> frozenset[str]:
@@ -239,7 +337,7 @@ class Trial(ABC):
         self.session, self.plan = session, plan
         self.model, self.optimizer = model, optimizer
         self.compared = 0
-        self._rates = [rates_of(each) for each in optimizers_in(optimizer)]  # of the last step
+        self._rates = [_rates_of(each) for each in optimizers_in(optimizer)]  # of the last step
         self.trained: frozenset[str] = frozenset()
         parts = ModelParts(model)
         rows = parts.rows.values()
@@ -323,7 +421,7 @@ class Trial(ABC):
         present = {name: parts.gradient(row) for name, row in parts.comparable.items()}
         earlier = {name: grad.clone() for name, grad in present.items() if grad is not None}
         left = frozenset(earlier) - _names_in(optimizers_in(self.optimizer), names)
-        steps = OptimizerSteps(parts)
+        steps = _OptimizerSteps(parts)
         session.seed_with("step", number, session.data_rank)
         with recording as recorded, record_events() as events, register_optimizer_step_pre_hook(steps.before_step):
             if plan.train_step_fn is not None:
