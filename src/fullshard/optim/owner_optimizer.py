@@ -46,7 +46,7 @@ from .owners import (
     places_of,
     token_of,
 )
-from .probe import steps_in_parts, treats_elements, treats_parameters
+from .probe import group_settings, steps_in_parts, treats_elements, treats_parameters
 from .replicas import element_bounds, is_dense, like_order, run_of, spread
 
 State = dict[str, Any]  # of one parameter, by key
@@ -339,7 +339,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
-            [{**_settings(group), "params": self._new_wholes(group)} for group in self.param_groups], **settings
+            [{**group_settings(group), "params": self._new_wholes(group)} for group in self.param_groups], **settings
         )
         self.defaults = self._inner.defaults
         if elementwise:
@@ -382,7 +382,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise error
         if is_built:
-            self._inner.add_param_group({**_settings(group), "params": self._new_wholes(group)})
+            self._inner.add_param_group({**group_settings(group), "params": self._new_wholes(group)})
             if self.elementwise:
                 self._check_elements()
             self._in_parts = self._steps_in_parts()
@@ -610,12 +610,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for inner_group, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             wholes = inner_group["params"]
             inner_group.clear()
-            inner_group.update({**_settings(group), "params": wholes})
+            inner_group.update({**group_settings(group), "params": wholes})
 
     def _copy_settings_back(self) -> None:
         """Copy the group settings of the inner optimizer, which may change in its steps."""
         for inner_group, group in zip(self._inner.param_groups, self.param_groups, strict=True):
-            group.update(_settings(inner_group))
+            group.update(group_settings(inner_group))
 
     # Owners.
 
@@ -927,10 +927,6 @@ def _not_one_by_one(got: str, remedy: str) -> ConfigError:
         remedy=remedy,
         topic="optimizer-on-shards",
     )
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _empty(whole: nn.Parameter) -> None:

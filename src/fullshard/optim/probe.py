@@ -56,14 +56,13 @@ def treats_elements(optimizer: torch.optim.Optimizer) -> bool | None:
         None if it cannot be determined: for example, it uses random numbers or computes gradients itself.
     """
     kind = type(optimizer)
-    if names_of(kind) & (WHOLE_TENSORS | COUPLED):
+    if names_of(kind) & WHOLE_TENSORS:
         return False
-    if _is_element_wise(kind):
-        return True
-    groups = _distinct(optimizer.param_groups)
+    if (known := _known(kind)) is not None:
+        return known
     tried = _tried.setdefault(kind, {})
-    if (settings := repr(groups)) not in tried:
-        tried[settings] = _verdict(kind, optimizer.defaults, groups, _runs)
+    if (settings := repr(_distinct(optimizer.param_groups))) not in tried:
+        tried[settings] = _verdict(kind, optimizer.defaults, optimizer.param_groups, _runs)
     return tried[settings]
 
 
@@ -71,11 +70,7 @@ def treats_parameters(
     optimizer_class: type[torch.optim.Optimizer], settings: Settings, groups: Sequence[Settings]
 ) -> bool | None:
     """Whether a parameter's step is the same when others have no gradients; None if it cannot be determined."""
-    if names_of(optimizer_class) & COUPLED:
-        return False
-    if _is_element_wise(optimizer_class):
-        return True
-    return _verdict(optimizer_class, settings, _distinct(groups), _alone)
+    return _verdict(optimizer_class, settings, groups, _alone)
 
 
 def steps_in_parts(
@@ -85,11 +80,7 @@ def steps_in_parts(
 
     That of one which counts steps in place, in what its parts share, is not. None if it cannot be determined.
     """
-    if names_of(optimizer_class) & COUPLED:
-        return False
-    if _is_element_wise(optimizer_class):
-        return True
-    return _verdict(optimizer_class, settings, _distinct(groups), _together, _in_parts)
+    return _verdict(optimizer_class, settings, groups, _together, _in_parts)
 
 
 def names_of(optimizer_class: type) -> set[str]:
@@ -97,10 +88,12 @@ def names_of(optimizer_class: type) -> set[str]:
     return {base.__name__ for base in optimizer_class.__mro__}
 
 
-def _is_element_wise(optimizer_class: Any) -> bool:
-    """Whether the step is that of one of torch's element-wise optimizers."""
+def _known(optimizer_class: Any) -> bool | None:
+    """False for coupled optimizers, True for those with the step of an element-wise one of torch's; None: unknown."""
+    if names_of(optimizer_class) & COUPLED:
+        return False
     is_torch_step = optimizer_class.step.__module__.startswith("torch.optim.")
-    return is_torch_step and bool(names_of(optimizer_class) & ELEMENT_WISE)
+    return True if is_torch_step and names_of(optimizer_class) & ELEMENT_WISE else None
 
 
 _tried: weakref.WeakKeyDictionary[type, dict[str, bool | None]] = weakref.WeakKeyDictionary()
@@ -137,9 +130,20 @@ def _in_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramete
     optimizer.step()
 
 
+def group_settings(group: Settings) -> dict[str, Any]:
+    """The settings of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def arguments_of(optimizer_class: type[torch.optim.Optimizer], defaults: Settings) -> dict[str, Any]:
+    """The arguments with which a class makes an optimizer that has these `defaults`."""
+    accepted = inspect.signature(optimizer_class).parameters
+    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    return {key: value for key, value in defaults.items() if accepts_all or key in accepted}
+
+
 def _distinct(groups: Sequence[Settings]) -> list[Settings]:
-    plain = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
-    return list({repr(group): group for group in plain}.values())
+    return list({repr(settings): settings for settings in map(group_settings, groups)}.values())
 
 
 def _verdict(
@@ -149,12 +153,12 @@ def _verdict(
     cut: Cut,
     take: Take = _at_once,
 ) -> bool | None:
+    if (known := _known(optimizer_class)) is not None:
+        return known
     if "Distributed" in optimizer_class.__name__ or "ZeroRedundancy" in optimizer_class.__name__:
         return None  # they communicate
-    accepted = inspect.signature(optimizer_class).parameters
-    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    arguments = {key: value for key, value in defaults.items() if accepts_all or key in accepted}
-    verdicts = [_of_group(optimizer_class, arguments, group, cut, take) for group in groups]
+    arguments = arguments_of(optimizer_class, defaults)
+    verdicts = [_of_group(optimizer_class, arguments, group, cut, take) for group in _distinct(groups)]
     return None if None in verdicts else all(verdicts)
 
 

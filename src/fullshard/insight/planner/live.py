@@ -7,7 +7,6 @@ copy on meta is planned, and the step is a forward with inputs like the last one
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +22,7 @@ from ...generators import restored_generators
 from ...names import plain_name
 from ...optim import OwnerOptimizer
 from ...optim.owners import views_of
+from ...optim.probe import arguments_of, group_settings
 from ...runtime import (
     CHANGES,
     Inputs,
@@ -282,7 +282,9 @@ def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
                 inside = [name for parameter in group["params"] for name in _names_in(parameter, names)]
-                groups.append({**_settings_of(group), "params": [by_name[name] for name in inside if name in by_name]})
+                groups.append(
+                    {**group_settings(group), "params": [by_name[name] for name in inside if name in by_name]}
+                )
             optimizers.append(_like(optimizer, [group for group in groups if group["params"]]))
         return optimizers
 
@@ -295,14 +297,11 @@ def _maker_of_shards(optimizers: Optimizers | None) -> Callable[..., Any]:
 
     def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         return [
-            _like(optimizer, [{**_settings_of(optimizer.param_groups[0]), "params": parameters}]) for optimizer in live
+            _like(optimizer, [{**group_settings(optimizer.param_groups[0]), "params": parameters}])
+            for optimizer in live
         ]
 
     return make
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
@@ -317,8 +316,7 @@ def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
 def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """A new optimizer of the same kind, for these groups."""
     kind: Any = optimizer.optimizer_class if isinstance(optimizer, OwnerOptimizer) else type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    arguments = arguments_of(kind, optimizer.defaults)
     if isinstance(optimizer, OwnerOptimizer):
         return OwnerOptimizer(groups, kind, elementwise=optimizer.elementwise, **arguments)
     new: torch.optim.Optimizer = kind(groups, **arguments)
