@@ -163,7 +163,7 @@ def _seconds_since_a_step(folder: Path) -> float:
 
 
 def _no_step(folder: Path, ranks: int, seconds: float) -> str:
-    """That no rank has ended a step for so long, and how far each has come."""
+    """The warning that no rank has ended a step for so long, with the steps that each has taken."""
     sides = []
     for side, name in SIDES.items():
         taken = [folder / side / f"rank-{rank}.steps" for rank in range(ranks)]

@@ -64,7 +64,7 @@ def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: 
         report, taken = dry_run(partial(runpy.run_path, str(script), run_name="__main__"), world, steps)
     except SystemExit as stop:
         ended = f" with sys.exit({stop.code!r})"
-    except NotSharded as error:  # the place of the step says nothing
+    except NotSharded as error:  # a traceback of the step would not help
         refuse(str(error))
         return 1
     except KeyboardInterrupt:

@@ -28,12 +28,12 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
     Returns:
         The exit code. tyro itself prints the help.
     """
-    said = io.StringIO()
+    panel = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(panel):
             options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
     except SystemExit as stop:
-        return refuse(f"{_in_one_line(said.getvalue())} (fullshard {command} --help)") if stop.code else 0
+        return refuse(f"{_in_one_line(panel.getvalue())} (fullshard {command} --help)") if stop.code else 0
     try:
         code = answer(options)
         sys.stdout.flush()
@@ -51,10 +51,10 @@ _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _in_one_line(panel: str) -> str:
-    """What tyro says of bad arguments, in a panel of several lines, without the advice below it."""
+    """tyro's message on bad arguments, which it prints in a panel of several lines, without the advice below it."""
     lines = [line.strip("│╭╰╮╯─ ") for line in panel.splitlines()[1:]]
-    said = list(takewhile(bool, lines))
-    return " ".join(said[:2] if said and said[0].endswith(":") else said)
+    message = list(takewhile(bool, lines))
+    return " ".join(message[:2] if message and message[0].endswith(":") else message)
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:

@@ -131,7 +131,7 @@ def plan_in_words(unit: Unit) -> str:
 
 
 def _sent_in(dtypes: Iterable[torch.dtype | None]) -> str:
-    """In which 8-bit dtypes something is sent, as the end of a phrase."""
+    """The 8-bit dtypes in which something is sent, as the end of a phrase."""
     names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None})
     return f", sent in {' and '.join(names)}" if names else ""
 
@@ -201,7 +201,7 @@ def describe(
 
 
 MOST_OWNERS = 8
-"""Of more owners the most and the least loaded are shown."""
+"""The most owners that are shown; of more, the most loaded ones and the least loaded one."""
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> str:

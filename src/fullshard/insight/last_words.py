@@ -1,4 +1,4 @@
-"""After an error of memory that ends the program: what changes would have freed, planned."""
+"""After an out-of-memory error that ends the program, print how much memory each possible change would have freed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from types import TracebackType
 
 @cache
 def install() -> None:
-    """Follow the error that ends the program, if it is one of memory, by a plan. For programs that may shard a model.
+    """Print a plan after an out-of-memory error that ends the program. For programs that may shard a model.
 
-    It is printed first: planning takes seconds, in which another rank may end, and with it the job. Where there is a
-    watcher, its hook calls; it is installed after the process group, whose own hook holds back what earlier ones print.
+    The error itself is printed first: planning takes seconds, in which another rank, and with it the job, may end. If
+    there is a watcher, its hook calls `_say`: it is installed after the process group, whose own hook holds back the
+    output of earlier hooks.
     """
     from ..watcher import RANK  # `import fullshard` alone imports no torch
 

@@ -149,17 +149,17 @@ def explain_memory(
 
     Activations are all bytes of the accelerator's allocator that nothing else accounts for; unknown on a CPU.
 
-    What changes would free is planned (see `fullshard.plan`) for the model as it is sharded, and is that of the peak of
-    a step: a forward with inputs of the shapes, dtypes and keywords of the last one that built a graph, and the
-    backward of the losses that it returns, or else of all outputs. Another `torch.autocast` or `requires_grad` alone is
-    not noticed. Inputs of users' classes other than dataclasses cannot be repeated: pass `step`. Hooks on modules other
-    than torch's own are left out, and compiled modules run as they are written.
+    The effect of each change is planned (see `fullshard.plan`) for the model as it is sharded, at the peak of a step: a
+    forward with inputs of the shapes, dtypes and keywords of the last one that built a graph, and the backward of the
+    losses that it returns, or else of all outputs. A change of `torch.autocast` or `requires_grad` alone is not
+    noticed. Inputs of users' classes other than dataclasses cannot be repeated: pass `step`. Hooks on modules other
+    than torch's own are left out, and compiled modules run uncompiled.
 
     One rank may call it alone. Nothing is communicated (the model's own collectives run on shapes, unless their process
     group is written in Python), nothing is allocated on the device, and Python's, NumPy's and torch's generators are
-    restored. It takes as long as the model's Python code for some steps. Where a step cannot be planned, the paragraph
-    says why, and what changes would free is read off what is held now: gathered units by the engine's account, more
-    ranks by their layouts, and half of the activations.
+    restored. It takes as long as the model's Python code for some steps. If a step cannot be planned, the paragraph
+    says why, and estimates the changes from the memory in use now: gathered units by the engine's account, more ranks
+    by their layouts, and half of the activations.
 
     Args:
         model: the root; of a part of a model only that part is counted, and nothing planned.
@@ -201,15 +201,15 @@ def explain_memory(
 
 
 def explained_at_the_end(error: BaseException) -> str | None:
-    """What is left to say of an error of memory that ends the program: what changes would free, planned.
+    """How much memory each possible change would have freed, after an out-of-memory error that ends the program.
 
-    It is about the model in whose pass the allocation failed, of which the error's note says what held memory. If it
-    failed elsewhere (in an optimizer's step, say), it is about the largest model of this process, and says that, too.
-    Of optimizers those are planned that began to step at least once. Planning ends after 20 seconds.
+    Plans the model in whose pass the allocation failed; the error's note says what held memory there. If the allocation
+    failed elsewhere (in an optimizer's step, say), plans the largest model of this process, and says what holds memory,
+    too. Optimizers are planned if they have begun a step. Planning ends after 20 seconds.
 
     Returns:
-        None: it is another error, also one of memory that is not torch's; no model is sharded; or the pass builds no
-        graph: the peak of a step says nothing of it.
+        None for any other error, including out-of-memory errors that are not torch's; if no model is sharded; or if the
+        pass builds no graph, so that the peak of a step does not apply.
     """
     failed = next((each for each in _chain(error) if is_out_of_memory(each)), None)
     seen = None if failed is None else explained(failed)
@@ -238,7 +238,7 @@ _SECONDS = 20.0
 def _planned_soon(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[tuple[int, list[tuple[int, str]]] | None, str | None]:
-    """As `_planned`, within 20 seconds, and whatever the forward does: it may exit, or wait for what has ended."""
+    """Like `_planned`, but within 20 seconds even if the forward exits, or waits for something that has ended."""
     planned: list[Any] = []
 
     def plan() -> None:
@@ -254,7 +254,7 @@ def _planned_soon(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or while handling."""
+    """An error, and its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -269,7 +269,7 @@ def _shards(root: Root) -> int:
 def _planned(
     model: nn.Module, optimizer: Optimizers | None, build: nn.Module | Callable[[], nn.Module] | None, **how: Any
 ) -> tuple[tuple[int, list[tuple[int, str]]] | None, str | None]:
-    """The peak of a step with what changes would free of it, and what could not be planned, and why."""
+    """The peak of a step and how much of it each change would free; and which changes cannot be planned, and why."""
     try:
         now, changes, failed = plan_changes(model, optimizer, build, **how)
     except Exception as error:  # whatever the copy's code raises on fake tensors: the account remains
@@ -329,12 +329,12 @@ def _unsharded(
 
     Args:
         numels: by id of the parameter, elements of this rank and of all.
-        ratio: whole bytes to this rank's, for plain tensors that are like neither.
+        ratio: whole bytes over this rank's, for plain tensors with neither number of elements.
     """
     nbytes = 0.0
     for parameter, value in state:
         own, every = numels.get(id(parameter), (-1, -1))
-        if isinstance(value, DTensor):  # which knows
+        if isinstance(value, DTensor):  # it has the whole shape
             nbytes += value.numel() * value.element_size()
         elif own == every or value.dim() == 0 or value.numel() == every:
             nbytes += _nbytes([value])

@@ -9,21 +9,21 @@ import traceback
 class OuterSteps:
     """Steps in progress, by their depth on the stack.
 
-    An optimizer may step another, and torch runs hooks again in `super().step`. Of a step that raised an error no hook
-    tells the end: one that is no less deep than the next has ended.
+    An optimizer may step another, and torch runs hooks again in `super().step`. No hook runs after a step that raised
+    an error: such a step has ended if the next one is no deeper on the stack.
     """
 
     def __init__(self) -> None:
         self._depths: list[int] = []
 
     def begin(self) -> bool:
-        """To be called by a hook before a step; whether it is within no other."""
+        """Called by a hook before a step; returns whether no other step is around it."""
         depth = self._leave()
         self._depths.append(depth)
         return len(self._depths) == 1
 
     def end(self) -> bool:
-        """To be called by a hook after a step; whether it was within no other."""
+        """Called by a hook after a step; returns whether no other step was around it."""
         self._leave()
         return not self._depths
 

@@ -992,7 +992,7 @@ def _describe(shape: torch.Size, value: Any) -> tuple[str, Any]:
     return "whole", (tuple(value.shape), value.dtype)
 
 
-_STEP = re.compile(r"\[(\d*)\]|\((\d*)\)|\{([^}]*)\}|<(\w+)>")
+_STEP = re.compile(r"\[\d*\]|\(\d*\)|\{[^}]*\}|<\w+>")
 """One step into a nested value: `[index]` of a list, `(index)` of a tuple, `{key}` of a dict, `<name>` of a tensor
 inside a tensor subclass. Empty brackets stand for an empty container."""
 
@@ -1030,36 +1030,31 @@ def _flatten(value: Any, key: Any, state: State, classes: Classes) -> None:
 
 def _nested(flat: State, classes: Classes) -> State:
     """The inverse of `_flatten`, for keys in any order."""
-    state: dict[Any, Any] = {}
+    tree = _Node()
     for key, value in flat.items():
-        steps = list(_STEP.finditer(key))
-        container, name = state, key[: steps[0].start()] if steps else key
+        steps = [step[0] for step in _STEP.finditer(key)]
+        node, last = tree, key.removesuffix("".join(steps))
         for step in steps:
-            container = container.setdefault(name, _Container(step[0][0]))
-            list_index, tuple_index, dict_key, attribute = step.groups()
-            name = attribute or ast.literal_eval(list_index or tuple_index or dict_key or "None")
-        if name is not None:  # None stands for an empty container
-            container[name] = value
-    return {key: _as_container(value, key, classes) for key, value in state.items()}
+            node, last = node.setdefault(last, _Node()), step
+        node[last] = value
+    return {key: _built(node, key, classes) for key, node in tree.items()}
 
 
-class _Container(dict[Any, Any]):
-    """The items of a list, tuple, dict or tensor subclass by index or key; its kind is the opening `bracket`."""
-
-    def __init__(self, bracket: str) -> None:
-        super().__init__()
-        self.bracket = bracket
+class _Node(dict[str, Any]):
+    """The items of a container, by the step to each."""
 
 
-def _as_container(value: Any, key: str, classes: Classes) -> Any:
-    if not isinstance(value, _Container):
-        return value
-    if value.bracket == "{":
-        return {name: _as_container(item, f"{key}{{{name!r}}}", classes) for name, item in value.items()}
-    if value.bracket == "<":
+def _built(node: Any, key: str, classes: Classes) -> Any:
+    """The list, tuple, dict or tensor subclass at a key; for a value that is none of these, the value."""
+    if not isinstance(node, _Node):
+        return node
+    bracket = next(iter(node))[0]
+    items = {step[1:-1]: _built(item, key + step, classes) for step, item in node.items()}
+    if bracket == "<":
         tensor_class, context, size, stride = classes[key]
-        inner = {name: _as_container(item, f"{key}<{name}>", classes) for name, item in value.items()}
-        return tensor_class.__tensor_unflatten__(inner, context, size, stride)
-    left, right = "[]" if value.bracket == "[" else "()"
-    items = [_as_container(value[index], f"{key}{left}{index}{right}", classes) for index in sorted(value)]
-    return items if left == "[" else tuple(items)
+        return tensor_class.__tensor_unflatten__(items, context, size, stride)
+    items.pop("", None)  # stands for an empty container
+    if bracket == "{":
+        return {ast.literal_eval(name): item for name, item in items.items()}
+    ordered = [items[index] for index in sorted(items, key=int)]
+    return ordered if bracket == "[" else tuple(ordered)

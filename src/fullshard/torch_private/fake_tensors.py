@@ -34,9 +34,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def forget_value(leaf: object) -> None:
-    """Make a fake tensor whose value torch knows (`torch.tensor([3.0])`), and its views, ones of shapes alone.
+    """Drop the known value (`torch.tensor([3.0])`) of a fake tensor and of its views, so that only shapes remain.
 
-    Operations on known values are run for real, collectives too.
+    torch runs operations on known values for real, collectives included.
     """
     if type(leaf) is FakeTensor and leaf.constant is not None:
         leaf.fake_mode.fake_tensor_converter.invalidate_constant_aliases(leaf.constant)
@@ -45,8 +45,8 @@ def forget_value(leaf: object) -> None:
 class Remembered:
     """Runs operations on fake tensors, and faster where the same one ran before: a model repeats its layers.
 
-    What torch took from its own cache of shapes is remembered under a key that tells at least as much apart as torch's
-    does, and built as torch builds it.
+    Results that torch took from its own cache of shapes are remembered, under a key at least as specific as torch's,
+    and built as torch builds them.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -72,7 +72,7 @@ class Remembered:
         return result
 
     def _builder(self, func: Any, args: Any, result: Any) -> Callable[[Any], Any] | None:
-        """A function of the arguments that builds results like this one; None: it has values."""
+        """A function of the arguments that builds results like this one; None if it has values."""
         if isinstance(result, tuple):
             builders = [self._builder(func, args, each) for each in result]
             return None if None in builders else lambda args: tuple(build(args) for build in builders if build)
@@ -99,11 +99,11 @@ class Remembered:
 
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""A view that says it is none; torch's cache has no such operations."""
+"""A view whose schema does not declare it as one; torch's cache leaves such operations out."""
 
 
 class _Unknown(Exception):
-    """An argument that is not told apart from others by its shape and settings."""
+    """An argument that its shape and settings do not identify."""
 
 
 _PLAIN = frozenset(
@@ -130,5 +130,5 @@ def _key(value: Any) -> Any:
 
 
 def _looked_up() -> tuple[int, int, int]:
-    """How often torch found an operation in its cache, did not find it, and did not look."""
+    """How often torch found an operation in its cache, did not find it, and bypassed the cache."""
     return FakeTensorMode.cache_hits, FakeTensorMode.cache_misses, sum(FakeTensorMode.cache_bypasses.values())

@@ -37,7 +37,7 @@ _groups: dict[str, AbsentGroup] = {}  # by name; torch's registry does not keep 
 
 
 def _group(dim: int, rank: int, size: int) -> Any:
-    """The name of a group without a backend: what asks for its size finds it in torch's registry."""
+    """The name of a group without a backend, which is in torch's registry for code that asks for its size."""
     name: Any = f"no group {dim}: rank {rank} of {size}"
     if name not in _groups:
         _groups[name] = AbsentGroup(rank, size)
@@ -51,7 +51,7 @@ def _group(dim: int, rank: int, size: int) -> Any:
 def mesh_without_group(shape: tuple[int, ...], device_type: str = "cpu", rank: int = 0) -> DeviceMesh:
     """A mesh of this shape, seen from `rank`. Functional collectives over it run on fake tensors only."""
     ranks = torch.arange(torch.Size(shape).numel(), device="cpu").reshape(shape)
-    # DTensor remembers how it splits by meshes that are equal, names included: no other mesh may equal this one.
+    # DTensor caches sharding decisions by equality of meshes, names included: no other mesh may equal this one.
     names = tuple(f"no group {dim} of rank {rank}" for dim in range(len(shape)))
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
     places = mesh.get_coordinate()

@@ -245,7 +245,7 @@ def _settings(
 
 
 def _separate(outline: nn.Module, meshes: Mapping[str, MeshAxes] | None) -> dict[int, ShardPlacementResult]:
-    """By id of the parameter, the mesh of those that have their own."""
+    """The mesh of each parameter that has its own, by id of the parameter."""
     results = {pattern: ShardPlacementResult(mesh=chosen) for pattern, chosen in (meshes or {}).items()}  # type: ignore[arg-type]
     return {
         id(parameter): result

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...errors import ConfigError
 
 MOST_CHARACTERS = 160
-"""Of a reason in a paragraph."""
+"""The longest reason that a paragraph quotes."""
 
 
 def not_positive(name: str, value: object, least: int = 1, function: str = "plan") -> ConfigError:
@@ -115,7 +115,7 @@ def nothing_trains() -> ConfigError:
 
 
 def took_too_long() -> ConfigError:
-    """Only where the program ends: others may be waiting for it."""
+    """The error for a plan with a time limit: at the end of a program, whose other ranks may be waiting for it."""
     return ConfigError("planning takes too long here", remedy="call explain_memory(), which has no limit")
 
 
@@ -141,7 +141,7 @@ def cannot_repeat(reason: str, remedy: str = "pass step=", got: str | None = Non
 
 
 def in_few_words(error: Exception) -> str:
-    """Why something cannot be planned, in a line: what the model's code raised, or what `plan` refused."""
+    """Why something cannot be planned, on one line: the error that the model's code raised, or the one of `plan`."""
     cause = error.__cause__ if isinstance(error, ConfigError) and error.__cause__ is not None else error
     line = next(iter(str(cause).splitlines()), "").rstrip(".")
     if cause is error:

@@ -32,7 +32,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
 
 MOST_RANKS = 8
-"""In a world of up to this many ranks, all are run as owners; in a larger one, this many of those that differ."""
+"""Worlds of up to this many ranks are run rank by rank; of a larger one, this many ranks that differ are run."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Sharded:
 
 
 class _Values(TorchDispatchMode):
-    """Answers what an optimizer reads from tensors without values, such as norms: zero flags, and ones."""
+    """Supplies the values that an optimizer reads from tensors without values, such as norms: False, or 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

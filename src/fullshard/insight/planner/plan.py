@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step, the optimizer's left out."""
+        """The duration of a step, without the optimizer."""
         return self.compute + self.exposed
 
     def as_json(self) -> dict[str, Any]:
@@ -530,8 +530,8 @@ class Planner:
     def search(self, chosen: Sequence[Strategy], run: RunSize, fixed: Collection[str]) -> Iterator[Plan]:
         """Plan these strategies, and the refinements of each that help; with offloading if none of them fits.
 
-        Fields in `fixed` are not changed. A strategy without checkpointing is left out if its activations alone are
-        more than fits: the same one with it needs less.
+        Fields in `fixed` are not changed. A strategy without checkpointing is left out if its activations alone do not
+        fit: with checkpointing it needs less.
         """
         if self.hook is not None:  # it replaces the all-reduce of replicas
             chosen = [choice for choice in chosen if choice.replicate > 1]
@@ -596,7 +596,7 @@ class Planner:
             raise messages.nothing_to_offload()
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
-        """Whether a refinement is worth a plan: a single unit is gathered whole, and owners step all at once."""
+        """Whether to plan a refinement at all: one unit is gathered whole, and owners step all parameters at once."""
         if ("step_in_backward" in change and self.steps_shards()) or ("units" in change and not plan.fits):
             return False
         whole = sum(costs.gathered for costs in plan.units)

@@ -257,18 +257,18 @@ SENT = {
 
 
 HOST = torch.device("cpu", 1)
-"""Of fake tensors: host memory. The device on which ranks that do not exist compute is "cpu".
+"""The device of fake tensors in host memory. Ranks that do not exist compute on the device "cpu".
 
 No other device type would do: torch copies between "cpu" and it, and runs optimizers on both, without an accelerator.
 """
 
 
 DEVICE = torch.ops.prim.device.default
-"""Of a fake tensor, torch asks for it three times as often as it calls operations."""
+"""torch asks fake tensors for their device three times as often as it calls operations."""
 
 
 class TooMuch(BaseException):
-    """More bytes are alive than fit. No `Exception`, which a model may catch."""
+    """More bytes are alive than fit. Not an `Exception`, because a model may catch those."""
 
 
 class Tracker(TorchDispatchMode):

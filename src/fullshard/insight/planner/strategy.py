@@ -14,7 +14,7 @@ from ...policies import MixedPrecisionPolicy
 from . import messages
 
 MOST_RANKS = 2**20
-"""That are planned."""
+"""The largest world that can be planned."""
 ACCUMULATE = ("reduced", "partial", "whole")
 
 

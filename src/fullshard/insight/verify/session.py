@@ -97,7 +97,7 @@ class Session:
 
     @property
     def sources(self) -> list[int]:
-        """By data rank, the first rank that has it."""
+        """The first rank of each data rank."""
         return [self.data_ranks.index(number) for number in range(self.data_world)]
 
     def gather(self, value: T) -> list[T]:

@@ -192,7 +192,7 @@ def _check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
 
 
 def _several_calls(optimizer: torch.optim.Optimizer) -> str:
-    """Says that an optimizer's steps cannot be compared, since it calls its closure several times."""
+    """The error text for an optimizer that calls its closure several times in a step."""
     return (
         f"verify cannot compare steps of {type(optimizer).__name__}, which calls its closure several times in a step; "
         "verify with an optimizer that uses the gradients of one call, such as SGD or AdamW"

@@ -173,7 +173,7 @@ class Reference:
 
 
 def _reach(parameter: torch.Tensor) -> float:
-    """By how much a parameter's elements are moved, root mean square."""
+    """The root mean square by which a parameter's elements are moved."""
     return 0.02 * max(rms([parameter]), 0.01)
 
 
