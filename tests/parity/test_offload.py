@@ -10,7 +10,7 @@ import importlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ import fullshard
 from fullshard import Blocks, DivergenceError
 from fullshard.shard.lookup import units_of
 from fullshard.shard.offload import Home, home_of
+from fullshard.torch_private.fake_tensors import fake_tensors
 from fullshard.torch_private.local_tensor import plain_tensors
 from models import EXAMPLES
 from quantised import GatheredInt8
@@ -407,3 +408,20 @@ def test_starting_weights_are_compared() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 model(batch)
+
+
+def test_norms_of_gradients_on_the_host_and_on_a_device_are_joined_on_the_device(monkeypatch) -> None:
+    """On fake tensors, of which torch stacks some on different devices: real ones it refuses."""
+    stack, devices = torch.stack, []
+
+    def noted(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        devices.append({tensor.device.type for tensor in tensors})
+        return stack(tensors)
+
+    monkeypatch.setattr(torch, "stack", noted)
+    with fake_tensors():
+        parameters = [torch.nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "cuda", "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert fullshard.clip_grad_norm_(parameters, 1.0).device.type == "cuda"
+    assert devices == [{"cuda"}, {"cuda"}]

@@ -23,6 +23,8 @@ STEPPED_KEY = "_fullshard_steps_in_backward"
 """Attribute of an optimizer that steps during the backward, and of its parameters: its `StepsInBackward`."""
 Groups = Sequence[dist.ProcessGroup]
 """The process groups that the elements of a gradient are split over, one per mesh axis; empty if it is not split."""
+Parts = dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
+"""By the groups over which gradients are split, this rank's parts of them."""
 KnownGroups = dict[tuple[int, Any], Groups]
 """By the id of a mesh, and placements on it: the groups over which they split elements. Kept for one call."""
 
@@ -151,7 +153,11 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
 def _norm_of(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> torch.Tensor:
     """The total norm of gradients, each with the groups over which its elements are split."""
-    return joined_norm(_local_norms(grads, norm_type), norm_type, torch.get_default_device())
+    parts: Parts = {}
+    for grad, groups in grads:
+        parts.setdefault(tuple(groups), []).append(inside(grad))
+    device = torch.get_default_device()
+    return joined_norm(_local_norms(parts, norm_type, device), norm_type, device)
 
 
 def local_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[tuple[Groups, torch.Tensor]]:
@@ -164,24 +170,36 @@ def local_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[tu
     for parameter in parameters:
         assert parameter.grad is not None
         ((grad, groups),) = _gradient_parts(parameter, parameter.grad, [], known)
-        ((_, norm),) = _local_norms([(grad, groups)], norm_type)
-        result.append((groups, norm if inside(grad).numel() else norm[:0]))
+        local = inside(grad)
+        ((_, norm),) = _local_norms({tuple(groups): [local]}, norm_type, local.device)
+        result.append((groups, norm if local.numel() else norm[:0]))
     return result
 
 
-def _local_norms(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> list[tuple[Groups, torch.Tensor]]:
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for grad, groups in grads:
-        by_groups.setdefault(tuple(groups), []).append(_magnitudes(inside(grad), norm_type))
+def _local_norms(parts: Parts, norm_type: float, device: torch.device) -> list[tuple[Groups, torch.Tensor]]:
+    """The norms of this rank's parts of gradients, for `joined_norm`: a 1-D tensor for each set of groups.
+
+    Args:
+        device: of the norm of no tensors.
+    """
     norms: list[tuple[Groups, torch.Tensor]] = []
-    for groups, tensors in by_groups.items():
-        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        filled = [t for t in tensors if t.numel()]
-        if filled:
-            norms.append((groups, torch.stack(torch._foreach_norm(filled, norm_type, dtype=dtype))))
+    for groups, tensors in parts.items():
+        real = [_magnitudes(tensor, norm_type) for tensor in tensors]
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in real) else torch.float32
+        if filled := [tensor for tensor in real if tensor.numel()]:
+            norms.append((groups, torch.stack(on_one_device(torch._foreach_norm(filled, norm_type, dtype=dtype)))))
         else:
-            norms.append((groups, torch.zeros(1, dtype=dtype, device=tensors[0].device)))
+            norms.append((groups, torch.zeros(1, dtype=dtype, device=tensors[0].device if tensors else device)))
     return norms
+
+
+def on_one_device(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of gradients of which some are offloaded, all on the accelerator; others as they are."""
+    devices = {norm.device for norm in norms}
+    if len(devices) == 1:
+        return [*norms]
+    home = next(device for device in devices if device.type != "cpu")
+    return [norm.to(home) for norm in norms]
 
 
 def joined_norm(norms: Iterable[tuple[Groups, torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -302,7 +320,7 @@ def clip_units(
     """
     _check_order(norm_type)
     # This rank's parts by the groups that they are split over: the same groups in the same order on all ranks.
-    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): []}
+    parts: Parts = {(): []}
     by_id: dict[int, torch.Tensor] = {}  # the gradients that the parts are in
     known: KnownGroups = {}
     for bucket in [bucket for unit in units for bucket in unit.buckets]:
@@ -319,13 +337,8 @@ def clip_units(
             tensors.append(local)
             by_id[id(local)] = local
     grads = [as_real(grad) for grad in by_id.values()]
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms: list[tuple[Groups, torch.Tensor]] = []
-    for groups, tensors in parts.items():
-        filled = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
-        # always float64: a rank without gradients does not know the dtypes on other ranks
-        computed = torch._foreach_norm(filled, norm_type, dtype=dtype) if filled else [torch.zeros((), device=device)]
-        norms.append((groups, torch.stack([norm.to(device, torch.float64) for norm in computed])))
+    # always float64: a rank without gradients does not know the dtypes on other ranks
+    norms = [(groups, norm.to(device, torch.float64)) for groups, norm in _local_norms(parts, norm_type, device)]
     total = joined_norm(norms, norm_type, device)
     scale_gradients(grads, total, max_norm)
     return total.to(reduce(torch.promote_types, [grad.dtype for grad in grads]) if grads else torch.float32)

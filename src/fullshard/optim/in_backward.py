@@ -19,7 +19,7 @@ from ..shard import Unit, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import needs_closure, step_part
-from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, scale_gradients
+from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, on_one_device, scale_gradients
 from .guard import check_parameters
 from .owner_optimizer import OwnerOptimizer
 from .probe import steps_in_parts, treats_elements, treats_parameters
@@ -137,7 +137,7 @@ class StepsInBackward:
             if id(parameter) in self._norms:
                 groups, norm = self._norms[id(parameter)]
                 by_groups.setdefault(tuple(groups), []).append(norm)
-        return [(groups, torch.cat(norms)) for groups, norms in by_groups.items()]
+        return [(groups, torch.cat(on_one_device(norms))) for groups, norms in by_groups.items()]
 
     def _on_reduced(self, parameter: torch.Tensor) -> None:
         """Step the unit of a parameter whose gradient is reduced, if it was the unit's last."""
