@@ -51,6 +51,7 @@ BY_TYPE = {
     "insight/verify/session.py: restore_generators": "random numbers of a report",
     "insight/verify/whole.py: _global_batches": "a report",
     "mesh/axes.py: _device": "which device of its type",
+    "optim/clip.py: on_one_device": "where norms are joined: tests/parity/test_offload.py has both",
     "optim/in_backward.py: _in_host_memory": "which units step beside the backward: all do in a simulation",
     "optim/state_file.py: elementwise": "which state is in the host's memory",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
