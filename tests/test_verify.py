@@ -167,6 +167,8 @@ def right() -> dict[str, str]:
     )
     scheduled = partial(with_schedule, schedulers={})
     check("a schedule", verify_tied(train_step_fn=scheduled, optimizer_fn=momentum, shard_fn=by_blocks, steps=3))
+    cycled = partial(with_one_cycle, schedulers={})
+    check("betas cycled", verify_tied(train_step_fn=cycled, optimizer_fn=by_adamw, shard_fn=by_blocks, steps=4))
     check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
     check("compiled", verify_tied(shard_fn=compiled))
     check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
@@ -186,6 +188,18 @@ def with_schedule(model: nn.Module, optimizer: Any, batches: list[Tensor], sched
         schedulers[optimizer] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 0.3, 0.2][min(step, 2)])
     else:
         schedulers[optimizer].step()
+
+
+def by_adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def with_one_cycle(model: nn.Module, optimizer: Any, batches: list[Tensor], schedulers: dict) -> None:
+    """Changes learning rate and betas in every step."""
+    if optimizer not in schedulers:
+        schedulers[optimizer] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    usual(model, optimizer, batches)
+    schedulers[optimizer].step()
 
 
 def by_closure(model: nn.Module, optimizer: Any, batches: list[Tensor], keyword: bool = False) -> Tensor:
@@ -392,6 +406,14 @@ def step(function: Any, **more: Any) -> dict[str, Any]:
 
 
 PARTS = {"modules": ["blocks.0", "blocks.1.0"]}
+
+
+def first_rank_alone(model: Any, optimizer: Any, batches: list[Tensor]) -> None:
+    for batch in batches:
+        (next_token(model, batch) / len(batches) * (dist.get_rank() == 0)).backward()
+    optimizer.step()
+
+
 TOKENS = {"reduction": "tokens", "tokens_fn": Tensor.numel}
 BROKEN_TIE = partial(materialised, tie=False, buffers=True)
 LEFT_BUFFER = partial(materialised, tie=True, buffers=False)
@@ -443,6 +465,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         *("gradient", "blocks.0.0.weight", "a missing reduce in no_sync()"),
     ),
     "unaveraged": (IGNORING, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
+    "one rank's loss": (step(first_rank_alone), "gradient", "tokens.weight", "only the loss of rank 0 counts"),
+    "clipped, not said": (
+        step(partial(usual, after=partial(clipped_at, norm=0.003))),
+        *("gradient", "tokens.weight", "pass the norm as max_norm="),
+    ),
     "parts, output": ({"shard_fn": hooked, **PARTS}, "output", "blocks.1.0", "computes something different"),
     "parts, gradient": (step(never_synchronised, **PARTS), "gradient", "blocks.0.0.weight", "no_sync"),
 }

@@ -70,6 +70,14 @@ DRAWN = "random numbers differ from the reference's: dropout is drawn in a diffe
 UNCLEARED = (
     "the gradient of the step before is still in it: zero_grad() was not called (one process would add them, too)"
 )
+LOCAL = (
+    "the gradient is this rank's alone: it was never reduced over ranks; average the gradient of a parameter "
+    "that no unit shards (ignored, or added later) yourself, or run the last micro-batch with synchronization"
+)
+ONE_RANK = (
+    "only the loss of rank {} counts: the losses of other ranks have no gradient (multiplied by 0, or computed without "
+    "the parameters)"
+)
 BACKWARD = (
     "no combination of the micro-batches' gradients gives this one: a weight used outside its unit's forward, a hook "
     "that changes it, or a backward that differs on one rank"
@@ -177,6 +185,8 @@ def gradient_cause(
         if not bool(total.any()) or not bool(gradient.any()):
             continue
         scale, residual = _fit(gradient, total)
+        if text == LOCAL and abs(scale - 1) < FIT and abs(sum(map(sum, weights)) - 1) < FIT:  # not that of a sum
+            text = ONE_RANK.format(data_rank) + ", or its gradient was divided, and never reduced over ranks"
         if scale > 0 and residual < FIT and (best is None or residual < best[0] / 4):
             best = (residual, text or _scale_cause(scale, len(weights), len(weights[0]), clipped))
     return _clamped_cause(gradient, added(weights)) if best is None else best[1]
@@ -209,10 +219,11 @@ def _scale_cause(scale: float, ranks: int, micro_batches: int, clipped: float) -
     fitting = [text for usual, text in usual_scales if usual != 1 and abs(scale / usual - 1) < 0.01]
     if fitting:  # as many ranks as micro-batches: either
         return "; or ".join(fitting)
-    return (
-        f"gradients are {scale:.5g} times the expected ones: a loss scale that was not removed, clipping, or a "
-        "different divide factor"
-    )
+    if scale < 1 and clipped == 1:
+        reason = "clipping by norm (if the step clips, pass the norm as max_norm=), or a different divide factor"
+    else:
+        reason = "a loss scale that was not removed, clipping, or a different divide factor"
+    return f"gradients are {scale:.5g} times the expected ones: {reason}"
 
 
 def _combinations(weights: Weights, counts: Weights, data_rank: int) -> Iterator[tuple[str, Weights]]:
@@ -233,11 +244,10 @@ def _combinations(weights: Weights, counts: Weights, data_rank: int) -> Iterator
         return [[weight * factor(r, m) for m, weight in enumerate(row)] for r, row in enumerate(weights)]
 
     if ranks > 1:
-        text = (
-            "the gradient is this rank's alone: it was never reduced over ranks; average the gradient of a parameter "
-            "that no unit shards (ignored, or added later) yourself, or run the last micro-batch with synchronization"
-        )
-        yield text, factors(lambda r, m: r == data_rank)
+        yield LOCAL, factors(lambda r, m: r == data_rank)
+        for rank in range(ranks):
+            if rank != data_rank:
+                yield ONE_RANK.format(rank), factors(lambda r, m, rank=rank: r == rank)  # type: ignore[misc]
     if micro_batches > 1:
         text = (
             "only the last micro-batch counts: gradients of earlier ones are dropped (zero_grad() between them, or "

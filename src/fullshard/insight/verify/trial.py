@@ -100,7 +100,7 @@ class Step:
         left: names of those that no optimizer has, on any rank: `optimizer.zero_grad()` does not clear their gradients,
             `model.zero_grad()` does.
         evidence: for the causes of differences.
-        rates: learning rates with which the optimizers stepped, by group; None: one did not step.
+        settings: with which each optimizer stepped; None: it did not step.
         recorded: by the context in which the step ran.
     """
 
@@ -115,7 +115,7 @@ class Step:
     earlier: dict[str, torch.Tensor]
     left: frozenset[str]
     evidence: Evidence
-    rates: list[list[float] | None]
+    settings: list[Settings | None]
     recorded: Any
 
 
@@ -199,9 +199,23 @@ def _several_calls(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of an optimizer's groups."""
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+Settings = list[dict[str, Any]]
+"""By group of an optimizer, the settings that a scheduler may change: numbers, and tuples of numbers."""
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    groups = [{**group, "lr": float(group["lr"])} if "lr" in group else group for group in optimizer.param_groups]
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if is_number(value) or (isinstance(value, tuple) and all(map(is_number, value)))
+        }
+        for group in groups
+    ]
 
 
 class _OptimizerSteps:
@@ -214,14 +228,14 @@ class _OptimizerSteps:
         optimizers: those that stepped, in order.
         gradients: this rank's parts as the first of them got them, by name: after its closure, if it called one.
         refusal: why these steps cannot be compared; None if they can.
-        rates: learning rates at an optimizer's first step, by its id.
+        settings: of each optimizer at its first step, by its id.
     """
 
     def __init__(self, parts: ModelParts) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.gradients: dict[str, torch.Tensor | None] = {}
         self.refusal: str | None = None
-        self.rates: dict[int, list[float]] = {}
+        self.settings: dict[int, Settings] = {}
         self._parts = parts
 
     def copy_gradients(self) -> None:
@@ -238,7 +252,7 @@ class _OptimizerSteps:
         if is_first := not self.optimizers:
             self.copy_gradients()
         self.optimizers.append(optimizer)
-        self.rates.setdefault(id(optimizer), _rates_of(optimizer))
+        self.settings.setdefault(id(optimizer), _settings_of(optimizer))
         if not callable(closure):
             return None
         replaced = _Closure(closure, partial(self._after_call, optimizer, is_first))
@@ -337,7 +351,7 @@ class Trial(ABC):
         self.session, self.plan = session, plan
         self.model, self.optimizer = model, optimizer
         self.compared = 0
-        self._rates = [_rates_of(each) for each in optimizers_in(optimizer)]  # of the last step
+        self._settings = [_settings_of(each) for each in optimizers_in(optimizer)]  # of the last step
         self.trained: frozenset[str] = frozenset()
         parts = ModelParts(model)
         rows = parts.rows.values()
@@ -455,7 +469,7 @@ class Trial(ABC):
             earlier=earlier,
             left=left,
             evidence=evidence,
-            rates=[steps.rates.get(id(optimizer)) for optimizer in optimizers_in(self.optimizer)],
+            settings=[steps.settings.get(id(optimizer)) for optimizer in optimizers_in(self.optimizer)],
             recorded=recorded,
         )
 
@@ -595,7 +609,7 @@ class Trial(ABC):
                 whole = after.whole(after.rows[name], torch.zeros_like(before[name]) if grad is None else grad)
                 if unsharded is not None and (parameter := unsharded[name]).grad is not None:
                     parameter.grad = whole.to(parameter.device, parameter.dtype).clone()
-        self._follow_rates(step, optimizers)
+        self._follow_settings(step, optimizers)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -610,12 +624,19 @@ class Trial(ABC):
         template = Finding("parameter", "a parameter after the optimizer's step differs.", step.number)
         return self.compare(after, template, unsharded, after.value, allowed, cause)
 
-    def _follow_rates(self, step: Step, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Change learning rates of the unsharded optimizers as a scheduler changed those of the sharded model's."""
-        before = self._rates
-        self._rates = [now or last for now, last in zip(step.rates, before, strict=True)]
-        for optimizer, last, now in zip(optimizers, before, self._rates, strict=False):
-            if len(last) == len(now) == len(optimizer.param_groups):
-                for group, old, new in zip(optimizer.param_groups, last, now, strict=True):
-                    if new != old:
-                        group["lr"] = group["lr"] * (new / old) if old else new
+    def _follow_settings(self, step: Step, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Change settings of the unsharded optimizers as a scheduler changed those of the sharded model's.
+
+        A setting that differed before keeps differing: learning rates change by the same factor, others not at all.
+        """
+        before = self._settings
+        self._settings = [now or last for now, last in zip(step.settings, before, strict=True)]
+        for optimizer, last, now in zip(optimizers, before, self._settings, strict=False):
+            if not len(last) == len(now) == len(optimizer.param_groups):
+                continue
+            for group, old, new in zip(optimizer.param_groups, last, now, strict=True):
+                for name in old.keys() & new.keys() & group.keys():
+                    if name == "lr" and old["lr"] and new["lr"] != old["lr"]:
+                        group["lr"] = group["lr"] * (new["lr"] / old["lr"])
+                    elif new[name] != old[name] and (name == "lr" or group[name] == old[name]):
+                        group[name] = new[name]
