@@ -191,7 +191,7 @@ if __name__ == "__main__":
 def test_the_command_runs_a_script_and_what_it_starts(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    told = script("-m", "fullshard", "adopt", str(path), "one", "--two", code=3)
+    told = script("-m", "fullshard", "adopt", str(path), "--", "one", "--two", code=3)
     assert "adopts this program" in told and "main fullshard.api.functional.module ['one', '--two']" in told
     assert "child 0 __mp_main__" in told
     assert ": 1 name\n" in told and ": 1 names" not in told

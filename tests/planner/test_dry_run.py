@@ -152,12 +152,21 @@ PYTORCHS = SHARDED.replace("from fullshard import", "from torch.distributed.fsdp
 PLAIN = SHARDED.replace("fully_shard(torch.nn.Linear(8, 8), mesh=mesh)", "torch.nn.Linear(8, 8)")
 
 
-@pytest.mark.parametrize(("text", "words"), [(PYTORCHS, "fullshard.adopt()"), (PLAIN, "before the optimizer is built")])
+@pytest.mark.parametrize(("text", "words"), [(PYTORCHS, "dry-run it with --adopt"), (PLAIN, "before the optimizer is built")])
 def test_a_program_that_shards_nothing_here(tmp_path, text, words):
     (tmp_path / "train.py").write_text(text)
     ran = dry_run("--world=16", f"{tmp_path}/train.py", "5")
     assert ran.returncode == 1 and words in ran.stderr
     assert "fullshard: No model was sharded by Fullshard" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_a_program_of_pytorchs_is_adopted(tmp_path):
+    """With `--` before its arguments or without."""
+    (tmp_path / "train.py").write_text(PYTORCHS)
+    for words in (["5"], ["--", "5"]):
+        ran = dry_run("--world=16", "--adopt", f"{tmp_path}/train.py", *words)
+        assert ran.returncode == 0 and "arguments ['5']" in ran.stdout, ran.stderr
+        assert "16 ranks: sharded 16 ways" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -201,6 +210,7 @@ UNEVEN = ["--world", "12", "--ranks-per-node", "8", "examples/dry_run.py"]
         ["--world", "0", "x.py"],
         ["--world", "many", "x.py"],
         ["--colour"],
+        ["--adopt=yes", "examples/dry_run.py"],
         ["--world"],
         ["--steps=2"],
         UNEVEN,

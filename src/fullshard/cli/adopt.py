@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import FullshardError
-from .main import refuse
+from .main import own_arguments, refuse
 
 USAGE = """usage: fullshard adopt [--lenient] SCRIPT ARGS...
        fullshard adopt [--lenient] -m MODULE ARGS...
@@ -54,7 +54,9 @@ def run(arguments: list[str]) -> int:
         adopt(lenient)
     except FullshardError as error:
         return refuse(str(error))
-    return _run_module(words[1], words[2:]) if is_module else _run_script(Path(words[0]), words[1:])
+    if is_module:
+        return _run_module(words[1], own_arguments(words[1:]))
+    return _run_script(Path(words[0]), own_arguments(words))
 
 
 def _run_script(path: Path, arguments: list[str]) -> int:

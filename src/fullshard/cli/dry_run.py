@@ -9,9 +9,10 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from .main import refuse
+from ..errors import FullshardError
+from .main import own_arguments, refuse
 
-USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] SCRIPT ARGS...
+USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] [--adopt] SCRIPT ARGS...
 
 Run one rank of a training program as if there were N ranks, to find errors in shapes, placements, layouts and memory
 before booking a cluster. The script runs unchanged, on its own device, but its process groups are fake: collectives do
@@ -21,6 +22,7 @@ bytes it sends per step.
   --world N            number of ranks (default: 8)
   --ranks-per-node N   ranks on one machine (default: 8, or all if there are fewer)
   --steps N            optimizer steps (default: 2)
+  --adopt              for a program of PyTorch's FSDP: run it on Fullshard, as `fullshard adopt` does
 
 Example: fullshard dry-run --world 128 examples/dry_run.py
 
@@ -30,12 +32,15 @@ Exit code: 0 the script took all steps, 1 it raised an error or ended early, 2 b
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = {"--world": 8, "--ranks-per-node": 0, "--steps": 2}
-    words = list(arguments)
+    words, adopts = list(arguments), False
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
     while words and words[0].startswith("-"):
         name, _, value = words.pop(0).partition("=")
+        if name == "--adopt" and not value:
+            adopts = True
+            continue
         if name not in options:
             return refuse(f"there is no option {name!r} (fullshard dry-run --help)")
         value = value or (words.pop(0) if words else "")
@@ -47,7 +52,14 @@ def run(arguments: list[str]) -> int:
     script, world, per_node = Path(words[0]), options["--world"], options["--ranks-per-node"]
     if per_node and per_node < world and world % per_node:
         return refuse(f"--ranks-per-node {per_node} does not divide --world {world}")
-    return _run_script(script, words[1:], world, per_node, options["--steps"])
+    if adopts:
+        from ..integrations.adopt import adopt
+
+        try:
+            adopt()
+        except FullshardError as error:
+            return refuse(str(error))
+    return _run_script(script, own_arguments(words), world, per_node, options["--steps"])
 
 
 def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:

@@ -67,6 +67,11 @@ def refuse(text: str) -> int:
     return 2
 
 
+def own_arguments(words: list[str]) -> list[str]:
+    """The arguments of a program from its name and what follows, with or without a `--` between them."""
+    return words[2:] if words[1:2] == ["--"] else words[1:]
+
+
 def printable(line: str) -> str:
     """Escape the characters of a line that could control the terminal: names in files may contain any."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in line)

@@ -241,7 +241,7 @@ def _owner(shared: Ownership, replica: int, rank: int) -> str:
     what = f"{sum(parameter.numel() for parameter in parameters):,} elements"
     if shared.balanced != "elements":
         what += f", {shared.loads[replica][rank]:,} {shared.balanced}"
-    names = _some([name_of(parameter) for parameter in parameters], "more") or "nothing"
+    names = _some([name_of(parameter) for parameter in parameters]) or "nothing"
     return f"  rank {shared.ranks[replica][rank]}: {what}: {names}"
 
 
@@ -279,14 +279,14 @@ def _outside(model: nn.Module) -> list[str]:
             kind = "ignored" if id(parameter) in ignored else "in no unit, so each rank trains its own"
             kinds.setdefault(kind, []).append((clean_name(path), parameter.numel()))
     return [
-        f"{kind}: {_some([name for name, _ in parameters], 'more')} ({sum(n for _, n in parameters):,} elements)"
+        f"{kind}: {_some([name for name, _ in parameters])} ({sum(n for _, n in parameters):,} elements)"
         for kind, parameters in kinds.items()
     ]
 
 
-def _some(names: list[str], more: str = "more units") -> str:
+def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} {more}"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 @dataclass(frozen=True)
