@@ -152,7 +152,7 @@ PYTORCHS = SHARDED.replace("from fullshard import", "from torch.distributed.fsdp
 PLAIN = SHARDED.replace("fully_shard(torch.nn.Linear(8, 8), mesh=mesh)", "torch.nn.Linear(8, 8)")
 
 
-@pytest.mark.parametrize(("text", "words"), [(PYTORCHS, "dry-run it with --adopt"), (PLAIN, "before the optimizer is built")])
+@pytest.mark.parametrize(("text", "words"), [(PYTORCHS, "it with --adopt"), (PLAIN, "before the optimizer is built")])
 def test_a_program_that_shards_nothing_here(tmp_path, text, words):
     (tmp_path / "train.py").write_text(text)
     ran = dry_run("--world=16", f"{tmp_path}/train.py", "5")

@@ -54,12 +54,12 @@ def run(arguments: list[str]) -> int:
         adopt(lenient)
     except FullshardError as error:
         return refuse(str(error))
-    if is_module:
-        return _run_module(words[1], own_arguments(words[1:]))
-    return _run_script(Path(words[0]), own_arguments(words))
+    named = words[1:] if is_module else words
+    return (_run_module if is_module else _run_script)(named[0], own_arguments(named))
 
 
-def _run_script(path: Path, arguments: list[str]) -> int:
+def _run_script(name: str, arguments: list[str]) -> int:
+    path = Path(name)
     sys.path[0] = str(path.resolve().parent)  # as `python path` would
     return _run_main(path, arguments, None)
 

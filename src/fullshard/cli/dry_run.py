@@ -9,7 +9,6 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from ..errors import FullshardError
 from .main import own_arguments, refuse
 
 USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] [--adopt] SCRIPT ARGS...
@@ -52,18 +51,15 @@ def run(arguments: list[str]) -> int:
     script, world, per_node = Path(words[0]), options["--world"], options["--ranks-per-node"]
     if per_node and per_node < world and world % per_node:
         return refuse(f"--ranks-per-node {per_node} does not divide --world {world}")
+    return _run_script(script, own_arguments(words), world, per_node, options["--steps"], adopts)
+
+
+def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int, adopts: bool) -> int:
+    """Run the script and print the report; the exit code."""
     if adopts:
         from ..integrations.adopt import adopt
 
-        try:
-            adopt()
-        except FullshardError as error:
-            return refuse(str(error))
-    return _run_script(script, own_arguments(words), world, per_node, options["--steps"])
-
-
-def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int) -> int:
-    """Run the script and print the report; the exit code."""
+        adopt()
     from ..insight.dry_run import UNSEEN, NotSharded, dry_run
 
     sys.argv = [str(script), *arguments]

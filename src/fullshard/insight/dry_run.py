@@ -136,8 +136,8 @@ class Steps:
         return NotSharded(
             "No model was sharded by Fullshard before the optimizer's step.",
             got="DTensors of another library" if others else "an optimizer of parameters that are whole on each rank",
-            remedy="dry-run it with --adopt; or import fully_shard or FullyShardedDataParallel from fullshard, not from "
-            "torch.distributed.fsdp"
+            remedy="dry-run it with --adopt; or import fully_shard or FullyShardedDataParallel from fullshard, not "
+            "from torch.distributed.fsdp"
             if others
             else "shard the model with fullshard.fully_shard before the optimizer is built",
         )
