@@ -31,7 +31,7 @@ from ..runtime import (
     memory_in_words,
     runners_in,
 )
-from ..shard import Bucket, Unit, members_of, units_of
+from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import inside, plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long
@@ -106,7 +106,7 @@ def memory_use(
     every = [gradients for unit in units for gradients in unit.gradients]
     reduced = [g.delivery.set.flat for g in every if g.delivery.set is not None]
     reduced += [residual for g in every for residual in g.residuals.values()]
-    states = [(each, _states_of(model, units, each)) for each in optimizers]
+    states = [(each, _states_of(model, each)) for each in optimizers]
     members = [(m, _whole_bytes(b, m)) for b, _, m in members_of(model)]
     whole = sum(nbytes for _, nbytes in members)
     trainable = sum(nbytes for m, nbytes in members if m.sharded.requires_grad)
@@ -188,7 +188,8 @@ def explain_memory(
         )
     given = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
     check_counts("explain_memory", **{name: value for name, value in given.items() if value is not None})
-    own = [*filter(_steps_any_of(model), optimizers)]
+    is_in = _is_in(model)
+    own = [each for each in optimizers if any(map(is_in, _parameters_of(each)))]
     if optimizers and not own:
         raise ConfigError(
             "explain_memory(optimizer=) steps none of the model's parameters.",
@@ -286,14 +287,14 @@ def _account(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], aske
     return account(runners_in(model), state, asked, optimizer_is_sharded=is_sharded)
 
 
-def _steps_any_of(model: nn.Module) -> Callable[[torch.optim.Optimizer], bool]:
+def _is_in(model: nn.Module) -> Callable[[torch.Tensor], bool]:
+    """A function that returns whether a parameter or a view is of this model, which may be a part of one."""
     units, parameters = set(map(id, units_of(model))), set(map(id, model.parameters()))
+    return lambda parameter: id(parameter) in parameters or id(owner_of(parameter)) in units
 
-    def steps(optimizer: torch.optim.Optimizer) -> bool:
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return any(id(each) in parameters or id(owner_of(each)) in units for each in every)
 
-    return steps
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:
@@ -304,17 +305,10 @@ def _check_arguments(function: str, model: object, optimizers: Sequence[object])
             raise ConfigError(f"{function}(optimizer=) is not an optimizer.", got=type(optimizer).__name__)
 
 
-def _states_of(
-    model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer
-) -> list[tuple[Any, torch.Tensor]]:
-    """Tensors of the state with their parameters, without those outside of the model: it may be a part of one."""
-    plain, within = set(map(id, model.parameters())), set(map(id, units))
-    others = {
-        id(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in plain and id(owner_of(parameter)) not in within
-    }
+def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.Tensor]]:
+    """Tensors of the state with their parameters, without those outside of the model."""
+    is_in = _is_in(model)
+    others = {id(parameter) for parameter in _parameters_of(optimizer) if not is_in(parameter)}
     states = [(parameter, values) for parameter, values in optimizer.state.items() if id(parameter) not in others]
     return [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
 
@@ -341,7 +335,7 @@ def _unsharded(
         else:
             nbytes += every * value.element_size() if value.numel() == own else ratio * _nbytes([value])
     if has_owners(optimizer):  # this rank has the state of what it owns; others have as much
-        of_all = {id(p): numels.get(id(p), (0, 0))[1] for group in optimizer.param_groups for p in group["params"]}
+        of_all = {id(p): numels.get(id(p), (0, 0))[1] for p in _parameters_of(optimizer)}
         owned = sum(of_all.get(key, 0) for key in {id(parameter) for parameter, _ in state})
         nbytes *= sum(of_all.values()) / owned if owned else 1
     return nbytes

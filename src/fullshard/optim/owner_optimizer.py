@@ -82,23 +82,25 @@ class _Param:
         return axes_of(self.tensor)
 
     @cached_property
+    def is_gathered(self) -> bool:
+        """Whether all ranks gather and step it: it is split over two mesh axes, or in no unit (its axis is unknown)."""
+        cut = None if self.elementwise else cut_of(self.tensor)
+        return isinstance(cut, OtherCut) or (cut is not None and self.axes is None)
+
+    @cached_property
     def cut(self) -> Any:
-        """How the parameter is assembled. `OtherCut` for one in no unit, whose shard axis is unknown."""
-        if self.elementwise:
-            return None
-        cut = cut_of(self.tensor)
-        return OtherCut() if cut is not None and self.axes is None else cut
+        """How the pieces lie that its owner assembles; None if there are none: it is whole, elementwise or gathered."""
+        return None if self.elementwise or self.is_gathered else cut_of(self.tensor)
 
     @property
     def device(self) -> torch.device:
         """Where it is stepped: parameters in host memory are assembled on the device of their group."""
-        apart = self.cut is None or isinstance(self.cut, OtherCut)
-        return self.local.device if apart else device_of(self.cut.group)
+        return self.local.device if self.cut is None else device_of(self.cut.group)
 
     @property
     def replicas(self) -> Axis | None:
         """The replicate axis along which the parameter has owners."""
-        return None if self.axes is None or isinstance(self.cut, OtherCut) else self.axes[1]
+        return None if self.axes is None or self.is_gathered else self.axes[1]
 
     @property
     def name(self) -> str:
@@ -154,7 +156,7 @@ class _Param:
             return value
         owner = -1 if self.owner is None else self.owner
         on_owner = isinstance(value, FlatShard) and _only_rank(value._run) == owner
-        if self.cut is None or on_owner or not value.numel():
+        if on_owner or not value.numel() or (self.cut is None and not self.is_gathered):
             return inside(value).view(value.shape) if self.is_owned else None
         return value.full_tensor()
 
@@ -630,7 +632,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             cut, axis = param.cut, param.replicas
             if self.elementwise:
                 ranks: Any = owner_of(param.tensor), axis and axis.group, param.tensor.dtype
-            elif isinstance(cut, OtherCut) or (cut is None and axis is None):
+            elif cut is None and axis is None:
                 continue
             else:
                 ranks = cut and cut.group, axis and axis.group
@@ -681,7 +683,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         by_ranks: dict[tuple[Any, Any], list[_Param]] = {}
         for param in self._ordered():
             cut, axis = param.cut, param.replicas
-            if axis is None and (cut is None or isinstance(cut, OtherCut)):
+            if axis is None and cut is None:
                 continue  # nothing is exchanged, or by its own collectives
             groups: tuple[Any, Any] = (cut and cut.group, axis and axis.group)
             if axis is not None:
@@ -711,9 +713,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for param in stepped:
             tensor: Any = param.tensor
             cut, axis = param.cut, param.replicas
-            ranks: Any = (
-                cut and (cut.group, axis and axis.group) if not isinstance(cut, OtherCut) else tensor.device_mesh
-            )
+            ranks: Any = tensor.device_mesh if param.is_gathered else cut and (cut.group, axis and axis.group)
             by_ranks.setdefault(ranks, []).append(param)
         numbers: dict[_Param, int] = {}
         for ranks, params in by_ranks.items():
@@ -724,7 +724,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _step_exchanges(self, params: Sequence[_Param]) -> tuple[list[Exchange], list[Exchange]]:
         """The exchanges of a step of these parameters: values and gradients to owners, and new values."""
-        exchanged = [param for param in params if param.cut is not None and not isinstance(param.cut, OtherCut)]
+        exchanged = [param for param in params if param.cut is not None]
         values: list[Entry] = [(param, "value", param.tensor.dtype) for param in exchanged]
         gradients: list[Entry] = [(param, "gradient", param.tensor.grad.dtype) for param in exchanged]  # type: ignore[union-attr]
         return self._by_kind([*values, *gradients]), self._by_kind(values)
@@ -809,7 +809,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             for exchange, arrive in arriving:
                 _fill(exchange, arrive)
             for param in batch.params if not self.elementwise else ():
-                if param.in_replica and (param.cut is None or isinstance(param.cut, OtherCut)):
+                if param.in_replica and param.cut is None:
                     param.whole.data, param.whole.grad = _whole(param.tensor)
             for param in batch.params if self.elementwise else ():
                 local, gradient = param.local, inside(param.tensor.grad)
@@ -833,7 +833,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             cut, whole = param.cut, param.whole.detach()
             if not param.in_replica:
                 continue
-            if isinstance(cut, OtherCut):
+            if param.is_gathered:
                 param.local.copy_(piece_of(param.tensor, whole))
             elif cut is None:
                 target = param.run(param.local) if self.elementwise else param.local

@@ -417,13 +417,9 @@ class WholeTrial(Trial):
         if session.rank == rank:
             grad = step.gradients[row.name]
             assert grad is not None
-            numbers = step.parts.numbers(row)
             earlier = step.earlier.get(row.name)
-            sample = (
-                grad.reshape(-1)[: causes.SAMPLE].cpu(),
-                numbers.reshape(-1)[: causes.SAMPLE].cpu(),
-                None if earlier is None else earlier.reshape(-1)[: causes.SAMPLE].cpu().double(),
-            )
+            grad, numbers = (part.reshape(-1)[: causes.SAMPLE].cpu() for part in (grad, step.parts.numbers(row)))
+            sample = grad, numbers, None if earlier is None else earlier.reshape(-1)[: causes.SAMPLE].cpu().double()
         sample = session.broadcast(sample, rank)
         assert sample is not None
         cause = None
