@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -302,12 +303,39 @@ def accumulated_under_side(model: nn.Module, world: World) -> None:
         optimizer.zero_grad()
 
 
+def state_on_host(model: nn.Module, world: World, inside: bool = False) -> None:
+    if runners_in(model)[0].unit.buckets[0].home is not None:
+        return  # with parameters in the host's memory, state is there anyway
+
+    def page_locked(numel: int) -> torch.Tensor:
+        memory = torch.empty(numel, dtype=torch.int64)
+        world.number(memory.untyped_storage(), pinned=True)
+        return memory
+
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    module = importlib.import_module("fullshard.optim.state_on_host")
+    with mock.patch.object(module, "host_buffer", page_locked):
+        state = fullshard.optimizer_state_on_host(optimizer)
+        if inside:
+            fullshard.step_in_backward(optimizer)
+        steps(model, 4, optimizer)
+        assert state is not None and state.nbytes
+        for entries in optimizer.state.values():
+            entries["momentum_buffer"].mul_(0.5)  # by the host
+        steps(model, 2, optimizer)
+
+
+def state_on_host_in_backward(model: nn.Module, world: World) -> None:
+    state_on_host(model, world, inside=True)
+
+
 SCENARIOS: dict[str, Callable[[nn.Module, World], None]] = {
     one.__name__: one
     for one in (
         plain, accumulating, evaluating, swapped_while_unsharded, swapped_after_a_gather_in_vain,
         swapped_after_a_failure, swapped_after_a_broken_backward, swapped_after_accumulation, stepped_by_hooks,
         unsharded_under_side, resharded_under_side, evaluated_under_side, trained_under_side, accumulated_under_side,
+        state_on_host, state_on_host_in_backward,
     )
 }  # fmt: skip
 
@@ -397,6 +425,17 @@ MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]
     "the host waits in reshard": (partial(no_settle, "free_for_user"), "swapped_after_a_gather_in_vain", True),
     "the host waits in recovery": (partial(no_settle, "recover"), "swapped_after_a_broken_backward", True),
     "the host waits before hooks": (partial(no_settle, "_run_hooks"), "stepped_by_hooks", True),
+    "a step waits for its state": (
+        partial(
+            without, Stream, "wait_stream", lambda waiter, other: (waiter.name, other.name) == ("compute", "inward")
+        ),
+        "state_on_host",
+        False,
+    ),
+    "inward waits for state that leaves": (partial(without, Turns, "wait"), "state_on_host", False),
+    "outward waits for a step": (partial(without, Stream, "wait_stream", named("outward")), "state_on_host", False),
+    "state that leaves is held": (unheld_slices, "state_on_host", False),
+    "the host waits for state": (partial(no_settle, "_finish"), "state_on_host", False),
     "a stream waits for the one before it": (partial(without, Turns, "take"), "trained_under_side", False),
     "memory goes back to who has waited": (partial(without, Turns, "give"), "unsharded_under_side", True),
     "... when a gather is waited for": (partial(no_turn, "take", "finish_gather"), "unsharded_under_side", False),

@@ -380,7 +380,7 @@ def test_each_rank_keeps_the_state_of_its_own_and_nothing_grows(run_ranks):
     for state, told, total, alive in found:
         assert 0.4 * total < state < 0.6 * total
         assert state <= told <= state + 64  # step counts
-        assert alive[4] == alive[8] and alive[5] == alive[9]  # after a step that follows `state_dict`, and the next
+        assert alive[8] <= alive[4] and alive[9] <= alive[5]  # after `state_dict`, and then; others may free some
 
 
 class Together(torch.optim.SGD):

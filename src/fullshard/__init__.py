@@ -75,9 +75,11 @@ if TYPE_CHECKING:
         NonfiniteGradient,
         OwnerOptimizer,
         ShardedGradScaler,
+        StateOnHost,
         StepsInBackward,
         clip_grad_norm_,
         nonfinite_gradients,
+        optimizer_state_on_host,
         optimizer_view,
         step_in_backward,
     )
@@ -129,8 +131,8 @@ _HOMES = {
         "layout": "Blocks",
         "mesh.axes": "ShardPlacementResult",
         "mesh.data_parallel": "DataParallelMeshDims",
-        "optim": "Muon NonfiniteGradient OwnerOptimizer ShardedGradScaler StepsInBackward clip_grad_norm_ "
-        "nonfinite_gradients optimizer_view step_in_backward",
+        "optim": "Muon NonfiniteGradient OwnerOptimizer ShardedGradScaler StateOnHost StepsInBackward clip_grad_norm_ "
+        "nonfinite_gradients optimizer_state_on_host optimizer_view step_in_backward",
         "policies": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "runtime.reduce_kept": "GradientReductionHandle",
         "store.background": "Saving",
@@ -221,6 +223,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateOnDisk",
+    "StateOnHost",
     "StepsInBackward",
     "Strategy",
     "TorchComm",
@@ -244,6 +247,7 @@ __all__ = [
     "offload_by_budget",
     "optimizer_state_dict",
     "optimizer_state_on_disk",
+    "optimizer_state_on_host",
     "optimizer_view",
     "owner_of",
     "park",

@@ -53,7 +53,6 @@ BY_TYPE = {
     "mesh/axes.py: _device": "which device of its type",
     "optim/clip.py: on_one_device": "where norms are joined: tests/parity/test_offload.py has both",
     "optim/in_backward.py: _in_host_memory": "which units step beside the backward: all do in a simulation",
-    "optim/state_file.py: elementwise": "which state is in the host's memory",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
     "store/read.py: fill": "whether a file is read straight into a tensor",

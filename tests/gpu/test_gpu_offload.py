@@ -187,3 +187,34 @@ def losses_under_streams(model: nn.Sequential, side: torch.Stream | None) -> lis
 def test_units_are_unsharded_under_a_side_stream(one_rank: DeviceMesh, layout: str, offload: bool) -> None:
     want = losses_under_streams(sharded(one_rank, layout, offload), None)
     same(losses_under_streams(sharded(one_rank, layout, offload), torch.Stream("cuda")), want)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_on_host(one_rank: DeviceMesh, inside: bool) -> None:
+    """The same weights; between steps half of what AdamW's parameters and state take is on the device."""
+    results = []
+    for hosted in (True, False):
+        before = allocated()
+        model = build().cuda()
+        for block in model:
+            fullshard.fully_shard(block)
+        fullshard.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        state = fullshard.optimizer_state_on_host(optimizer) if hosted else None
+        if inside:
+            fullshard.step_in_backward(optimizer)
+        for step in range(4):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = [entries["exp_avg"].to_local() for entries in optimizer.state.values()]
+        assert all(moment.is_pinned() if hosted else moment.is_cuda for moment in moments)
+        assert state is None or state.nbytes >= sum(2 * moment.nbytes for moment in moments)
+        held = torch.cuda.memory_allocated() - before
+        weights = [p.to_local().detach().clone() for p in model.parameters()]
+        results.append((weights, [moment.cuda() for moment in moments], held))
+        del model, optimizer, state, moments
+    (mine, my_state, mine_held), (others, other_state, other_held) = results
+    assert all(map(torch.equal, mine, others)) and all(map(torch.equal, my_state, other_state))
+    assert mine_held < 0.5 * other_held

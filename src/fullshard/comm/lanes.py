@@ -237,6 +237,10 @@ class Lanes:
             self._read = self.inward.record_event()
             return prepare(*copies)
 
+    def join(self) -> None:
+        """Make the compute stream wait for the copies in so far."""
+        current_stream(self.device).wait_stream(self.inward)
+
     def gathering(self, comm: Gathers) -> Gathers:
         """Wrap `comm` to issue gathers from `inward`: they wait for the copy; the compute stream waits for neither."""
         return _FromLane(self, comm)

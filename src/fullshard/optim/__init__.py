@@ -6,6 +6,7 @@ from .muon import Muon
 from .nonfinite import NonfiniteGradient, nonfinite_gradients
 from .owner_optimizer import OwnerOptimizer
 from .scaler import ShardedGradScaler
+from .state_on_host import StateOnHost, optimizer_state_on_host
 from .views import optimizer_view
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "NonfiniteGradient",
     "OwnerOptimizer",
     "ShardedGradScaler",
+    "StateOnHost",
     "StepsInBackward",
     "clip_grad_norm_",
     "nonfinite_gradients",
+    "optimizer_state_on_host",
     "optimizer_view",
     "step_in_backward",
     "total_norm",

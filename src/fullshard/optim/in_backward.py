@@ -28,6 +28,8 @@ from .undo import StepUndo
 from .worker import StepWorker, check_threads
 
 Clip = Literal["two passes", "redo"]
+ON_HOST_KEY = "_fullshard_state_on_host"
+"""Attribute of an optimizer: its `StateOnHost`, which steps in place of `step_part`."""
 
 
 class StepsInBackward:
@@ -226,6 +228,9 @@ class StepsInBackward:
 
     def _step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step only these parameters. Group settings that count steps change in `optimizer.step()` alone."""
+        if (state := self.optimizer.__dict__.get(ON_HOST_KEY)) is not None:
+            state.step(parameters)
+            return
         step_part(self.optimizer, parameters)
         if (move := self.optimizer.__dict__.get(AFTER_STEP_KEY)) is not None:
             move(parameters)
@@ -271,6 +276,8 @@ class StepsInBackward:
                     self._redo()
             if remaining:
                 self._clip(remaining)
+        if (state := optimizer.__dict__.get(ON_HOST_KEY)) is not None:
+            state.step_all()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._in_step = False
@@ -381,7 +388,7 @@ def step_in_backward(
         )
     if not issubclass(type(optimizer), torch.optim.Optimizer):
         raise ConfigError("step_in_backward needs an optimizer.", got=type(optimizer).__name__)
-    if (refusal := _why_not(optimizer)) is not None:
+    if (refusal := _why_not(optimizer, clip)) is not None:
         reason, remedy = refusal
         raise ConfigError(
             "step_in_backward: this optimizer cannot step unit by unit.",
@@ -403,24 +410,31 @@ def step_in_backward(
     return StepsInBackward(optimizer, max_norm, clip, threads)
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
-    """Why an optimizer cannot step unit by unit, and the remedy; None if it can."""
-    kind, groups = type(optimizer), optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    afterwards = "step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)"
-    reason, remedy = "", afterwards
+def _why_not(optimizer: torch.optim.Optimizer, clip: Clip) -> tuple[str, str] | None:
+    """Why an optimizer cannot step in the backward, and the remedy; None if it can."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(STEPPED_KEY in parameter.__dict__ for parameter in parameters):
-        reason, remedy = "whose parameters already step in backward", "call remove() of what the first call returned"
-    elif any(PART_KEY in parameter.__dict__ for parameter in parameters):
-        reason = "which has flat runs of elements"
-    elif isinstance(optimizer, OwnerOptimizer):
-        reason = "which exchanges all parameters at once"
-    elif needs_closure(kind):
-        reason = "whose step() computes gradients"
-    elif not any(owner_of(parameter) for parameter in parameters):
-        reason, remedy = "which has no sharded parameters", "build it from model.parameters() after fully_shard"
-    elif treats_parameters(kind, optimizer.defaults, groups) is False:
-        reason = "whose step of a parameter depends on other parameters"
-    elif steps_in_parts(kind, optimizer.defaults, groups) is False:
-        reason = "which counts steps in place, or only where there are gradients, so that parts of a step count apart"
-    return (reason, remedy) if reason else None
+        return "whose parameters already step in backward", "call remove() of what the first call returned"
+    afterwards = "step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)"
+    if any(PART_KEY in parameter.__dict__ for parameter in parameters):
+        return "which has flat runs of elements", afterwards
+    if clip == "redo" and ON_HOST_KEY in optimizer.__dict__:
+        return "whose state is in host memory (optimizer_state_on_host)", 'use clip="two passes"'
+    if not any(owner_of(parameter) for parameter in parameters):
+        return "which has no sharded parameters", "build it from model.parameters() after fully_shard"
+    reason = why_not_in_parts(optimizer)
+    return None if reason is None else (reason, afterwards)
+
+
+def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer cannot step some of its parameters at a time; None if it can."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    if isinstance(optimizer, OwnerOptimizer):
+        return "which exchanges all parameters at once"
+    if needs_closure(kind):
+        return "whose step() computes gradients"
+    if treats_parameters(kind, optimizer.defaults, groups) is False:
+        return "whose step of a parameter depends on other parameters"
+    if steps_in_parts(kind, optimizer.defaults, groups) is False:
+        return "which counts steps in place, or only where there are gradients, so that parts of a step count apart"
+    return None

@@ -93,5 +93,5 @@ def elementwise(parameter: torch.Tensor, state: dict[str, Any]) -> list[tuple[Pl
         ((id(parameter), str(key), index), plain)
         for key, value in state.items()
         for index, plain in enumerate(plain for tensor in tensors_in(value) for plain in plain_tensors(tensor))
-        if plain.numel() == numel > 1 and plain.device.type == "cpu"
+        if plain.numel() == numel > 1
     ]
