@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -277,6 +278,43 @@ def test_what_is_offloaded_is_not_on_the_device():
     assert away.peak < here.peak
 
 
+def deep() -> nn.Module:
+    return models.GPT(8)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_on_the_host_is_on_the_device_a_few_units_at_a_time(inside):
+    """8 bytes an element: of all units, or of the largest and three others at most."""
+    here, away = (
+        plan(deep, **HOW, strategy=Strategy(micro_batch=4, step_in_backward=inside, state_on_host=hosted)).best
+        for hosted in (False, True)
+    )
+    state = sorted(8 * sum(math.prod(shape) for shape, _, trains in costs.shards if trains) for costs in here.units)
+    assert here.most["optimizer"] >= sum(state) > 0
+    temporary = here.most["optimizer"] - sum(state)
+    assert sum(state[:4]) <= away.most["optimizer"] <= sum(state[-4:]) + temporary < here.most["optimizer"]
+    assert away.peak < here.peak
+    assert away.seconds > here.seconds and "state on the host" in str(away.strategy)
+
+
+def test_state_is_put_on_the_host_where_that_makes_a_strategy_fit():
+    how: dict[str, Any] = {"layout": "rows", "reshard_after_forward": True, "prefetch": 0, "units": "auto"}
+    how |= {
+        "checkpointing": False,
+        "micro_batch": 4,
+        "offload": False,
+        "step_in_backward": True,
+        "accumulate": "reduced",
+    }
+    without, hosted = (
+        plan(deep, **HOW, strategy=Strategy(**how, state_on_host=there)).best.reserved for there in (False, True)
+    )
+    found = plan(deep, **HOW, fixed=how, device_memory=(without + hosted) // 2)
+    assert found.fits and [p.strategy.state_on_host for p in found.ranked if p.fits] == [True]
+    enough = plan(deep, **HOW, fixed=how, device_memory=2 * without)
+    assert enough.fits and not any(p.strategy.state_on_host for p in enough.ranked)
+
+
 def test_solving_finds_the_largest_that_fits():
     how = {**HOW, "device": "cpu", "strategy": Strategy(layout="flat")}
     at = {n: plan(gpt, **{**how, "batch": n, "strategy": Strategy(layout="flat", micro_batch=n)}).best for n in (5, 6)}
@@ -520,6 +558,7 @@ def test_fixed_fields_are_not_searched():
         ({"prefetch": -1}, None, "prefetch must be"),
         ({"layout": "flat"}, Strategy(), "set these fields in the strategy"),
         ({"offload": True}, None, "nothing to offload"),
+        ({"state_on_host": True}, None, "nothing to offload"),
     ):
         with pytest.raises(ConfigError, match=words):
             plan(gpt, fixed=fixed, strategy=strategy, **how)

@@ -21,6 +21,7 @@ from ...forms import owner_of as unit_of
 from ...generators import restored_generators
 from ...names import plain_name
 from ...optim import OwnerOptimizer
+from ...optim.in_backward import ON_HOST_KEY
 from ...optim.owners import views_of
 from ...optim.probe import arguments_of, group_settings
 from ...runtime import (
@@ -101,6 +102,8 @@ def plan_changes(
         }
     chosen = _Chosen(units, copies)
     base = _strategy(chosen, root, micro_batch)
+    if optimizer is not None and any(ON_HOST_KEY in each.__dict__ for each in as_list(optimizer)):
+        base = dataclasses.replace(base, state_on_host=True)
     ranks = axes.world
     sequences: int = batch
 
@@ -111,7 +114,7 @@ def plan_changes(
     with without_units(model):
         now = planned(base)
         peaks, failed = {}, {}
-        for words, strategy in _smaller(base, chosen).items():
+        for words, strategy in _smaller(base, chosen, optimizer is not None).items():
             try:
                 peaks[words] = planned(strategy).peak
             except FullshardError as error:  # a change that this model, or its inputs, cannot make
@@ -233,8 +236,14 @@ def _prefetch(runner: Runner) -> int:
     return runner.settings.prefetch.backward  # the peak is there; the wrapper may gather further ahead in forward
 
 
-def _smaller(base: Strategy, chosen: _Chosen) -> dict[str, Strategy]:
-    """Strategies that may need less memory, by what has to change in the program."""
+def _smaller(base: Strategy, chosen: _Chosen, steps: bool) -> dict[str, Strategy]:
+    """Strategies that may need less memory, by what has to change in the program.
+
+    Args:
+        base: the strategy now.
+        chosen: the units.
+        steps: whether the program has an optimizer.
+    """
     changes = {}
     if any(map(_prefetch, chosen.blocks)) or base.prefetch:
         changes[chosen.named["prefetch"]] = dataclasses.replace(base, prefetch=0, units=chosen.policy(prefetch=0))
@@ -247,6 +256,8 @@ def _smaller(base: Strategy, chosen: _Chosen) -> dict[str, Strategy]:
         changes["half the micro-batch, and twice as many of them"] = halved
     if chosen.blocks:
         changes["activation checkpointing of the units"] = dataclasses.replace(base, checkpointing=True)
+    if steps and not base.offload and not base.state_on_host:
+        changes["optimizer_state_on_host(optimizer)"] = dataclasses.replace(base, state_on_host=True)
     if not base.offload:
         changes[chosen.named["offload"]] = dataclasses.replace(base, offload=True)
     return changes

@@ -31,10 +31,10 @@ def fixed_and_solved_for() -> ConfigError:
     )
 
 
-def nothing_to_offload() -> ConfigError:
+def nothing_to_offload(name: str) -> ConfigError:
     return ConfigError(
         "plan(): on a CPU there is nothing to offload.",
-        expected="offload=False",
+        expected=f"{name}=False",
         remedy='leave it out, or plan for device="cuda"',
     )
 

@@ -459,7 +459,7 @@ class Planner:
                 expected = f"a pair (shard, replicate) whose product divides {ranks}"
                 raise messages.invalid(f"meshes[{pattern!r}]", expected, sizes)
         if not self.offloads:
-            strategy = dataclasses.replace(strategy, offload=False)  # as `CPUOffloadPolicy`, which does nothing there
+            strategy = dataclasses.replace(strategy, offload=False, state_on_host=False)  # which do nothing there
         shard = ranks // strategy.replicate
         axes = Axes(shard, strategy.replicate, self.tensor, node)
         micro_batches = batch // strategy.micro_batch
@@ -481,17 +481,21 @@ class Planner:
         on_device = [costs for costs in units if not costs.strategy.offload and costs.name in ran]
         owners = None
         if self.steps_shards():
-            if strategy.step_in_backward or self.tensor > 1:
-                raise messages.owners_beside("step_in_backward" if strategy.step_in_backward else "tensor_parallel")
+            if strategy.step_in_backward or strategy.state_on_host or self.tensor > 1:
+                beside = "step_in_backward" if strategy.step_in_backward else "state_on_host"
+                raise messages.owners_beside("tensor_parallel" if self.tensor > 1 else beside)
             placed = {name: dataclasses.replace(u, offload=how[name].offload) for name, u in alike.items()}
             owners = self.owners(tuple(placed.items()), shard, strategy.replicate)
             state, temporary = owners.state, owners.temporary
         else:
             state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}
-        if strategy.step_in_backward:
+        hosted: dict[str, int] = {}
+        if strategy.step_in_backward or strategy.state_on_host:
             temporaries = {costs.name: 0 for costs in units}
             temporaries |= {costs.name: self.optimizer(costs.shards)[1] for costs in on_device}
+        if strategy.state_on_host:
+            state, hosted = 0, {costs.name: self.optimizer(costs.shards)[0] for costs in on_device}
         timeline = Timeline(
             step,
             units,
@@ -502,6 +506,7 @@ class Planner:
             besides=buffers,
             state=state,
             temporary=temporaries,
+            hosted=hosted,
             exchanges=owners.sent if owners is not None and owners.owns else {},
         )
         factor, context = RESERVE[self.device]
@@ -587,13 +592,14 @@ class Planner:
         return better if best.fits or best is first else [best]
 
     def check_fixed(self, fixed: Mapping[str, Any]) -> None:
-        """Refuse a field that would have no effect: on a CPU `CPUOffloadPolicy` does nothing.
+        """Refuse a field that would have no effect: on a CPU everything is in host memory.
 
         Raises:
-            ConfigError: `offload` is set there.
+            ConfigError: `offload` or `state_on_host` is set there.
         """
-        if fixed.get("offload") is True and not self.offloads:
-            raise messages.nothing_to_offload()
+        for name in ("offload", "state_on_host"):
+            if fixed.get(name) is True and not self.offloads:
+                raise messages.nothing_to_offload(name)
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether to plan a refinement at all: one unit is gathered whole, and owners step all parameters at once."""

@@ -138,6 +138,8 @@ class Timeline:
         besides: bytes of buffers and parameters outside of units.
         state: bytes of the optimizer's state on the device.
         temporary: bytes of temporary tensors in the optimizer's step, by unit; under `WHOLE`, of a step of all.
+        hosted: bytes of the optimizer's state in host memory, by unit in the order of steps: on the device is that of
+            four units at most (`optim/state_on_host.py`).
         exchanges: bytes that the optimizer's step sends, and in how many collectives: to "owners", and to "replicas".
 
     Attributes:
@@ -164,11 +166,12 @@ class Timeline:
         besides: int = 0,
         state: int = 0,
         temporary: Mapping[str, int] | None = None,
+        hosted: Mapping[str, int] | None = None,
         exchanges: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.profile, self.strategy, self.rates, self.axes = profile, strategy, rates, axes
         self.units = {costs.name: costs for costs in units}
-        self.temporary = temporary or {}
+        self.temporary, self.hosted = temporary or {}, hosted or {}
         self.peak, self.most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         self.where = ""
         self.sent: dict[str, int] = defaultdict(int)
@@ -191,12 +194,18 @@ class Timeline:
         self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, for all-reduces
         self.ahead: set[str] = set()  # prefetched in the forward, not yet entered
         self.free_at = 0.0  # when the network has sent all that was issued
+        self.stepped: list[str] = []  # units whose state has been on the device in this step
+        self.copied_at = 0.0  # when state that was on the device is on the host again
         self.live = NOTHING  # at the current moment
         self.sets_aside = False  # whether slices are not reduced over the replicate axis in this micro-batch
         self.run(micro_batches)
-        if not strategy.step_in_backward:
+        if self.hosted and not strategy.step_in_backward:
+            for unit in self.hosted:
+                self.step(unit)
+        elif not strategy.step_in_backward:
             self.now["optimizer"] += self.temporary.get(WHOLE, 0)
             self.note("optimizer's step")
+        self.wait(self.copied_at, WHOLE)
         for verb, (nbytes, count) in (exchanges or {}).items():
             self.exchange(verb, nbytes, count)
 
@@ -358,11 +367,21 @@ class Timeline:
         self.now["reducing"] -= scratch
         self.event("reduced", costs.name)
         if self.strategy.step_in_backward and not self.sets_aside:
-            temporary = self.temporary[costs.name]
-            self.now["optimizer"] += temporary
-            self.note(f"optimizer's step of {costs.name or 'the root'}", self.live)
-            self.now["optimizer"] -= temporary
+            self.step(costs.name)
             self.now["gradients"] -= 0 if costs.strategy.offload else costs.gradients
+
+    def step(self, unit: str) -> None:
+        """Step one unit; its state is copied in before and out after, if it is in host memory, both ways at once."""
+        alive = self.temporary[unit]
+        if self.hosted:
+            following = max((n for name, n in self.hosted.items() if name not in (unit, *self.stepped)), default=0)
+            alive += following + sum(self.hosted.get(name, 0) for name in (unit, *self.stepped[-2:]))
+            self.stepped.append(unit)
+            if self.rates is not None:
+                self.copied_at = max(self.seconds, self.copied_at) + self.hosted.get(unit, 0) / self.rates.host
+        self.now["optimizer"] += alive
+        self.note(f"optimizer's step of {unit or 'the root'}", self.live)
+        self.now["optimizer"] -= alive
 
     def reduce(self, unit: str, again: bool, last: bool, live: Live) -> None:
         """Collect a unit's gradients, and reduce them, unless they are accumulated whole.

@@ -66,6 +66,8 @@ class Strategy:
             reduced; "partial", over the shard axis only (`set_requires_all_reduce(False)`); "whole", not at all
             (`set_requires_gradient_sync(False)`).
         step_in_backward: whether units step during the backward (`fullshard.step_in_backward`).
+        state_on_host: whether the optimizer's state is in host memory, and on the device a few units' at a time
+            (`fullshard.optimizer_state_on_host`).
         mp_policy: dtypes; None: the argument of `plan`.
     """
 
@@ -79,6 +81,7 @@ class Strategy:
     units: Any = "auto"
     accumulate: str = "reduced"
     step_in_backward: bool = False
+    state_on_host: bool = False
     mp_policy: MixedPrecisionPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class Strategy:
         if not isinstance(self.layout, Blocks) and self.layout not in LAYOUTS:
             raise messages.invalid("layout", ", ".join([*LAYOUTS, "or Blocks(...)"]), self.layout)
         check_counts(least=0, prefetch=self.prefetch)
-        for name in ("checkpointing", "offload", "step_in_backward"):
+        for name in ("checkpointing", "offload", "step_in_backward", "state_on_host"):
             if not isinstance(getattr(self, name), bool):
                 raise messages.invalid(name, "True or False", getattr(self, name))
         if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
@@ -150,6 +153,7 @@ class Strategy:
         words += ["one unit"] if self.units == "model" else []
         words += [f"gradients {self.accumulate}"] if self.accumulate != "reduced" else []
         words += ["steps in the backward"] if self.step_in_backward else []
+        words += ["state on the host"] if self.state_on_host else []
         words += [_precision(self.mp_policy)] if self.mp_policy is not None else []
         return ", ".join(words)
 
@@ -245,6 +249,7 @@ REFINEMENTS: tuple[dict[str, Any], ...] = (
     {"prefetch": 2},
     {"prefetch": 0},
     {"step_in_backward": True},
+    {"state_on_host": True},
 )
 """Changes to a strategy that a search keeps only where they make it faster by 1%, or make it fit."""
 
@@ -255,6 +260,8 @@ def refines(strategy: Strategy, change: Mapping[str, Any], batch: int) -> bool:
         return strategy.micro_batch < batch and (strategy.replicate > 1 or change["accumulate"] == "whole")
     if "step_in_backward" in change:
         return strategy.micro_batch == batch or strategy.accumulate == "whole"
+    if "state_on_host" in change:
+        return not strategy.offload
     if "units" in change:
         return strategy.reshard_after_forward is True and not strategy.checkpointing  # both act on units below the root
     return strategy.units != "model"
