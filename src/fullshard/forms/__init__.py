@@ -4,6 +4,7 @@ from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, 
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
+from .form import Form
 from .full import Full, GatherPlan
 from .ignored import Ignored
 from .local import LocalForm
@@ -22,7 +23,6 @@ from .member import (
     take_grad_dtype,
 )
 from .place import Place
-from .protocol import Form
 from .retired import retire
 from .row_shard import RowShard, full_of
 from .rows import RowsForm

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -106,13 +106,12 @@ class FlatParameterForm(LocalForm):
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             if any(place.shown() is not member.stand_in for place in member.places):  # the user replaced a stand-in
-                raise self.not_fitting(member, member.places[0].registered())
+                raise self._not_fitting(member, member.places[0].registered())
         holder = self.holder
         flat = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
         if not isinstance(flat, nn.Parameter) or flat.numel() != self.layout.shard_numel or flat.dim() != 1:
-            raise not_its_flat_shard(
-                ", ".join(member.name for member in members), self.axes.global_rank, self.layout.shard_numel, flat
-            )
+            names = ", ".join(member.name for member in members)
+            raise not_its_flat_shard(names, self.axes.global_rank, self.layout.shard_numel, flat)
         if flat is not self.flat:
             flat.__dict__.update(self.flat.__dict__)
             self.flat = flat
@@ -131,7 +130,7 @@ class FlatParameterForm(LocalForm):
             if member.sharded.requires_grad != requires_grad:
                 member.sharded.requires_grad_(requires_grad)
 
-    def copied(self) -> FlatParameterForm:
-        copy = type(self)(self.layout, self.axes, self.apart)
+    def copied(self) -> Self:
+        copy = super().copied()
         copy.flat = self.flat  # until the copy registers its own
         return copy

@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from ..layout import Part, Slot
-from .flat_shard import FlatShard
+from ..torch_private.local_tensor import local_part
+from .flat_shard import FlatShard, Run
 from .member import NAME_KEY, Member
-from .messages import replaced_by_another
 from .rows import RowsForm
-from .run import Run, take_run
 
 
 class RunsForm(RowsForm):
     """See the module's docstring, and `Form`."""
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
-        take_run(slot, part, original, local)
+        local.copy_(Run.of(self.layout, slot, self.axes).cut(local_part(original)))
 
     def _dress(self, member: Member, parameter: nn.Parameter) -> None:
         parameter.__dict__[NAME_KEY] = member.name
@@ -39,9 +38,7 @@ class RunsForm(RowsForm):
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         return self.run_of(member).cut(whole.detach())
 
-    def _check(self, member: Member, shown: Any) -> None:
-        expected: Any = member.sharded
-        if isinstance(shown, FlatShard) and isinstance(shown, nn.Parameter) and shown.shape == expected.shape:
-            if shown._run.same_as(expected._run):
-                return
-        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, shown)
+    def _alike(self, sharded: Any, shown: Any) -> bool:
+        if not isinstance(shown, FlatShard) or not isinstance(shown, nn.Parameter) or shown.shape != sharded.shape:
+            return False
+        return shown._run.same_as(sharded._run)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from .member import Member
 from .messages import (
     does_not_gather_itself,
     freed_whole,
+    kind_and_shape,
     not_cut_into_chunks,
     replaced_by_another,
     returned_another_shape,
@@ -142,12 +143,11 @@ class SubclassForm(RowsForm):
         set_local(view, local)
         return view
 
-    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        chunks = super().adopt(members)
-        for member, local in zip(members, chunks, strict=True):
-            if type(local) is not type(member.local) or local.shape != member.local.shape:
-                raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, local)
-        return chunks
+    def _adopted(self, member: Member) -> torch.Tensor:
+        local = super()._adopted(member)
+        if type(local) is not type(member.local) or local.shape != member.local.shape:
+            raise replaced_by_another(member.name, self.axes.global_rank, kind_and_shape(member.sharded), local)
+        return local
 
     def point(self, members: Sequence[Member], shard: Any) -> None:
         for member in members:
@@ -160,7 +160,7 @@ class SubclassForm(RowsForm):
     def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
         return SubclassFull(self, members, device, dtype)
 
-    def copied(self) -> SubclassForm:
+    def copied(self) -> Self:
         return type(self)(self.layout, self.axes, self.policy, self.apart)
 
 

@@ -444,7 +444,7 @@ class Bucket:
         if not staying:
             return None
         layout, form = self.replan([member.slot.spec for member in staying])
-        form.apart = self.form.apart  # type: ignore[attr-defined]  # offloaded since it was planned
+        form.apart = self.form.apart  # offloaded since it was planned
         # When a parameter leaves, runs of a flat layout move: copy values through whole tensors.
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying

@@ -131,7 +131,7 @@ def offload_unit(unit: Unit, home: Home) -> None:
     """Move a unit's shards to `home`, for good, as if it had been built there. The unit must be idle; it is freed."""
     _put_at_rest(unit)
     for bucket in unit.buckets:
-        bucket.home, bucket.form.apart = home, True  # type: ignore[attr-defined]
+        bucket.home, bucket.form.apart = home, True
         if not bucket.form.plain and not bucket.shard.is_meta:  # a class knows its device: its tensors are made anew
             bucket.rehome(bucket.shard)
             for member in bucket.members:
@@ -167,7 +167,7 @@ def resume_unit(unit: Unit) -> tuple[int, int]:
         home, form = bucket.home, bucket.form
         if type(home) is not Parking:
             continue
-        bucket.home, form.apart = home.before, home.apart  # type: ignore[attr-defined]
+        bucket.home, form.apart = home.before, home.apart
         before = home.before
         mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
         _move_bucket(unit, bucket, gradients, mover)
