@@ -23,13 +23,12 @@ from .member import (
     take_grad_dtype,
 )
 from .place import Place
-from .retired import retire
+from .placeholders import HiddenParameter, retire, stand_in_for
 from .row_shard import RowShard, full_of
 from .rows import RowsForm
 from .runs import RunsForm
 from .scratch import Scratch
 from .split import SpmdMesh, TensorParallel
-from .stand_in import HiddenParameter, stand_in_for
 from .subclass import (
     Chunks,
     SubclassForm,

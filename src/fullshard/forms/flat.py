@@ -19,7 +19,7 @@ from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .local import LocalForm, memory_of
 from .member import Member
 from .messages import not_its_flat_shard
-from .stand_in import stand_in_for
+from .placeholders import stand_in_for
 
 
 class FlatParameterForm(LocalForm):

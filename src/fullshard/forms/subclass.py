@@ -197,7 +197,7 @@ def rows_on_rank(tensor: Any, axis: Axis) -> Any:
     return chunks[axis.rank] if axis.rank < len(chunks) else chunks[0][:0]
 
 
-class SubclassFull:
+class SubclassFull(Full):
     """The full buffers of a bucket of extensions.
 
     The bytes of all tensors that the parameters send lie side by side in a buffer, which a single collective gathers.
@@ -212,6 +212,10 @@ class SubclassFull:
         form: of the bucket.
         members: its parameters.
         device, dtype: compute device and compute dtype; the dtype is passed to `fsdp_post_all_gather`.
+
+    Attributes:
+        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`.
+        received_bytes: allocated from `fills` to `ends` of the last gather, including its part of `copied_bytes`.
     """
 
     def __init__(self, form: SubclassForm, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
@@ -232,13 +236,7 @@ class SubclassFull:
         return sum([storage.nbytes() for storage in (*[buffer.storage for buffer in buffers], *inner)])
 
     def plan(
-        self,
-        to: GatherPlan,
-        comm: Gathers,
-        axis: Axis,
-        source: Chunks,
-        keeps: bool = False,
-        gather_dtype: torch.dtype | None = None,
+        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
     ) -> None:
         to.begins.append(partial(self._begin, comm, axis, self._mesh(), source))
         to.gathers.append(partial(self._gather, comm, axis))
@@ -352,7 +350,7 @@ class SubclassFull:
     def _end(self) -> None:
         self.copied_bytes = sum([gathered.free_unused() for gathered in self._gathered])
 
-    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+    def frees(self, keep: bool) -> list[Callable[[], object]]:
         return [self._free]
 
     def _free(self) -> None:
@@ -364,6 +362,7 @@ class SubclassFull:
                 storage.resize_(0)
 
     def addresses(self) -> list[int]:
+        """The current addresses of the buffers."""
         return [out.storage.data_ptr() for out in self._received]
 
     def differs(self, source: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ..comm import ONE_STREAM, Comm
 from ..containers import drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
+from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of, owner_of
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import read_version
 from ..torch_private.profiler import in_range, recording
@@ -155,7 +155,7 @@ class Unit:
         self.state = GATHERING
         self.gathered_version = sum(map(read_version, plan.counters), self.touched.changes)
         if plan.varying:
-            plan.tell_issued()
+            plan.note_issued()
         ledger = self.ledger
         ledger.gathered += plan.issued_bytes
         if ledger.gathered + ledger.reducing > ledger.peak:
@@ -223,7 +223,7 @@ class Unit:
             self.free(failed=True)
             raise
         if plan.varying:
-            plan.tell_copied()
+            plan.note_copied()
             received = sum([full.received_bytes for full in plan.varying])
             self.ledger.peak = max(self.ledger.peak, self.ledger.live + received)
         self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
@@ -554,3 +554,38 @@ class Unit:
                     bucket.take_requires_grad()
             self.drop_kept()
             self.reshard()
+
+
+# The units that own parameters.
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units that own sharded parameters of `model`, in the order of its parameters."""
+    units: dict[int, Unit] = {}
+    for parameter in model.parameters():
+        unit = owner_of(parameter)
+        if unit is not None:
+            units.setdefault(id(unit), unit)
+    return list(units.values())
+
+
+def members_of(model: nn.Module) -> list[tuple[Bucket, Gradients, Member]]:
+    """Return every sharded parameter of `model`, with its bucket and gradients."""
+    return [
+        (bucket, gradients, member)
+        for unit in units_of(model)
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True)
+        for member in bucket.members
+    ]
+
+
+def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether every rank gets a gradient for any of these parameters of `unit`, when all of them have gradients."""
+    ids, count = {id(parameter) for parameter in parameters}, 0
+    for bucket in unit.buckets:
+        members = [member for member in bucket.members if id(member.sharded) in ids]
+        count += len(members)
+        ranks = set[int]().union(*[bucket.layout.holders(member.slot) for member in members])
+        if members and (bucket.form.gives_empty or len(ranks) == bucket.axes.shard.size):
+            return True
+    return count < len(ids)  # some are views or a flat parameter, of which every rank has a part
