@@ -22,6 +22,7 @@ from .member import (
     successor_of,
     take_grad_dtype,
 )
+from .messages import kind_and_shape
 from .place import Place
 from .placeholders import HiddenParameter, retire, stand_in_for
 from .row_shard import RowShard, full_of

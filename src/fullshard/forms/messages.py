@@ -69,7 +69,7 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
     )
 
 
-# retired.py
+# placeholders.py
 
 
 def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
@@ -81,6 +81,18 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
         "modules of the same unit",
         topic="optimizer-built-early",
+    )
+
+
+def hidden_now(called: str, parameter: str | None) -> PhaseError:
+    """The error for using a parameter while its instance is not gathered."""
+    return PhaseError(
+        f"{called} was used on a parameter whose instance is not gathered.",
+        parameter=parameter,
+        expected="use inside the forward of its FullyShardedDataParallel instance",
+        got="use outside of that forward",
+        remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
+        topic="used-while-freed",
     )
 
 
@@ -150,7 +162,7 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
     )
 
 
-# rows.py
+# form.py
 
 
 def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
@@ -216,21 +228,6 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
         expected="Shard or Replicate",
         got=placement,
         remedy="redistribute it first",
-    )
-
-
-# stand_in.py
-
-
-def hidden_now(called: str, parameter: str | None) -> PhaseError:
-    """The error for using a parameter while its instance is not gathered."""
-    return PhaseError(
-        f"{called} was used on a parameter whose instance is not gathered.",
-        parameter=parameter,
-        expected="use inside the forward of its FullyShardedDataParallel instance",
-        got="use outside of that forward",
-        remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-        topic="used-while-freed",
     )
 
 

@@ -392,7 +392,7 @@ class Bucket:
                 self.rehome(shard)
         for member in self.members:
             for place in member.places:
-                place.show(member.sharded if member.stand_in is None else member.stand_in)
+                place.show(member.shown)
         return alike
 
     def rehome(self, shard: Any) -> None:

@@ -112,7 +112,7 @@ def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
                 raise copied_without_its_tie(old_member.name, old.rank)
             new_place = Place(module, place.name, place.outside)
             new_member.places.append(new_place)
-            new_place.show(new_member.sharded if new_member.stand_in is None else new_member.stand_in)
+            new_place.show(new_member.shown)
     for new_bucket, old_bucket in zip(new.buckets, old.buckets, strict=True):
         if isinstance(new_bucket.form, FlatParameterForm) and isinstance(old_bucket.form, FlatParameterForm):
             new_bucket.form.move_to(modules[id(old_bucket.form.holder)])

@@ -16,7 +16,7 @@ from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet, any_astray
-from .hooks import hooked_flat, hooked_member, sees_gradients
+from .hooks import run_hooks, sees_gradients
 from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
 
@@ -162,10 +162,13 @@ class Delivery:
 
     def _run_flat(self, reduced: torch.Tensor) -> None:
         names = ", ".join(member.name for member in self.bucket.members)
-        hooked_flat(self.bucket.flat_parameter, names, reduced, self.grad_dtype, self.bucket.axes.global_rank)
+        flat, rank = self.bucket.flat_parameter, self.bucket.axes.global_rank
+        reduced.copy_(run_hooks(flat, reduced.to(self.grad_dtype), names, rank))
 
     def _run_member(self, member: Member, local: torch.Tensor) -> None:
-        hooked_member(self.bucket.form, member, local, self.grad_dtype, self.bucket.axes.global_rank)
+        shown = self.bucket.shown(local.to(self.grad_dtype), member)
+        result = run_hooks(member.sharded, shown, member.name, self.bucket.axes.global_rank)
+        local.copy_(self.bucket.local(result, member))
 
     def _set_aside(self, index: int, local: torch.Tensor) -> None:
         before = self.aside.get(index)

@@ -34,8 +34,7 @@ from .hooks import sees_gradients
 from .messages import not_reduced_yet
 from .packed_reduction import PackedAllReduce
 from .reduce_buffer import PlannedReduction, ReduceBuffer
-from .scaling import MEAN, ReduceSettings, scaling_of
-from .tokens import TokenCount
+from .scaling import MEAN, ReduceSettings, TokenCount, scaling_of
 
 
 class GradState(Enum):

@@ -212,7 +212,7 @@ def placement_on_missing_dim(parameter: str, dims: int, shape: Sequence[int], pl
     )
 
 
-# checks.py
+# find.py
 
 
 def lazy_parameter(name: str) -> ConfigError:
@@ -286,6 +286,17 @@ def share_memory(other: str, name: str) -> LayoutError:
     )
 
 
+def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
+    """The error for a weight that is also used outside its unit."""
+    return LayoutError(
+        f"A weight of unit {unit!r} is also used outside the unit, where it is not gathered.",
+        parameter=parameter,
+        expected="one unit around all uses of a tied weight",
+        remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
+        topic="tied-weights",
+    )
+
+
 # copy.py
 
 
@@ -300,21 +311,7 @@ def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
     )
 
 
-# find.py
-
-
-def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
-    """The error for a weight that is also used outside its unit."""
-    return LayoutError(
-        f"A weight of unit {unit!r} is also used outside the unit, where it is not gathered.",
-        parameter=parameter,
-        expected="one unit around all uses of a tied weight",
-        remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
-        topic="tied-weights",
-    )
-
-
-# lookup.py
+# asked.py
 
 
 def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
@@ -329,7 +326,7 @@ def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
     )
 
 
-# tokens.py
+# scaling.py
 
 
 def other_counts_of_batches(rank: int, count: int, total: int, world: int) -> DivergenceError:

@@ -42,8 +42,6 @@ class ReduceBuffer(Scratch):
         segments: for each segment of the layout, its part of the buffer [world * slice_numel].
     """
 
-    __slots__ = ("_adds", "_copies", "_gaps", "_padding", "_places", "_strewn", "bucket", "segments")
-
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         layout = bucket.layout
         super().__init__(layout.gathered_numel, dtype, bucket.device)
@@ -186,8 +184,6 @@ class _Places:
         alike: for each target, whether a gradient with the parameter's strides, autograd's default, has the same form.
     """
 
-    __slots__ = ("alike", "pieces", "targets", "whole")
-
     def __init__(self, member: Member, bucket: Bucket, tensor: torch.Tensor) -> None:
         slot, layout = member.slot, bucket.layout
         base = layout.world * layout.segments[slot.segment].shard_offset
@@ -231,20 +227,6 @@ class PlannedReduction:
         scratch: all bytes allocated until then besides the buffer and `between`.
         rules, scaling: the settings of its last run, and the scaling chosen from them.
     """
-
-    __slots__ = (
-        "between",
-        "buffer",
-        "comm",
-        "mean",
-        "out",
-        "received",
-        "replicate",
-        "rules",
-        "scaling",
-        "scratch",
-        "start",
-    )
 
     def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
