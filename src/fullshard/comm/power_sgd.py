@@ -53,6 +53,7 @@ class GradientSlice:
     average: Callable[[torch.Tensor], Pending]
 
 
+@dataclass(eq=False)
 class PowerSGDState:
     """The state of `powerSGD_hook`: its settings, by the names and with the defaults of PyTorch's DDP hook.
 
@@ -74,38 +75,32 @@ class PowerSGDState:
         ConfigError: a setting is not of its type, or negative.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        random_seed: int = 0,
-    ) -> None:
-        if type(matrix_approximation_rank) is not int or matrix_approximation_rank < 1:
-            raise invalid_power_sgd("matrix_approximation_rank", "an int of at least 1", matrix_approximation_rank)
-        if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
-            raise invalid_power_sgd("start_powerSGD_iter", "an int of at least 0", start_powerSGD_iter)
-        if type(min_compression_rate) not in (int, float) or not min_compression_rate >= 0:
-            raise invalid_power_sgd("min_compression_rate", "a number of at least 0", min_compression_rate)
-        if type(random_seed) is not int:
-            raise invalid_power_sgd("random_seed", "an int", random_seed)
-        for name, value in (("use_error_feedback", use_error_feedback), ("warm_start", warm_start)):
-            if not isinstance(value, bool):
-                raise invalid_power_sgd(name, "a bool", value)
-        if not isinstance(process_group, dist.ProcessGroup | None):
-            raise invalid_power_sgd(
-                "process_group", "a ProcessGroup, or None for the replicas of each unit", process_group
-            )
-        self.process_group = process_group
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.random_seed = random_seed
+    process_group: dist.ProcessGroup | None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        rank, start, rate = self.matrix_approximation_rank, self.start_powerSGD_iter, self.min_compression_rate
+        group = self.process_group
+        for name, is_valid, expected in (
+            ("matrix_approximation_rank", type(rank) is int and rank >= 1, "an int of at least 1"),
+            ("start_powerSGD_iter", type(start) is int and start >= 0, "an int of at least 0"),
+            ("min_compression_rate", type(rate) in (int, float) and rate >= 0, "a number of at least 0"),
+            ("random_seed", type(self.random_seed) is int, "an int"),
+            ("use_error_feedback", isinstance(self.use_error_feedback, bool), "a bool"),
+            ("warm_start", isinstance(self.warm_start, bool), "a bool"),
+            (
+                "process_group",
+                isinstance(group, dist.ProcessGroup | None),
+                "a ProcessGroup, or None for the replicas of each unit",
+            ),
+        ):
+            if not is_valid:
+                raise invalid_power_sgd(name, expected, getattr(self, name))
 
     def rank_of(self, matrix: torch.Tensor) -> int:
         """The rank to which a matrix [n, m] is compressed; 0 if it is not."""

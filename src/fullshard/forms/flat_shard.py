@@ -88,13 +88,12 @@ class Run:
         return self  # immutable: integers and process groups
 
     def same_as(self, other: Run) -> bool:
-        return self is other or (
-            self.shape == other.shape
-            and self.order == other.order
-            and self.offset == other.offset
-            and self.slice_numel == other.slice_numel
-            and self.axis.group is other.axis.group
-        )
+        """Whether the ranks of the same group have the same elements of a parameter of the same shape."""
+        if self is other:
+            return True
+        mine = self.shape, self.order, self.offset, self.slice_numel
+        theirs = other.shape, other.order, other.offset, other.slice_numel
+        return mine == theirs and self.axis.group is other.axis.group
 
 
 @works_in_lists

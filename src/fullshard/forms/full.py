@@ -225,14 +225,9 @@ class PlainFull(Full):
         self._received: Scratch | None = None  # while gathering: all ranks' packed shards, in bytes
         self._unpack: _Call = bool  # from there into `_outs`
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
-        at = 0
-        for segment in layout.segments:
-            numel = layout.world * segment.slice_numel
-            if segment.full_offset is not None:
-                self._outs.append(self.whole.tensor.narrow(0, segment.full_offset, numel))
-            else:
-                self._outs.append(self.staging.tensor.narrow(0, at, numel))
-                at += numel
+        for segment, at in zip(layout.segments, layout.staging_offsets, strict=True):
+            scratch, start = (self.whole, segment.full_offset) if at is None else (self.staging, at)
+            self._outs.append(scratch.tensor.narrow(0, start or 0, layout.world * segment.slice_numel))
         to, staging = self.copied.tensor, self.staging.tensor
         pairs = [
             (
@@ -299,7 +294,7 @@ class PlainFull(Full):
         passing = [self.staging] if self.staging.nbytes else []
         prepares: _Call | None = None
         if gather_dtype is not None:
-            lengths = [segment.slice_numel for segment in self.layout.segments]
+            lengths = self.layout.slice_lengths
             received, unpack = self._unpacking(gather_dtype, axis.size, lengths)
             passing.append(received)
             outs = [received.tensor]

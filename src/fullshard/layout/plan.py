@@ -211,6 +211,21 @@ class Layout:
         return sum(self.world * s.slice_numel for s in self.segments if s.full_offset is None)
 
     @cached_property
+    def staging_offsets(self) -> tuple[int | None, ...]:
+        """By segment, its first element in the staging buffer; None if it is gathered in place."""
+        offsets: list[int | None] = []
+        base = 0
+        for segment in self.segments:
+            offsets.append(base if segment.full_offset is None else None)
+            base += self.world * segment.slice_numel if segment.full_offset is None else 0
+        return tuple(offsets)
+
+    @cached_property
+    def slice_lengths(self) -> list[int]:
+        """By segment, the length of a rank's slice."""
+        return [segment.slice_numel for segment in self.segments]
+
+    @cached_property
     def in_place_numel(self) -> int:
         """Number of elements of the full bucket, from its start, gathered in place; the rest is copied from staging."""
         copied = [slot.full_offset for slot in self.slots if self.segments[slot.segment].full_offset is None]

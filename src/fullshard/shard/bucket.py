@@ -212,7 +212,7 @@ class Bucket:
     def sent_bytes(self) -> int:
         """Bytes of this rank's slice as a gather sends it; not for extensions."""
         if self.gather_dtype is not None:
-            return sum(map(packed_bytes, self._slice_lengths))
+            return sum(map(packed_bytes, self.layout.slice_lengths))
         return self.layout.shard_numel * self.compute_dtype.itemsize
 
     @property
@@ -271,12 +271,7 @@ class Bucket:
         """The shard, which is on the compute device, as gathers send it."""
         if self.gather_dtype is None:
             return shard.to(self.compute_dtype)
-        return packed(shard, self._slice_lengths, self.gather_dtype)
-
-    @property
-    def _slice_lengths(self) -> list[int]:
-        """Elements of this rank's slice of each segment."""
-        return [segment.slice_numel for segment in self.layout.segments]
+        return packed(shard, self.layout.slice_lengths, self.gather_dtype)
 
     def _source(self) -> Any:
         """Return the shard's values as the gather delivers them, on the compute device and in the compute dtype."""
@@ -286,7 +281,7 @@ class Bucket:
         if self.home is not None:
             shard = self.home.fetch(shard)
         if self.gather_dtype is not None:
-            return rounded(shard, self._slice_lengths, self.gather_dtype, self.compute_dtype)
+            return rounded(shard, self.layout.slice_lengths, self.gather_dtype, self.compute_dtype)
         return shard.to(self.compute_dtype)
 
     def drop_plans(self) -> None:
