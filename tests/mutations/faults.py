@@ -530,7 +530,7 @@ FAULTS = (
     Fault(
         "a gradient whose .data was assigned is taken for the one that was given",
         "shard/delivery.py",
-        "return not current.astray() and all(",
+        "return not current.reassigned() and all(",
         "return all(",
         "tests/corners/test_kept_gradients.py -k assigned",
     ),

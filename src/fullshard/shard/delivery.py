@@ -15,7 +15,7 @@ from ..containers import NONES, drain
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
-from .gradient_set import GradientSet, any_astray
+from .gradient_set import GradientSet, any_reassigned
 from .hooks import run_hooks, sees_gradients
 from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
@@ -212,7 +212,7 @@ class Delivery:
     @staticmethod
     def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether `grads`, by member, are those that `current` delivered: no new `.grad` or `.data` was assigned."""
-        return not current.astray() and all(
+        return not current.reassigned() and all(
             [
                 grad is part or (grad is None and not (shown and part.numel()))
                 for grad, part, shown in zip(grads, current.parts, current.shown, strict=True)
@@ -536,7 +536,7 @@ def _all_delivered(deliveries: Sequence[Delivery]) -> bool:
     """Whether all parameters and views show the gradients that were delivered last; compared together, in C."""
     sets: list[Any] = [*map(_SET, deliveries)]
     members, join = [*map(_MEMBERS, deliveries)], chain.from_iterable
-    if None in sets or [] in members or any_astray(sets):
+    if None in sets or [] in members or any_reassigned(sets):
         return False
     views = [*join(map(_VIEWS, deliveries))]
     tensors = [*map(_TENSOR, views)]

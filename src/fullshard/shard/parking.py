@@ -213,10 +213,10 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
     current, delivery.set = delivery.set, None
-    astray = current is not None and current.astray()  # then users no longer see it
+    reassigned = current is not None and current.reassigned()  # then users no longer see it
     for grad in grads:
         mover.move_inside(grad)
-    if current is None or astray or not grads or not current.storage.nbytes():
+    if current is None or reassigned or not grads or not current.storage.nbytes():
         return
     for shows in (current.flat, *current.parts, *current.views):  # those shown as `.grad` have moved already
         mover.move_inside(shows)

@@ -50,7 +50,7 @@ class ReduceBuffer(Scratch):
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._strewn = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
+        self._scattered = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
         # For when all members have a gradient, each in one piece. `_copies`: groups of member indices, the call that
         # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_gaps`: padding that no
@@ -78,14 +78,14 @@ class ReduceBuffer(Scratch):
             if adds and indices:
                 self._adds.append((indices, partial(add_all, [places[i].targets[0] for i in indices])))
             indices = [i for i in indices if i in rest]
-            behind = self._padding if alike and not self._strewn else []
+            behind = self._padding if alike and not self._scattered else []
             if sum([padding.nbytes for padding in behind]) > _MOST_ZEROS:
                 self._gaps, behind = behind, []
             if indices or behind:
                 targets = [places[i].targets[0] for i in indices]
                 zeros = _Zeros([padding.numel() for padding in behind], device)
                 self._copies.append((indices, copies_to([*targets, *behind]), zeros))
-        if self._strewn:
+        if self._scattered:
             written = {layout.world * layout.segments[group.segment].shard_offset for group in columns}
             self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
 
