@@ -34,7 +34,6 @@ from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
 from .find import Found
-from .gradient_dtypes import GradientDtypes
 from .messages import (
     mesh_on_another_device,
     not_cut_into_blocks,
@@ -70,26 +69,21 @@ def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[Plan
         LayoutError: the layout cannot hold a parameter.
         ConfigError: an unusable placement, mesh, or combination; an `AssertedError` if the parameter lacks the dim.
     """
-    classes: dict[tuple[Any, ...], list[Found]] = {}
+    classes: dict[tuple[Any, ...], tuple[BuildSettings, list[Found]]] = {}
     for item in parameters:
         parameter = item.parameter
-        item.placement, item.axes = choose_placement(item, settings)
-        item.policy = policy_of(item.name, item.parameter, settings.policy)
-        computed = item.policy.param_dtype
-        gradients = explicit_grad_dtype(parameter)
-        rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # has its own layout
-        extends = is_extension(parameter)
-        key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, extends, computed, gradients, rows
-        classes.setdefault(key, []).append(item)
-    planned = []
-    for items in classes.values():
-        first = items[0]
-        own = replace(settings, axes=first.axes or settings.axes, policy=first.policy or settings.policy)
-        if is_block_shard(first.placement):
-            own = replace(own, layout=Blocks(first.parameter.shape[-1]))
-        if is_extension(first.parameter):
+        item.placement, axes = choose_placement(item, settings)
+        own = replace(settings, axes=axes, policy=policy_of(item.name, parameter, settings.policy))
+        if is_block_shard(item.placement):
+            own = replace(own, layout=Blocks(parameter.shape[-1]))
+        if is_extension(parameter):
             own = replace(own, extensions=settings.policy)
-        layout, form = plan_bucket([_spec(item) for item in items], first.parameter.dtype, own)
+        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, explicit_grad_dtype(parameter)
+        key = *kind, axes, own.policy.param_dtype, own.layout, own.extensions is not None
+        classes.setdefault(key, (own, []))[1].append(item)
+    planned = []
+    for own, items in classes.values():
+        layout, form = plan_bucket([_spec(item) for item in items], items[0].parameter.dtype, own)
         bucket = PlannedBucket(items, layout, form, own)
         for item in items:
             item.split = _split(item, own)
@@ -118,9 +112,7 @@ def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
     for plan in planned:
         drafts = [_draft(item, plan.form.keeps_originals) for item in plan.items]
         buckets.append(Bucket(drafts, plan.layout, plan.form, plan.settings, plan.chunks))
-    dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)
-    unit = Unit(buckets, dtypes)
-    unit.rank = settings.axes.global_rank
+    unit = Unit(buckets, settings)
     for plan, built in zip(planned, buckets, strict=True):
         for item, member in zip(plan.items, built.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = Owner(unit)

@@ -44,8 +44,8 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     """
     refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
-        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.dtypes)
-    new.name, new.rank, new.kept_axis = unit.name, unit.rank, unit.kept_axis
+        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.settings)
+    new.name, new.kept_axis = unit.name, unit.kept_axis
     for gradients in new.gradients:
         form = gradients.bucket.form
         if isinstance(form, FlatParameterForm) and form.flat is not None:

@@ -31,7 +31,7 @@ class Delivery:
         bucket: the bucket of the gradients.
 
     Attributes:
-        grad_dtype: dtype of `.grad`; see `GradientDtypes`.
+        grad_dtype: dtype of `.grad`; see `gradient_dtypes`.
         set: the slice that is, or was last, shown.
         views: optimizer views over the bucket's shard.
         everyone, nobody: True, and False, for each member.

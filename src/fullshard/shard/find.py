@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from ..forms import HiddenParameter, Place, TensorParallel, is_extension, owner_of, successor_of
 from ..layout import Blocks
 from ..mesh import MeshAxes
-from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .messages import (
     inner_tensors,
@@ -36,18 +35,16 @@ class Found:
         places: where it is registered.
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
         planned: whether a unit that is only planned would have it by then, and give it up to this one.
-        placement, axes: chosen by `shard_placement_fn`; None before it was called.
-        policy: the unit's policy, as changed by `param_dtype_override_fn`.
+        placement: chosen by `shard_placement_fn`, a `Shard` or `BlockShard`; None: the default.
+        split: how it is already split, if it is a DTensor.
     """
 
     name: str
     parameter: Any
     places: list[Place] = field(default_factory=list)
     owner: Any = None  # a `Unit`
-    placement: Any = None  # a `Shard` or `BlockShard` that `shard_placement_fn` chose
-    axes: MeshAxes | None = None
-    policy: MixedPrecisionPolicy | None = None
-    split: TensorParallel | None = None  # how it is already split
+    placement: Any = None
+    split: TensorParallel | None = None
     planned: bool = False
 
 

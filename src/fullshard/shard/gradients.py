@@ -59,7 +59,7 @@ class Gradients:
 
     Attributes:
         residuals: what compressed reductions keep from step to step.
-        reduce_dtype: dtype of the buffer and the reduction; see `GradientDtypes`.
+        reduce_dtype: dtype of the buffer and the reduction; see `gradient_dtypes`.
         running: the reduction in flight.
     """
 

@@ -31,7 +31,9 @@ class BuildSettings:
         spmd: the mesh of which `axes` are some of the dims.
         form: creates the form; None: DTensors for rows, FlatShards for runs.
         home: memory of shards and gradients, if that is not the mesh's device.
-        keeps_compute_dtype, reduces_as_computed: see `GradientDtypes`.
+        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+        reduces_as_computed: whether gradients are reduced in the compute dtype if the policy has no `reduce_dtype`: the
+            wrapper's rule, and that of PyTorch's `fully_shard` before torch 2.15.
         extensions: for a bucket of extensions, the unit's policy, which is passed to them.
     """
 

@@ -28,12 +28,13 @@ from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import read_version
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
-from .gradient_dtypes import GradientDtypes
+from .gradient_dtypes import gradient_dtypes
 from .gradients import Gradients
 from .messages import (
     assigned_in_forward,
     written_while_gathered,
 )
+from .plan import BuildSettings
 from .showing import Showing
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -59,7 +60,7 @@ class Unit:
 
     Args:
         buckets: one per class of parameters.
-        dtypes: the dtypes of gradients.
+        settings: how the unit was built.
 
     Attributes:
         number: of the units that this process has made, the same on all ranks that run the same program.
@@ -76,14 +77,14 @@ class Unit:
         counting: the buckets whose forms count changes that their shards' own counters do not register.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
+    def __init__(self, buckets: Sequence[Bucket], settings: BuildSettings) -> None:
         self.number, self.name = next(_NUMBERS), "?"
         self.buckets = list(buckets)
-        self.dtypes = dtypes
+        self.settings = settings
         self.gradients = [Gradients(bucket) for bucket in self.buckets]
         self.state = SHARDED
         self.ledger = Ledger()
-        self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
+        self.rank = settings.axes.global_rank
         self.kept_axis: Axis | None = None
         self.moving = False
         self.touched = Touched()
@@ -99,9 +100,10 @@ class Unit:
         self.drop_plans()
 
     def settle_dtypes(self) -> None:
-        """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
+        """Determine the dtypes of gradients: at the first forward, and after a cast."""
         self.counting = [bucket for bucket in self.buckets if bucket.form.counts]
-        for gradients, (reduce, shown) in zip(self.gradients, self.dtypes.settle(self.buckets), strict=True):
+        dtypes = gradient_dtypes(self.buckets, self.settings)
+        for gradients, (reduce, shown) in zip(self.gradients, dtypes, strict=True):
             gradients.reduce_dtype = reduce
             if gradients.delivery.grad_dtype is not shown:
                 gradients.delivery.grad_dtype, gradients.delivery.set = shown, None
