@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, ReplacementError, message
 
-# flat.py
+# flat_parameter.py
 
 
 def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any) -> ConfigError:

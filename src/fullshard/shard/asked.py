@@ -1,4 +1,4 @@
-"""The checks of what users may have changed, at rest and at the beginning of a backward.
+"""The checks of what users may have changed: at rest, at the beginning of a backward, before an optimizer's step.
 
 A check compares the current state with what the engine created, for all units at once, in C; units are inspected one
 by one only if something differs. Other checks are part of a unit's own moments: `docs/architecture.md` lists them all.
@@ -6,19 +6,23 @@ by one only if something differs. Other checks are part of a unit's own moments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 
+import torch
+
 from ..containers import NONES, drain
+from ..forms import PART_KEY, owner_of
 from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad, write_grad
 from .bucket import Bucket, none_replaced
+from .delivery import follow
 from .gradients import Gradients, release_all
 from .messages import forward_on_meta
-from .optimizer_view import OptimizerView
 from .parking import refuse_parked
 from .unit import Unit
+from .views import OptimizerView
 
 
 class When(Enum):
@@ -113,3 +117,23 @@ def ask(when: When, units: Sequence[Unit]) -> None:
     with plain_access():
         for check in _CHECKS[when]:
             check(units)
+
+
+def follow_views(parameters: Iterable[torch.Tensor]) -> None:
+    """Take over gradients that users assigned to parameters under optimizer views; `parameters` may include others."""
+    for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
+        follow([gradients.delivery for gradients in unit.gradients if gradients.delivery.views])
+
+
+def before_step(units: Sequence[Unit]) -> None:
+    """Take over storage and gradients that users assigned to parameters under optimizer views, which show the old ones.
+
+    Raises:
+        ConfigError: see `Unit.refresh` and `follow`.
+    """
+    viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
+    unchanged = none_replaced([bucket for unit in viewed for bucket in unit.buckets])
+    for unit in units:
+        if unit.touched.assigned or (not unchanged and unit in viewed and unit.replaced()):
+            unit.refresh()
+    follow([gradients.delivery for unit in viewed for gradients in unit.gradients if gradients.delivery.views])

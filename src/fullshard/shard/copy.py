@@ -28,8 +28,8 @@ from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
 from .gradients import refuse_unreduced
 from .messages import copied_without_its_tie
-from .optimizer_view import FlatView
 from .unit import Unit
+from .views import FlatView
 
 
 def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:

@@ -10,6 +10,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..containers import NONES, drain
 from ..forms import NAME_KEY, Member
@@ -17,8 +18,8 @@ from ..torch_private.local_tensor import inside, plain_access, read_grad, write_
 from .bucket import Bucket
 from .gradient_set import GradientSet, any_reassigned
 from .hooks import run_hooks, sees_gradients
-from .messages import two_gradients, view_of_another_shape, zero_in_a_view
-from .optimizer_view import OptimizerView
+from .messages import two_gradients, view_of_another_shape, view_on_meta, viewed_twice, zero_in_a_view
+from .views import OptimizerView, new_tensor
 
 _ALL = -1
 """In place of a member's index: all members, in one `FlatParameter`."""
@@ -309,6 +310,26 @@ class Delivery:
         return [member for member in members if read_grad(member.sharded) is None]
 
     # Views.
+
+    def add_views(self, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
+        """Create optimizer views of runs (offset, length, member indices) of the shard; returns their tensors.
+
+        Raises:
+            ConfigError: a parameter already has a view whose optimizer is alive, or has no values yet.
+        """
+        members = self.bucket.members
+        if self.bucket.shard.is_meta:
+            raise view_on_meta(member.name for member in members)
+        views = [view for view in self.views if view.tensor is not None]
+        viewed = {i for view in views for i in view.members}
+        for _, _, indices in runs:
+            for i in viewed.intersection(indices):
+                raise viewed_twice(members[i].name)
+        tensors = [new_tensor(self.bucket, *run) for run in runs]
+        self.views = views + [OptimizerView(tensor, *run) for tensor, run in zip(tensors, runs, strict=True)]
+        self.drop_set()  # it has the old views; gradients it delivered live on
+        follow([self])
+        return tensors
 
     def _show_views(self, current: GradientSet) -> None:
         """Show the optimizer views the gradients of their parameters."""

@@ -162,6 +162,25 @@ def zero_in_a_view(parameter: str) -> str:
     )
 
 
+def view_on_meta(parameters: Iterable[str]) -> ConfigError:
+    """The error for an optimizer view of parameters that have no values."""
+    return ConfigError(
+        "An optimizer view was requested while parameters are on the meta device.",
+        parameter=", ".join(parameters),
+        remedy="call model.to_empty(device=...) first",
+        topic="weights-on-meta",
+    )
+
+
+def viewed_twice(parameter: str) -> ConfigError:
+    """The error for a parameter that already has an optimizer view."""
+    return ConfigError(
+        "A parameter already has an optimizer view: two optimizers would update it.",
+        parameter=parameter,
+        remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
+    )
+
+
 # build.py
 
 
@@ -355,28 +374,6 @@ def tokens_not_counted(backwards: int | None) -> UsageError:
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
         topic="token-counts",
-    )
-
-
-# views.py
-
-
-def view_on_meta(parameters: Iterable[str]) -> ConfigError:
-    """The error for an optimizer view of parameters that have no values."""
-    return ConfigError(
-        "An optimizer view was requested while parameters are on the meta device.",
-        parameter=", ".join(parameters),
-        remedy="call model.to_empty(device=...) first",
-        topic="weights-on-meta",
-    )
-
-
-def viewed_twice(parameter: str) -> ConfigError:
-    """The error for a parameter that already has an optimizer view."""
-    return ConfigError(
-        "A parameter already has an optimizer view: two optimizers would update it.",
-        parameter=parameter,
-        remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
     )
 
 
