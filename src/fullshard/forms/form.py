@@ -18,7 +18,7 @@ from .messages import tied_after_sharding
 
 
 class Form(ABC):
-    """How the parameters of a bucket appear while sharded. One object per bucket; a new form is a new file.
+    """How the parameters of a bucket appear while sharded. One object per bucket.
 
     A **local** is this rank's part of a member, in the shape of `member.part`, in any buffer laid out as the shard
     (the shard itself, a reduced gradient, optimizer state). The tensor that users see for it is **shown**.

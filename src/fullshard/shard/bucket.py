@@ -73,12 +73,7 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        drafts: Sequence[Draft],
-        layout: Layout,
-        form: Form,
-        settings: BuildSettings,
-        chunks: Chunks | None = None,
+        self, drafts: Sequence[Draft], layout: Layout, form: Form, settings: BuildSettings, chunks: Chunks | None = None
     ) -> None:
         first, axes, policy = drafts[0].original, settings.axes, settings.policy
         self.layout, self.form, self.settings, self.axes, self.home = layout, form, settings, axes, settings.home

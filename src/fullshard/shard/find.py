@@ -156,10 +156,7 @@ class Rehearsal:
 
 
 def check_ties(
-    module: nn.Module,
-    unit_of: UnitOf,
-    within: Callable[[Any, nn.Module], bool],
-    ignored: frozenset[int] = frozenset(),
+    module: nn.Module, unit_of: UnitOf, within: Callable[[Any, nn.Module], bool], ignored: frozenset[int] = frozenset()
 ) -> None:
     """Refuse parameters that are used outside the unit that gathers them.
 

@@ -32,12 +32,7 @@ class _Feedback:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        floats: Sequence[torch.Tensor],
-        packed: torch.Tensor,
-        residuals: Residuals,
-        name: str,
+        self, dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, residuals: Residuals, name: str
     ) -> None:
         error = residuals.get(name)
         error = torch.zeros_like(packed) if error is None else error.to(packed.device)  # zeros are packed zeros
@@ -56,11 +51,7 @@ class _Feedback:
 
 
 def _packer(
-    dtype: torch.dtype,
-    floats: Sequence[torch.Tensor],
-    packed: torch.Tensor,
-    residuals: Residuals | None,
-    name: str,
+    dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, residuals: Residuals | None, name: str
 ) -> Callable[[], None]:
     """A function that packs floats and may overwrite them, with error feedback if there are residuals."""
     if residuals is None:
