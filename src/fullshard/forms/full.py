@@ -136,9 +136,9 @@ class Full(ABC):
     def frees(self, keep: bool) -> list[_Call]:
         """Functions that free all memory, at any time; with `keep` all but that of the unsharded parameters."""
 
-    @abstractmethod
     def cut(self, axis: Axis) -> torch.Tensor:
         """This rank's slice, among the ranks of `axis`, of the gathered buffers. Between `fills` and `ends`."""
+        raise NotImplementedError("extensions are freed as a whole, see Unit.keep_among")
 
     @abstractmethod
     def differs(self, source: torch.Tensor) -> torch.Tensor:

@@ -282,13 +282,6 @@ def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, mi
     )
 
 
-def freed_whole(parameter: str) -> ConfigError:
-    """The error for a tensor subclass in a unit that would keep a part of its full buffers."""
-    return ConfigError(
-        "A tensor subclass that defines its own gather can only be freed as a whole.", parameter=parameter
-    )
-
-
 def returned_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
     """The error for a tensor of the wrong shape from `fsdp_post_all_gather`."""
     return ConfigError(

@@ -37,7 +37,6 @@ from .full import Full, GatherPlan, show_as_parameter
 from .member import Member
 from .messages import (
     does_not_gather_itself,
-    freed_whole,
     kind_and_shape,
     not_cut_into_chunks,
     replaced_by_another,
@@ -329,9 +328,6 @@ class SubclassFull(Full):
                 raise sends_uneven_rows(name, rank, _MOST, counts, columns)
             counts_of_all[i] = [(max(column), sum(column)) for column in columns]
         return counts_of_all
-
-    def cut(self, axis: Axis) -> torch.Tensor:
-        raise freed_whole(self._gathered[0].member.name)
 
     def _fill(self) -> None:
         for out in self._received:
