@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "flat: nobody holds a parameter's last element",
         "layout/plan.py",
-        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))",
-        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel - 1))",
+        "return start, max(start, min((rank + 1) * slice_numel - offset, numel))",
+        "return start, max(start, min((rank + 1) * slice_numel - offset, numel - 1))",
         besides="tests/layout/test_layout.py",
     ),
     # comm, forms

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..comm import reduce_value, values_of_all
 from ..containers import call_apart
 from ..errors import PhaseError
-from ..layout import Layout, Slot, dense_strides, rectangles
+from ..layout import Layout, Slot, dense_strides, rectangles, run_on_rank
 from ..mesh import Axis, MeshAxes, device_of
 from ..readers import READERS
 from ..torch_private.foreach_types import works_in_lists
@@ -72,8 +72,7 @@ class Run:
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the parameter, in memory order, on `rank`."""
-        start = min(max(rank * self.slice_numel - self.offset, 0), self.numel)
-        return start, max(start, min((rank + 1) * self.slice_numel - self.offset, self.numel))
+        return run_on_rank(self.offset, self.numel, self.slice_numel, rank)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's run of a whole tensor of the parameter's shape, as a 1-D tensor."""

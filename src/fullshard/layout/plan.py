@@ -261,11 +261,9 @@ class Layout:
         """The part of `slot` that `rank` holds; for rows exactly the chunk of `torch.chunk`."""
         segment = self.segments[slot.segment]
         if self.kind == "flat":
-            low = rank * segment.slice_numel
-            start = min(max(low, slot.offset), slot.offset + slot.numel)
-            stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))
-            numel = stop - start
-            return Part(segment.shard_offset + (start - low if numel else 0), (numel,), (1,), start - slot.offset)
+            start, stop = run_on_rank(slot.offset, slot.numel, segment.slice_numel, rank)
+            at = slot.offset + start - rank * segment.slice_numel if stop > start else 0
+            return Part(segment.shard_offset + at, (stop - start,), (1,), start)
         rows, extent = _chunk(slot, self.world), slot.shape[slot.spec.dim]
         start, stop = min(rank * rows, extent), min((rank + 1) * rows, extent)
         shape = _with_extent(slot, stop - start)
@@ -339,6 +337,12 @@ def _with_extent(slot: Slot, extent: int) -> tuple[int, ...]:
     """The slot's shape with `extent` along the dim that is cut."""
     shape, dim = slot.spec.shape, slot.spec.dim
     return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def run_on_rank(offset: int, numel: int, slice_numel: int, rank: int) -> tuple[int, int]:
+    """The elements [start, stop) that `rank` holds of a parameter that begins at `offset` of a gathered segment."""
+    start = min(max(rank * slice_numel - offset, 0), numel)
+    return start, max(start, min((rank + 1) * slice_numel - offset, numel))
 
 
 def check_sizes(world: int, align: int) -> None:
