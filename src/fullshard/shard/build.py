@@ -173,13 +173,12 @@ def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxe
     Raises:
         ConfigError: it returned an unusable value.
     """
-    chosen = settings.placement(item.parameter) if settings.placement is not None else None
+    chosen: Any = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
-    if chosen is not None and hasattr(
-        chosen, "placement"
-    ):  # ShardPlacementResult, ours or PyTorch's, whose mesh is in a `mesh_info`
+    if hasattr(chosen, "placement"):  # ShardPlacementResult: ours, or PyTorch's, whose mesh is in a `mesh_info`
         placement, mesh = chosen.placement, getattr(chosen, "mesh", None)
-        mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
+        if mesh is None:
+            mesh = getattr(getattr(chosen, "mesh_info", None), "mesh", None)
     blocks = is_block_shard(placement)
     if blocks and (not item.parameter.dim() or isinstance(item.parameter, DTensor) or is_extension(item.parameter)):
         raise not_cut_into_blocks(item.name, item.parameter)
