@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -179,35 +179,36 @@ class Delivery:
     def _written(self, reduced: torch.Tensor) -> GradientSet:
         """Return a set that shows a copy of `reduced`, where there is no `.grad`."""
         target = self.writable()
-        if self.bucket.home is None:
-            target.flat.copy_(reduced)
-        else:
-            self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
+        self._bring(target.flat, reduced)
         return target
+
+    def _bring(self, target: torch.Tensor, reduced: torch.Tensor, then: Callable[[], object] | None = None) -> None:
+        """Copy `reduced` [shard_numel] into `target`, possibly in host memory; then call `then`."""
+        if self.bucket.home is not None:
+            self.bucket.home.bring(target, reduced, self.bucket.turns, then)
+            return
+        target.copy_(reduced)
+        if then is not None:
+            then()
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
         """Return a set that shows the sum of `reduced` and the existing gradients, and the existing ones by member."""
-        members, current, home = self.bucket.members, self.set, self.bucket.home
+        members, current = self.bucket.members, self.set
         old = [read_grad(m.sharded) for m in members]
         if current is not None and current.flat is reduced:  # there was no gradient when the reduction was issued
             current.shown = [False] * len(members)
             current.add(old)
             return current, old
         if current is not None and self._as_delivered(current, old):
-            if home is None:
+            if self.bucket.home is None:
                 current.flat.add_(reduced)
             else:
                 brought = self.bucket.new_slice(reduced.dtype)
-                home.bring(brought, reduced, self.bucket.turns, partial(current.flat.add_, brought))
+                self._bring(brought, reduced, partial(current.flat.add_, brought))
             return current, old
-        if home is None:
-            fresh = self.set = self._make_set(reduced.to(self.grad_dtype, copy=True))
-            fresh.settle()
-            fresh.add(old)
-        else:
-            fresh = self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
-            fresh.settle()
-            home.bring(fresh.flat, reduced, self.bucket.turns, partial(fresh.add, old))
+        fresh = self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
+        fresh.settle()
+        self._bring(fresh.flat, reduced, partial(fresh.add, old))
         return fresh, old
 
     @staticmethod
