@@ -89,9 +89,6 @@ class ReduceBuffer(Scratch):
             written = {layout.world * layout.segments[group.segment].shard_offset for group in columns}
             self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
 
-    def _pairs(self) -> list[tuple[_Places, Member]]:
-        return list(zip(self._places, self.bucket.members, strict=True))
-
     def fill(self, grads: list[Any], first: bool) -> bool:
         """Copy autograd's gradients in, or add them to those already collected.
 
@@ -132,14 +129,15 @@ class ReduceBuffer(Scratch):
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
         """Return targets and sources of the same form, which one kernel copies, then the other targets and sources."""
         pairs: tuple[list[Any], ...] = ([], [], [], [])
-        for grad, (place, member) in zip(grads, self._pairs(), strict=True):
+        for grad, place in zip(grads, self._places, strict=True):
             if grad is None:
                 continue
+            member = place.member
             if member.split is not None:
                 grad = member.split.local_gradient(grad, self.tensor.dtype)
             if grad.layout is not torch.strided:
                 raise not_dense(member.name)
-            parts = [grad] if place.whole else _cut(grad, member, place.pieces)
+            parts = [grad] if place.whole else place.cut(grad)
             for target, source, alike in zip(place.targets, parts, place.alike, strict=True):
                 pairs[0 if alike else 2].append(target)
                 pairs[1 if alike else 3].append(source)
@@ -160,7 +158,7 @@ class ReduceBuffer(Scratch):
     def zero(self, members: Sequence[Member]) -> None:
         """Set the gradients collected for these members to zero."""
         chosen = set(map(id, members))
-        zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
+        zero_all([to for place in self._places if id(place.member) in chosen for to in place.targets])
 
 
 class _Zeros(dict[torch.dtype, list[torch.Tensor]]):
@@ -180,7 +178,6 @@ class _Places:
     Attributes:
         whole: whether it goes in as one tensor of its own shape.
         targets: views of the buffer.
-        pieces: the piece of the gradient for each target, if it is not whole.
         alike: for each target, whether a gradient with the parameter's strides, autograd's default, has the same form.
     """
 
@@ -188,25 +185,20 @@ class _Places:
         slot, layout = member.slot, bucket.layout
         base = layout.world * layout.segments[slot.segment].shard_offset
         strides = layout.strides_in_segment(slot)
-        self.whole = strides is not None
-        self.pieces: tuple[Piece, ...] = () if strides is not None else layout.pieces(slot)
-        if strides is not None:
-            self.targets = [tensor.as_strided(slot.shape, strides, base + slot.offset)]
-            forms = [torch.empty_strided(slot.shape, slot.stride, device="meta")]
-        else:
-            cut = self.pieces
-            self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in cut]
-            forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in cut]
+        self.member, self.whole = member, strides is not None
+        whole = () if strides is None else (Piece(slot.shape, slot.stride, 0, strides, slot.offset),)
+        self._pieces = whole or layout.pieces(slot)
+        self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in self._pieces]
+        forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in self._pieces]
         self.alike = list(map(same_form, self.targets, forms))
 
-
-def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Return the pieces of a whole gradient as views; copied first if its memory format is not the parameter's."""
-    slot = member.slot
-    if grad.stride() != slot.stride:
-        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-    at = grad.storage_offset()
-    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+    def cut(self, grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the pieces of a gradient; copied first if its memory format is not the parameter's."""
+        slot = self.member.slot
+        if grad.stride() != slot.stride:
+            grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        at = grad.storage_offset()
+        return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in self._pieces]
 
 
 class PlannedReduction:
