@@ -5,7 +5,6 @@ from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParameterForm, FlatPar
 from .flat_shard import FlatShard
 from .form import Form
 from .full import Full, GatherPlan
-from .ignored import Ignored
 from .local import LocalForm
 from .member import (
     NAME_KEY,
@@ -22,7 +21,7 @@ from .member import (
     take_grad_dtype,
 )
 from .messages import kind_and_shape
-from .place import Place
+from .place import Ignored, Place
 from .placeholders import HiddenParameter, retire, stand_in_for
 from .row_shard import RowShard, full_of
 from .rows import RowsForm, RunsForm
