@@ -126,12 +126,6 @@ CALLS = [
         "ConfigError: fsdp_post_all_gather returned a tensor with a different shape",
     ),
     (
-        lambda: fully_shard(int8()),
-        lambda m: m.unshard(),
-        lambda m: unit_of(m).buckets[0].full.cut(unit_of(m).buckets[0].axes.shard),
-        "ConfigError: A tensor subclass that defines its own gather can only be",
-    ),
-    (
         lambda: FullyShardedDataParallel(int8()),
         "ConfigError: A parameter is a tensor subclass with inner ... a plain tensor, or",
     ),
