@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fullshard
 from fullshard import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
 from fullshard.integrations.quantised import by_rows
-from fullshard.runtime.units import unit_of
 from quantised import GatheredInt8
 from raising import assert_raises, raises, run, sharded, two_layers, words_of
 
