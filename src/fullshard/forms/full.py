@@ -49,7 +49,7 @@ class GatherPlan:
             difference while nobody replaces the parameter's `.data`.
         intact: each checks the same for parameters not covered by these lists.
         varying: full buffers whose bytes and addresses change with each gather (those of extensions).
-        starts: `begins`, then a call that starts all `gathers` and returns a single `Pending`; see `seal`.
+        starts: `begins`, then a call that starts all `gathers` and returns one `Pending`; see `seal`.
         completes: `fills`, then `ends`.
         issued_bytes, live_bytes: allocated while the gather is in flight, and once it is over.
         counters: tensors whose versions count in-place changes of the gathered shards.

@@ -38,8 +38,8 @@ class Delivery:
         everyone, nobody: True, and False, for each member.
         got: by member, whether this rank had a gradient for it since the last reduction.
         used: the same, for the reductions since the ranks last agreed.
-        undecided: indices of members without a gradient on this rank that show none or have hooks; whether they get the
-            reduced gradient, and their hooks run, depends on the other ranks.
+        undecided: indices of members without a gradient on this rank that show none or have hooks: the other ranks
+            decide whether they get the reduced gradient, and whether their hooks run.
         aside: by index of a member without a gradient on this rank, the part that its hooks see if any rank had one.
         kept: indices of members that show zeros for gradients accumulated without sync.
         hooked: whether, at the last reduction, users' code ran for the gradient of any parameter or view.
@@ -380,7 +380,7 @@ class Delivery:
         return adopted is not None and at == adopted.data_ptr() + (part.offset - view.offset) * adopted.element_size()
 
     def follow_assigned(self) -> None:
-        """One of `follow`."""
+        """Take gradients that users assigned to parameters over into this bucket's optimizer views; see `follow`."""
         current, grads = self.set, [*map(read_grad, self.bucket.sharded or self.bucket.list_sharded())]
         delivered = current is not None and self._as_delivered(current, grads)
         for at, view in enumerate(self.views):
@@ -390,6 +390,7 @@ class Delivery:
                 self._follow(at, view, tensor)
 
     def _follow(self, at: int, view: OptimizerView, tensor: torch.Tensor) -> None:
+        """Run `follow_assigned` for the view with this index, and its tensor."""
         members, current, whole = self.bucket.members, self.set, tensor.grad
         grads = {i: grad for i in view.members if (grad := read_grad(members[i].sharded)) is not None}
         assigned = {i: grad for i, grad in grads.items() if not self._shares(view, i, grad)}

@@ -162,7 +162,7 @@ class ReduceBuffer(Scratch):
 
 
 class _Zeros(dict[torch.dtype, list[torch.Tensor]]):
-    """By dtype, zeros of these lengths for padding: one kernel copies many tensors if all have the same dtype."""
+    """Zeros of these lengths for padding, by dtype: one kernel copies many tensors only if all have the same dtype."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths, self._device = lengths, device
