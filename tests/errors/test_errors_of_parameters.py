@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fullshard
 from fullshard import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
 from fullshard.integrations.quantised import by_rows
-from fullshard.runtime.units import unit_of
 from quantised import GatheredInt8
 from raising import assert_raises, raises, run, sharded, two_layers, words_of
 
@@ -124,12 +123,6 @@ CALLS = [
         lambda: fully_shard(int8(Short)),
         run,
         "ConfigError: fsdp_post_all_gather returned a tensor with a different shape",
-    ),
-    (
-        lambda: fully_shard(int8()),
-        lambda m: m.unshard(),
-        lambda m: unit_of(m).buckets[0].full.cut(unit_of(m).buckets[0].axes.shard),
-        "ConfigError: A tensor subclass that defines its own gather can only be",
     ),
     (
         lambda: FullyShardedDataParallel(int8()),

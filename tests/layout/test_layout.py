@@ -228,7 +228,6 @@ def test_large_parameters_get_their_own_segment_and_no_copy() -> None:
     [
         (ParameterSpec("s", (), ()), 2, "scalar"),
         (ParameterSpec("s", (4, 5), (0, 1), dim=1), 2, "evenly"),
-        (ParameterSpec("s", (4,), (0,), dim=1), 2, "no dim 1"),
     ],
 )
 def test_what_rows_cannot_do_is_refused(spec: ParameterSpec, world: int, text: str) -> None:

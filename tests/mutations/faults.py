@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "flat: nobody holds a parameter's last element",
         "layout/plan.py",
-        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))",
-        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel - 1))",
+        "return start, max(start, min((rank + 1) * slice_numel - offset, numel))",
+        "return start, max(start, min((rank + 1) * slice_numel - offset, numel - 1))",
         besides="tests/layout/test_layout.py",
     ),
     # comm, forms
@@ -530,7 +530,7 @@ FAULTS = (
     Fault(
         "a gradient whose .data was assigned is taken for the one that was given",
         "shard/delivery.py",
-        "return not current.astray() and all(",
+        "return not current.reassigned() and all(",
         "return all(",
         "tests/corners/test_kept_gradients.py -k assigned",
     ),

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fullshard
 from fullshard import Blocks, DivergenceError
-from fullshard.shard.lookup import units_of
+from fullshard.shard import units_of
 from fullshard.shard.offload import Home, home_of
 from fullshard.torch_private.fake_tensors import fake_tensors
 from fullshard.torch_private.local_tensor import plain_tensors

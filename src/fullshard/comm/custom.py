@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..mesh import Axis
 from .hook import HookComm
 from .messages import no_exchange, wrong_buffer
-from .protocol import DONE, Comm, Costs, Pending, exchange_of
+from .protocol import DONE, Comm, Forwarding, Pending, exchange_of
 
 
 class _Allocates(Protocol):
@@ -46,7 +46,7 @@ class ReduceScatter(_Allocates, Protocol):
         """Reduce this rank's slice of every input [world * S] into output [S]; returns a work, or None."""
 
 
-class CustomComm:
+class CustomComm(Forwarding):
     """A `Comm` with some of its collectives replaced.
 
     A user's collective communicates through memory from its own `allocate`, which costs one copy out of (gather) or
@@ -65,9 +65,9 @@ class CustomComm:
         reduce_scatter: ReduceScatter | None = None,
         reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
     ) -> None:
-        self.inner, self.all_gather, self.reduce_scatter = inner, all_gather, reduce_scatter
+        super().__init__(inner)
+        self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
         self.reduce_groups = reduce_groups or {}
-        self.kind, self.communicates = inner.kind, inner.communicates
 
     @property
     def replaces(self) -> bool:
@@ -99,19 +99,10 @@ class CustomComm:
             raise no_exchange(type(self.reduce_scatter).__name__)
         return exchange_of(self.inner)(self._reduce_axis(axis), out, buffer)
 
-    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
-        return self.inner.all_reduce(axis, tensor, mean)
-
-    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
-        return self.inner.broadcast(axis, tensor, source)
-
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
         if self.reduce_scatter is None:
             return self.inner.scratch_bytes(axis, buffer)
         return buffer.numel() * buffer.element_size()
-
-    def costs(self, axis: Axis) -> Costs:
-        return self.inner.costs(axis)
 
     def _reduce_axis(self, axis: Axis) -> Axis:
         if not self.reduce_groups:

@@ -10,10 +10,10 @@ import torch
 
 from ..mesh import Axis
 from .power_sgd import GradientSlice, PowerSGDState, Residuals
-from .protocol import DONE, Comm, Costs, Pending, exchange_of
+from .protocol import DONE, Comm, Forwarding, Pending
 
 
-class HookComm:
+class HookComm(Forwarding):
     """A `Comm` whose gradients a user's hook reduces and averages.
 
     The hook is called as PyTorch documents for `register_comm_hook`: without sharding `hook(state, gradient)`, to
@@ -35,13 +35,10 @@ class HookComm:
     scales_itself = True
 
     def __init__(self, inner: Comm, state: Any, hook: Callable[..., Any]) -> None:
-        self.inner, self.state, self.hook = inner, state, hook
+        super().__init__(inner)
+        self.state, self.hook = state, hook
         self.kind = f"hook({inner.kind})"
-        self.communicates = inner.communicates
         self.between = isinstance(state, PowerSGDState)
-
-    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self.inner.gather(axis, out, shard)
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 or self.between:
@@ -52,9 +49,6 @@ class HookComm:
         if reduced.data_ptr() != out.data_ptr():
             out.copy_(reduced)
         return DONE
-
-    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        return exchange_of(self.inner)(axis, out, buffer)
 
     def plan_all_reduce(
         self,
@@ -86,11 +80,5 @@ class HookComm:
             tensor.copy_(reduced)
         return DONE
 
-    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
-        return self.inner.broadcast(axis, tensor, source)
-
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
         return self.inner.scratch_bytes(axis, buffer) if self.between else 0
-
-    def costs(self, axis: Axis) -> Costs:
-        return self.inner.costs(axis)

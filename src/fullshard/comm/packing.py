@@ -31,7 +31,7 @@ def packed_bytes(numel: int) -> int:
 
 
 class Packing:
-    """Fixed tensors of floats, and the bytes into which they are packed, piece by piece.
+    """Packs fixed tensors of floats into fixed bytes, piece by piece, and unpacks them.
 
     Args:
         dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
@@ -94,14 +94,14 @@ class Packing:
 
 
 def packed(floats: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The bytes, uint8 in one dim, of pieces of these lengths, of which `floats` [sum of lengths] consists."""
+    """The bytes (uint8, one dim) of the pieces of these lengths that make up `floats` [sum of lengths]."""
     out = torch.empty(sum(map(packed_bytes, lengths)), dtype=torch.uint8, device=floats.device)
     Packing(dtype, floats.view(1, -1).split(list(lengths), 1), out.view(1, -1)).pack()
     return out
 
 
 def rounded(floats: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype, like: torch.dtype) -> torch.Tensor:
-    """What `floats`, as for `packed`, are in the dtype `like` once they have been packed and unpacked."""
+    """`floats`, as for `packed`, after packing and unpacking, in the dtype `like`."""
     out = torch.empty_like(floats, dtype=like)
     in_bytes = packed(floats, lengths, dtype).view(1, -1)
     Packing(dtype, out.view(1, -1).split(list(lengths), 1), in_bytes).unpack()

@@ -1,13 +1,13 @@
-"""PowerSGD: between replicas, matrices of gradients are sent as products of two thin matrices.
+"""PowerSGD: replicas send each other matrices of gradients as products of two thin matrices.
 
 Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(arXiv:1905.13727), algorithms 1 and 2. With M the gradient [n, m] of a replica plus what it lost before, r the rank:
+(arXiv:1905.13727), algorithms 1 and 2. M is a replica's gradient [n, m] plus its previous error, and r is the rank:
 
     P = mean over replicas of M Q        [n, r] is sent; then its columns are made orthonormal
     Q = mean over replicas of M^T P      [m, r] is sent, and kept for the next step (warm start)
-    the gradient of all is P Q^T, and the replica keeps M - P Q^T (error feedback)
+    the averaged gradient is P Q^T, and the replica keeps the error M - P Q^T (error feedback)
 
-All replicas compute P Q^T from the same bits. With r of n or m, P Q^T is the mean of all M.
+All replicas compute P Q^T from the same bits. If r is n or m, P Q^T is the mean of all M.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .protocol import Pending
 
 
 class Residuals(dict[str, torch.Tensor]):
-    """What compressed reductions of a bucket keep from step to step, by name. Outlives the plans of reductions.
+    """Tensors that a bucket's compressed reductions keep from step to step, by name. Outlives the plans of reductions.
 
     Attributes:
         reductions: number of reductions so far, counted by `powerSGD_hook`.
@@ -39,11 +39,11 @@ class GradientSlice:
 
     Attributes:
         tensor: [S], this rank's slice, already the mean over the shard axis.
-        matrices: views [n, m] of it: of each parameter of two dims or more, the rows that lie in the slice whole; the
-            outermost dim in memory by all others.
-        others: views of the rest that belongs to parameters: vectors, and cut rows.
-        kept: of this bucket, empty at first; the hook may store tensors in it.
-        average: starts the average of a tensor over the replicas, in place.
+        matrices: views [n, m] of it: the complete rows of each parameter of two dims or more (n: the outermost dim in
+            memory, m: all others).
+        others: views of all other elements of parameters: vectors, and cut rows.
+        kept: this bucket's residuals, empty at first; the hook may store tensors in it.
+        average: starts averaging a tensor over the replicas, in place.
     """
 
     tensor: torch.Tensor
@@ -53,12 +53,13 @@ class GradientSlice:
     average: Callable[[torch.Tensor], Pending]
 
 
+@dataclass(eq=False)
 class PowerSGDState:
     """The state of `powerSGD_hook`: its settings, by the names and with the defaults of PyTorch's DDP hook.
 
-    What a bucket keeps lies with the bucket: with error feedback the slice's matrices once more, with warm start
-    m * r elements of each, in the dtype of the reduction. It is not in checkpoints, and starts anew when a unit is
-    copied, moved to another device or given new storage: what is lost are the parts of one gradient of rank above r.
+    Each bucket keeps its own tensors, in the dtype of the reduction: with error feedback a copy of the slice's
+    matrices, with warm start m * r elements of each. They are not saved in checkpoints, and are dropped when a unit is
+    copied, moved to another device or given new storage; this loses the compression error of one gradient.
 
     Args:
         process_group: the replicas, for instance `mesh["replicate"].get_group()`; under NO_SHARD all ranks. None: the
@@ -66,46 +67,40 @@ class PowerSGDState:
         matrix_approximation_rank: r, at least 1.
         start_powerSGD_iter: reductions of a unit before the first that is compressed.
         min_compression_rate: a matrix is compressed if (n + m) * r times this is less than n * m.
-        use_error_feedback: add what was lost to the next gradient.
-        warm_start: begin with the Q of the reduction before, in place of a random one.
-        random_seed: of the random Q.
+        use_error_feedback: add the compression error to the next gradient.
+        warm_start: begin with the Q of the previous reduction instead of a random one.
+        random_seed: seed of the random Q.
 
     Raises:
         ConfigError: a setting is not of its type, or negative.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        random_seed: int = 0,
-    ) -> None:
-        if type(matrix_approximation_rank) is not int or matrix_approximation_rank < 1:
-            raise invalid_power_sgd("matrix_approximation_rank", "an int of at least 1", matrix_approximation_rank)
-        if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
-            raise invalid_power_sgd("start_powerSGD_iter", "an int of at least 0", start_powerSGD_iter)
-        if type(min_compression_rate) not in (int, float) or not min_compression_rate >= 0:
-            raise invalid_power_sgd("min_compression_rate", "a number of at least 0", min_compression_rate)
-        if type(random_seed) is not int:
-            raise invalid_power_sgd("random_seed", "an int", random_seed)
-        for name, value in (("use_error_feedback", use_error_feedback), ("warm_start", warm_start)):
-            if not isinstance(value, bool):
-                raise invalid_power_sgd(name, "a bool", value)
-        if not isinstance(process_group, dist.ProcessGroup | None):
-            raise invalid_power_sgd(
-                "process_group", "a ProcessGroup, or None for the replicas of each unit", process_group
-            )
-        self.process_group = process_group
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.random_seed = random_seed
+    process_group: dist.ProcessGroup | None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        rank, start, rate = self.matrix_approximation_rank, self.start_powerSGD_iter, self.min_compression_rate
+        group = self.process_group
+        for name, is_valid, expected in (
+            ("matrix_approximation_rank", type(rank) is int and rank >= 1, "an int of at least 1"),
+            ("start_powerSGD_iter", type(start) is int and start >= 0, "an int of at least 0"),
+            ("min_compression_rate", type(rate) in (int, float) and rate >= 0, "a number of at least 0"),
+            ("random_seed", type(self.random_seed) is int, "an int"),
+            ("use_error_feedback", isinstance(self.use_error_feedback, bool), "a bool"),
+            ("warm_start", isinstance(self.warm_start, bool), "a bool"),
+            (
+                "process_group",
+                isinstance(group, dist.ProcessGroup | None),
+                "a ProcessGroup, or None for the replicas of each unit",
+            ),
+        ):
+            if not is_valid:
+                raise invalid_power_sgd(name, expected, getattr(self, name))
 
     def rank_of(self, matrix: torch.Tensor) -> int:
         """The rank to which a matrix [n, m] is compressed; 0 if it is not."""
@@ -115,11 +110,11 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, gradient: GradientSlice) -> None:
-    """Average a gradient over replicas, its matrices by their approximations of low rank (see the module).
+    """Average a gradient over replicas, with low-rank approximations of its matrices (see the module's docstring).
 
-    For `register_comm_hook` of both front-ends: of NO_SHARD, and of hybrid meshes, where it replaces the all-reduce
-    between replicas. It sends two tensors: the Ps with all that is not compressed, and the Qs. A matrix that is not
-    finite makes its whole gradient not finite, and leaves nothing behind.
+    For `register_comm_hook` of both front-ends: with NO_SHARD, and with hybrid meshes, where it replaces the all-reduce
+    between replicas. It sends two tensors: the Ps together with everything that is not compressed, and the Qs. An
+    infinite or NaN element makes the whole gradient of its matrix non-finite, and is not kept for later steps.
 
     Args:
         state: the settings.
@@ -142,7 +137,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: GradientSlice) -> None:
         return
     others = [*gradient.others, *[matrix for matrix in gradient.matrices if not state.rank_of(matrix)]]
     computed = torch.promote_types(dtype, torch.float32)
-    wholes = [_with_lost(matrix, kept.get(f"lost of {i}"), computed) for i, matrix in enumerate(compressed)]
+    wholes = [_with_error(matrix, kept.get(f"error of {i}"), computed) for i, matrix in enumerate(compressed)]
     guesses = _guesses(state, compressed, kept, computed)
     products = [whole @ _orthonormal(guess) for whole, guess in zip(wholes, guesses, strict=True)]
     averaged = _averaged([*others, *products], dtype, gradient.average)
@@ -157,19 +152,19 @@ def powerSGD_hook(state: PowerSGDState, gradient: GradientSlice) -> None:
         if state.warm_start:
             kept[f"Q of {i}"] = mean.nan_to_num(0.0, 0.0, 0.0)  # of zeros `_orthonormal` makes unit vectors
         if state.use_error_feedback:
-            kept[f"lost of {i}"] = whole.sub_(approximation).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+            kept[f"error of {i}"] = whole.sub_(approximation).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
 
 
-def _with_lost(matrix: torch.Tensor, lost: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a matrix in `dtype`, plus what was lost before."""
+def _with_error(matrix: torch.Tensor, error: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a matrix in `dtype`, plus the previous compression error."""
     whole = matrix.to(dtype, copy=True)
-    return whole if lost is None else whole.add_(lost.to(whole.device))
+    return whole if error is None else whole.add_(error.to(whole.device))
 
 
 def _guesses(
     state: PowerSGDState, matrices: Sequence[torch.Tensor], kept: Residuals, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """For each matrix [n, m] the Q [m, r] to begin with, the same on all replicas."""
+    """For each matrix [n, m] the initial Q [m, r], the same on all replicas."""
     generator = torch.Generator("cpu").manual_seed(state.random_seed + kept.reductions)
     guesses = []
     for i, matrix in enumerate(matrices):
@@ -181,7 +176,7 @@ def _guesses(
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis [n, r] of the columns of a matrix [n, r], filled up where they are dependent."""
+    """An orthonormal basis [n, r] of the columns of a matrix [n, r], completed if they are linearly dependent."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 

@@ -194,6 +194,39 @@ class NullComm:
         return Costs(latency=0.0, copy_bandwidth=1e10)
 
 
+class Forwarding:
+    """A `Comm` in front of another one, to which it leaves whatever a subclass does not do itself.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner = inner
+        self.kind, self.communicates = inner.kind, inner.communicates
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return self.inner.gather(axis, out, shard)
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
+        return self.inner.reduce(axis, out, buffer, mean)
+
+    def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        return exchange_of(self.inner)(axis, out, buffer)
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
+        return self.inner.all_reduce(axis, tensor, mean)
+
+    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
+        return self.inner.broadcast(axis, tensor, source)
+
+    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
+        return self.inner.scratch_bytes(axis, buffer)
+
+    def costs(self, axis: Axis) -> Costs:
+        return self.inner.costs(axis)
+
+
 @dataclass(frozen=True)
 class Call:
     """One collective, as `RecordingComm` saw it. `nbytes` counts the larger of its buffers."""
@@ -204,40 +237,33 @@ class Call:
     dtype: torch.dtype
 
 
-class RecordingComm:
+class RecordingComm(Forwarding):
     """A `Comm` that records every call in `calls`."""
 
     def __init__(self, inner: Comm) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.kind = f"recording({inner.kind})"
-        self.communicates = inner.communicates
         self.calls: list[Call] = []
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
-        self._write("gather", axis, out)
-        return self.inner.gather(axis, out, shard)
+        self._record("gather", axis, out)
+        return super().gather(axis, out, shard)
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
-        self._write("reduce", axis, buffer)
-        return self.inner.reduce(axis, out, buffer, mean)
+        self._record("reduce", axis, buffer)
+        return super().reduce(axis, out, buffer, mean)
 
     def exchange(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        self._write("exchange", axis, buffer)
-        return exchange_of(self.inner)(axis, out, buffer)
+        self._record("exchange", axis, buffer)
+        return super().exchange(axis, out, buffer)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
-        self._write("all_reduce", axis, tensor)
-        return self.inner.all_reduce(axis, tensor, mean)
+        self._record("all_reduce", axis, tensor)
+        return super().all_reduce(axis, tensor, mean)
 
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
-        self._write("broadcast", axis, tensor)
-        return self.inner.broadcast(axis, tensor, source)
+        self._record("broadcast", axis, tensor)
+        return super().broadcast(axis, tensor, source)
 
-    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
-        return self.inner.scratch_bytes(axis, buffer)
-
-    def costs(self, axis: Axis) -> Costs:
-        return self.inner.costs(axis)
-
-    def _write(self, verb: str, axis: Axis, tensor: torch.Tensor) -> None:
+    def _record(self, verb: str, axis: Axis, tensor: torch.Tensor) -> None:
         self.calls.append(Call(verb, axis.size, tensor.numel() * tensor.element_size(), tensor.dtype))

@@ -1,11 +1,10 @@
 """The parameters of a sharded model: where each is registered, this rank's part of it, and its form while sharded."""
 
 from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
-from .flat import FlatParameterForm
-from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
+from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParameterForm, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
+from .form import Form
 from .full import Full, GatherPlan
-from .ignored import Ignored
 from .local import LocalForm
 from .member import (
     NAME_KEY,
@@ -21,15 +20,13 @@ from .member import (
     successor_of,
     take_grad_dtype,
 )
-from .place import Place
-from .protocol import Form
-from .retired import retire
+from .messages import kind_and_shape
+from .place import Ignored, Place
+from .placeholders import HiddenParameter, retire, stand_in_for
 from .row_shard import RowShard, full_of
-from .rows import RowsForm
-from .runs import RunsForm
+from .rows import RowsForm, RunsForm
 from .scratch import Scratch
 from .split import SpmdMesh, TensorParallel
-from .stand_in import HiddenParameter, stand_in_for
 from .subclass import (
     Chunks,
     SubclassForm,

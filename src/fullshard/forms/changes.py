@@ -87,9 +87,7 @@ class Untouched:
     __slots__ = ("facts", "objects", "originals", "values")
 
     def __init__(
-        self,
-        objects: Iterable[tuple[Callable[[], Any], Any]],
-        facts: Iterable[tuple[Callable[[], Any], Any]] = (),
+        self, objects: Iterable[tuple[Callable[[], Any], Any]], facts: Iterable[tuple[Callable[[], Any], Any]] = ()
     ) -> None:
         self.objects, self.originals = _unzipped(objects)
         self.facts, self.values = _unzipped(facts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..comm import reduce_value, values_of_all
 from ..containers import call_apart
 from ..errors import PhaseError
-from ..layout import dense_strides, rectangles
-from ..mesh import device_of
+from ..layout import Layout, Slot, dense_strides, rectangles, run_on_rank
+from ..mesh import Axis, MeshAxes, device_of
 from ..readers import READERS
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
@@ -32,9 +33,66 @@ from .changes import changes_in_place, give_up_gradient, mark_view, note_change,
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
 from .row_shard import assign_data
-from .run import Run
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The elements of a parameter that each rank of an axis has.
+
+    The parameter begins at `offset` of a gathered segment of which rank r has [r * S, (r + 1) * S).
+
+    Attributes:
+        name: of the parameter, for errors.
+        shape, order: the parameter's shape, and its dims from outermost to innermost in memory.
+        offset: the parameter's first element in the gathered segment.
+        slice_numel: S.
+        axis: the shard axis.
+        replicas: the replicate axis, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    offset: int
+    slice_numel: int
+    axis: Axis
+    replicas: Axis | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, slot: Slot, axes: MeshAxes) -> Run:
+        """The run of a parameter of a flat layout."""
+        slice_numel = layout.segments[slot.segment].slice_numel
+        return cls(slot.name, slot.shape, slot.spec.order, slot.offset, slice_numel, axes.shard, axes.replicate)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the parameter, in memory order, on `rank`."""
+        return run_on_rank(self.offset, self.numel, self.slice_numel, rank)
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's run of a whole tensor of the parameter's shape, as a 1-D tensor."""
+        start, stop = self.bounds(self.axis.rank)
+        return full.permute(self.order).reshape(-1)[start:stop]
+
+    def reduce(self, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce a value over the shard axis. Collective."""
+        return reduce_value(value, op, self.axis.group) if self.axis.size > 1 else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        return self  # immutable: integers and process groups
+
+    def same_as(self, other: Run) -> bool:
+        """Whether the ranks of the same group have the same elements of a parameter of the same shape."""
+        if self is other:
+            return True
+        mine = self.shape, self.order, self.offset, self.slice_numel
+        theirs = other.shape, other.order, other.offset, other.slice_numel
+        return mine == theirs and self.axis.group is other.axis.group
 
 
 @works_in_lists

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import call, sub
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +26,10 @@ from .member import WHOLE_KEY, Member, attributes_of
 from .scratch import Scratch
 
 _Address = Callable[[], int]
+_Call = Callable[[], object]
 
 
+@dataclass(eq=False, slots=True)
 class GatherPlan:
     """The calls of a gather, moment by moment: built once, run in every step.
 
@@ -44,39 +48,35 @@ class GatherPlan:
         pointers, bases, offsets: functions that return the addresses of a parameter and of its buffer, and their
             difference while nobody replaces the parameter's `.data`.
         intact: each checks the same for parameters not covered by these lists.
-        varying: full buffers whose bytes and addresses change with each gather.
-        starts: `begins`, then a call that starts all `gathers` and returns a single `Pending`; see `seal`.
+        varying: full buffers whose bytes and addresses change with each gather (those of extensions).
+        starts: `begins`, then a call that starts all `gathers` and returns one `Pending`; see `seal`.
         completes: `fills`, then `ends`.
         issued_bytes, live_bytes: allocated while the gather is in flight, and once it is over.
         counters: tensors whose versions count in-place changes of the gathered shards.
     """
 
-    __slots__ = (
-        *("addresses", "bases", "begins", "comm", "completes", "copied_bytes", "counters", "ends", "fills"),
-        *("frees", "gathers", "intact", "issued_bytes", "live_bytes", "numbers", "offsets", "passing_bytes"),
-        *("pointers", "starts", "varying", "watched", "whole_bytes"),
-    )
-
-    def __init__(self, comm: Any = None) -> None:
-        self.comm = comm
-        self.begins: list[Callable[[], object]] = []
-        self.gathers: list[Callable[[], Pending]] = []
-        self.fills: list[Callable[[], object]] = []
-        self.ends: list[Callable[[], object]] = []
-        self.frees: list[Callable[[], object]] = []
-        self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
-        self.addresses: list[_Address] = []
-        self.watched: list[torch.Tensor] = []
-        self.numbers: list[int] = []
-        self.pointers: list[_Address] = []
-        self.bases: list[_Address] = []
-        self.offsets: list[int] = []
-        self.intact: list[Callable[[], bool]] = []
-        self.varying: list[Varying] = []
-        self.starts: list[Callable[[], Any]] = []
-        self.completes: list[Callable[[], object]] = []
-        self.issued_bytes = self.live_bytes = 0
-        self.counters: list[torch.Tensor] = []
+    comm: Any
+    begins: list[_Call] = field(default_factory=list)
+    gathers: list[Callable[[], Pending]] = field(default_factory=list)
+    fills: list[_Call] = field(default_factory=list)
+    ends: list[_Call] = field(default_factory=list)
+    frees: list[_Call] = field(default_factory=list)
+    whole_bytes: int = 0
+    passing_bytes: int = 0
+    copied_bytes: int = 0
+    addresses: list[_Address] = field(default_factory=list)
+    watched: list[torch.Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    pointers: list[_Address] = field(default_factory=list)
+    bases: list[_Address] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    intact: list[Callable[[], bool]] = field(default_factory=list)
+    varying: list[Any] = field(default_factory=list)
+    starts: list[Callable[[], Any]] = field(default_factory=list)
+    completes: list[_Call] = field(default_factory=list)
+    issued_bytes: int = 0
+    live_bytes: int = 0
+    counters: list[torch.Tensor] = field(default_factory=list)
 
     def seal(self) -> None:
         """Complete the plan: join the calls of each moment, which a step then runs in C."""
@@ -85,12 +85,12 @@ class GatherPlan:
         self.issued_bytes = self.whole_bytes + self.passing_bytes
         self.live_bytes = self.whole_bytes + self.copied_bytes
 
-    def tell_issued(self) -> None:
+    def note_issued(self) -> None:
         """Update `issued_bytes` for the varying buffers, after the gather was started."""
         passing = sum([full.passing_bytes for full in self.varying])
         self.issued_bytes = self.whole_bytes + self.passing_bytes + passing
 
-    def tell_copied(self) -> None:
+    def note_copied(self) -> None:
         """Update `live_bytes` for the varying buffers, after the gather is over."""
         copied = sum([full.copied_bytes for full in self.varying])
         self.live_bytes = self.whole_bytes + self.copied_bytes + copied
@@ -108,33 +108,18 @@ class GatherPlan:
         self.begins, self.gathers, self.starts = [], [], []
 
 
-class Varying(Protocol):
-    """Full buffers whose memory differs with each gather.
+class Full(ABC):
+    """A bucket's full buffers. Made at the first gather; their memory comes and goes, their views stay.
 
     Attributes:
-        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`.
-        received_bytes: allocated from `fills` to `ends` of the last gather, including its part of `copied_bytes`.
+        nbytes: bytes of the last allocation.
     """
 
-    passing_bytes: int
-    copied_bytes: int
-    received_bytes: int
+    nbytes: int
 
-    def addresses(self) -> list[int]:
-        """The current addresses of the buffers."""
-
-
-class Full(Protocol):
-    """A bucket's full buffers. Made at the first gather; their memory comes and goes, their views stay."""
-
+    @abstractmethod
     def plan(
-        self,
-        to: GatherPlan,
-        comm: Gathers,
-        axis: Axis,
-        source: Any,
-        keeps: bool = False,
-        gather_dtype: torch.dtype | None = None,
+        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
     ) -> None:
         """Add the gather of every rank's `source` over `axis` to a plan, all but its `frees`.
 
@@ -143,19 +128,23 @@ class Full(Protocol):
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
-            gather_dtype: the 8-bit dtype in which it is sent; None: the compute dtype.
             keeps: whether the memory of unsharded parameters may be allocated already.
+            gather_dtype: the 8-bit dtype in which it is sent; None: the compute dtype.
         """
 
-    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+    @abstractmethod
+    def frees(self, keep: bool) -> list[_Call]:
         """Functions that free all memory, at any time; with `keep` all but that of the unsharded parameters."""
 
     def cut(self, axis: Axis) -> torch.Tensor:
         """This rank's slice, among the ranks of `axis`, of the gathered buffers. Between `fills` and `ends`."""
+        raise NotImplementedError("extensions are freed as a whole, see Unit.keep_among")
 
+    @abstractmethod
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         """[members], bool: whether this rank's part of the gathered values differs from the current `source`."""
 
+    @abstractmethod
     def written(self) -> list[Member]:
         """Members whose unsharded parameter was changed in place since the gather, or whose `.data` was replaced.
 
@@ -163,10 +152,7 @@ class Full(Protocol):
         """
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the last allocation."""
-
-    @property
+    @abstractmethod
     def live_bytes(self) -> int:
         """Bytes that are allocated now, as reported by the storages."""
 
@@ -216,7 +202,7 @@ def _sized(scratch: Scratch | None, numel: int, dtype: torch.dtype, device: torc
     return scratch
 
 
-class PlainFull:
+class PlainFull(Full):
     """The full buffers of a bucket of plain tensors.
 
     Ownership: only plans allocate and free memory; collectives write to it.
@@ -234,18 +220,14 @@ class PlainFull:
         self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
+        self.nbytes = self.whole.nbytes + self.copied.nbytes
         self._sent: Scratch | None = None  # [S], while gathering: the shard cast to compute dtype; or packed, in bytes
         self._received: Scratch | None = None  # while gathering: all ranks' packed shards, in bytes
-        self._unpack: Callable[[], object] = bool  # from there into `_outs`
+        self._unpack: _Call = bool  # from there into `_outs`
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
-        at = 0
-        for segment in layout.segments:
-            numel = layout.world * segment.slice_numel
-            if segment.full_offset is not None:
-                self._outs.append(self.whole.tensor.narrow(0, segment.full_offset, numel))
-            else:
-                self._outs.append(self.staging.tensor.narrow(0, at, numel))
-                at += numel
+        for segment, at in zip(layout.segments, layout.staging_offsets, strict=True):
+            scratch, start = (self.whole, segment.full_offset) if at is None else (self.staging, at)
+            self._outs.append(scratch.tensor.narrow(0, start or 0, layout.world * segment.slice_numel))
         to, staging = self.copied.tensor, self.staging.tensor
         pairs = [
             (
@@ -256,7 +238,7 @@ class PlainFull:
         ]
         if dtype not in KNOWN:  # multi-tensor copies exist for some dtypes only (on accelerators not for 8-bit floats)
             pairs = [(as_bits(to), as_bits(staging)) for to, staging in pairs]
-        self._copies: list[Callable[[], object]] = []
+        self._copies: list[_Call] = []
         for columns in columns_of(layout):
             world, widths = layout.world, columns.widths
             matrix = staging.narrow(0, columns.staging_offset, world * sum(widths)).view(world, -1)
@@ -301,28 +283,18 @@ class PlainFull:
         return self.copied.tensor, slot.full_offset - self.layout.in_place_numel
 
     @property
-    def nbytes(self) -> int:
-        return self.whole.nbytes + self.copied.nbytes
-
-    @property
     def live_bytes(self) -> int:
         buffers = (self.whole, self.copied, self.staging, self._sent, self._received)
         return sum([buffer.storage.nbytes() for buffer in buffers if buffer is not None])
 
     def plan(
-        self,
-        to: GatherPlan,
-        comm: Gathers,
-        axis: Axis,
-        source: torch.Tensor,
-        keeps: bool = False,
-        gather_dtype: torch.dtype | None = None,
+        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
     ) -> None:
         whole, copied, shard, outs = self.whole, self.copied, source, self._outs
         passing = [self.staging] if self.staging.nbytes else []
-        prepares: Callable[[], object] | None = None
+        prepares: _Call | None = None
         if gather_dtype is not None:
-            lengths = [segment.slice_numel for segment in self.layout.segments]
+            lengths = self.layout.slice_lengths
             received, unpack = self._unpacking(gather_dtype, axis.size, lengths)
             passing.append(received)
             outs = [received.tensor]
@@ -364,9 +336,7 @@ class PlainFull:
         to.addresses += [buffer.storage.data_ptr for buffer in (whole, copied) if buffer.nbytes]
         to.ends += [versions.restore, *[buffer.free for buffer in passing]]
 
-    def _unpacking(
-        self, dtype: torch.dtype, world: int, lengths: Sequence[int]
-    ) -> tuple[Scratch, Callable[[], object]]:
+    def _unpacking(self, dtype: torch.dtype, world: int, lengths: Sequence[int]) -> tuple[Scratch, _Call]:
         """The buffer for all ranks' packed slices, and the function that unpacks it into `_outs`."""
         if self._received is None:
             self._received = Scratch(world * sum(map(packed_bytes, lengths)), torch.uint8, self.whole.tensor.device)
@@ -376,7 +346,7 @@ class PlainFull:
             self._received.free()
         return self._received, self._unpack
 
-    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+    def frees(self, keep: bool) -> list[_Call]:
         buffers = [self.staging, self._sent, self._received, *(() if keep else (self.whole, self.copied))]
         return [*[buffer.free for buffer in buffers if buffer is not None and buffer.nbytes], self._versions.spoil]
 

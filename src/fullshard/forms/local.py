@@ -17,39 +17,29 @@ from torch import nn
 from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import read_device, read_dtype, read_is_meta, same_memory
+from ..torch_private.local_tensor import local_part, read_device, read_dtype, read_is_meta, same_memory
 from .changes import Untouched
-from .flat_shard import FlatShard
-from .full import Full, PlainFull
-from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .messages import does_not_fit_local
+from .flat_shard import FlatShard, Run
+from .form import Form
+from .member import NAME_KEY, PART_KEY, Member, attributes_of, hooks_onto
+from .messages import replaced_by_another
 from .row_shard import full_of
-from .rows import refuse_tie
-from .run import Run, take_run
 
 
-class LocalForm:
-    """See the module's docstring, and `Form`.
+class LocalForm(Form):
+    """See the module's docstring, and `Form`. The layout is flat."""
 
-    Args:
-        layout: flat.
-        axes: the mesh.
-        apart: whether shards are on a different device than the mesh (offloading).
-    """
-
-    plain = True
     keeps_originals = True
     counts = True
-    follows = False
     gives_empty = False
     shows_kept = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
-        self.layout, self.axes, self.apart = layout, axes, apart
+        super().__init__(layout, axes, apart)
         self.split = layout.world > 1
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
-        take_run(slot, part, original, local)
+        local.copy_(Run.of(self.layout, slot, self.axes).cut(local_part(original)))
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
         shown = self.view(member, member.local)
@@ -89,8 +79,7 @@ class LocalForm:
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         if member.split is not None:
             whole = member.split.local_of_whole(whole)
-        memory = whole.permute(member.slot.spec.order).reshape(-1)
-        return memory[member.part.start : member.part.start + member.part.numel]
+        return Run.of(self.layout, member.slot, self.axes).cut(whole)
 
     def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         places = [(place.reader, member.sharded) for member in members for place in member.places]
@@ -102,59 +91,37 @@ class LocalForm:
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return any(map(ne, map(_ADDRESS, map(_SHARDED, members)), map(_ADDRESS, map(_LOCAL, members))))
 
-    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        for member in members:
-            for place in member.places:
-                shown = place.shown()
-                if shown is not member.sharded and shown is not member.unsharded:
-                    refuse_tie(member, shown, members, self.axes.global_rank)
-                    member.sharded = self._adopted(member, shown)
-        for member in members:
-            if member.sharded.shape != member.local.shape:
-                raise self.not_fitting(member, member.sharded)
-        return [self.local(member, member.sharded.detach()) for member in members]
-
-    def _adopted(self, member: Member, shown: Any) -> nn.Parameter:
-        """Adopt a Parameter that the user registered instead: this rank's part, or the whole parameter."""
+    def _check_replacement(self, member: Member, shown: Any) -> None:
+        """Accept a Parameter with this rank's part, or with the whole value, of which it keeps this rank's part."""
         if not isinstance(shown, nn.Parameter):
-            raise self.not_fitting(member, shown)
+            raise self._not_fitting(member, shown)
         if tuple(shown.shape) == member.slot.shape and self.split:
             shown.data = self.cut(member, shown.detach()).clone()
         if shown.shape != member.sharded.shape:
-            raise self.not_fitting(member, shown)
-        shown.__dict__.update(identity_of(member.sharded))
-        adopted: nn.Parameter = shown
-        return adopted
+            raise self._not_fitting(member, shown)
 
-    def not_fitting(self, member: Member, shown: Any) -> ReplacementError:
+    def _adopted(self, member: Member) -> torch.Tensor:
+        if member.sharded.shape != member.local.shape:
+            raise self._not_fitting(member, member.sharded)
+        return super()._adopted(member)
+
+    def _not_fitting(self, member: Member, shown: Any) -> ReplacementError:
         """The error for an object in a sharded parameter's place that cannot be adopted."""
-        rank, part = self.axes.global_rank, member.local.shape
-        return does_not_fit_local(member.name, rank, member.slot.shape, part, shown)
+        expected = f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}"
+        return replaced_by_another(member.name, self.axes.global_rank, expected, shown)
 
-    def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
-        for member in members:
-            part = member.part
-            local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
-            shown, sharded = self.view(member, local), member.sharded
-            if not same_memory(sharded, shown) or shard.is_meta or sharded.dtype != shown.dtype:
-                sharded.data = shown
-            member.local = shown
-
-    def follow(self, members: Sequence[Member]) -> None:
-        """Do nothing: users see the members' sharded parameters themselves."""
+    def _point(self, member: Member, local: torch.Tensor) -> None:
+        shown, sharded = self.view(member, local), member.sharded
+        if not same_memory(sharded, shown) or shown.is_meta or sharded.dtype != shown.dtype:
+            sharded.data = shown
+        member.local = shown
 
     def succeed(self, old: Member, new: Member) -> None:
         if self.keeps_originals:
             old.sharded.data = new.local
             new.sharded = old.sharded
         else:
-            old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
-
-    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
-        return PlainFull(self.layout, members, device, dtype)
-
-    def copied(self) -> LocalForm:
-        return type(self)(self.layout, self.axes, self.apart)
+            super().succeed(old, new)
 
 
 _SHARDED, _LOCAL = attrgetter("sharded"), attrgetter("local")

@@ -64,6 +64,11 @@ class Member:
         """The shape of the whole parameter, over all kinds of parallelism."""
         return self.slot.shape if self.split is None else tuple(self.split.shape)
 
+    @property
+    def shown(self) -> Any:
+        """What modules show while the parameter is sharded."""
+        return self.sharded if self.stand_in is None else self.stand_in
+
     def qualify(self, name: str) -> None:
         """Set the name relative to the root, which errors use from now on."""
         self.qualified = name

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, ReplacementError, message
 
-# flat.py
+# flat_parameter.py
 
 
 def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any) -> ConfigError:
@@ -20,7 +20,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         parameter=parameters,
         rank=rank,
         expected=f"a Parameter of shape {(numel,)}",
-        got=_kind_and_shape(replacement),
+        got=kind_and_shape(replacement),
         remedy="change values inside summon_full_params(model), or in place",
         topic="parameter-replaced",
     )
@@ -69,25 +69,7 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
     )
 
 
-# local.py
-
-
-def does_not_fit_local(
-    parameter: str, rank: int, shape: Sequence[int], part: Sequence[int], replacement: Any
-) -> ReplacementError:
-    """The error for a replacement of a local part that cannot be adopted."""
-    return ReplacementError(
-        "A sharded parameter was replaced by an object of the wrong type or shape.",
-        parameter=parameter,
-        rank=rank,
-        expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
-        got=_kind_and_shape(replacement),
-        remedy=_remedy_for(replacement, "change values inside summon_full_params(model), or with copy_"),
-        topic="parameter-replaced",
-    )
-
-
-# retired.py
+# placeholders.py
 
 
 def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
@@ -99,6 +81,18 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
         "modules of the same unit",
         topic="optimizer-built-early",
+    )
+
+
+def hidden_now(called: str, parameter: str | None) -> PhaseError:
+    """The error for using a parameter while its instance is not gathered."""
+    return PhaseError(
+        f"{called} was used on a parameter whose instance is not gathered.",
+        parameter=parameter,
+        expected="use inside the forward of its FullyShardedDataParallel instance",
+        got="use outside of that forward",
+        remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
+        topic="used-while-freed",
     )
 
 
@@ -150,7 +144,7 @@ def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any
         "A sharded parameter's .data was set to a tensor that is not its shard.",
         parameter=name,
         expected=f"{kind} of shape {shape}, split the same way",
-        got=_kind_and_shape(value),
+        got=kind_and_shape(value),
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
         topic="parameter-replaced",
     )
@@ -168,7 +162,7 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
     )
 
 
-# rows.py
+# form.py
 
 
 def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
@@ -184,35 +178,31 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
     )
 
 
-def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, replacement: Any) -> ReplacementError:
+def replaced_by_another(parameter: str, rank: int, expected: str, replacement: Any) -> ReplacementError:
     """The error for a replacement of a sharded parameter that cannot be adopted."""
+    remedy = (
+        "change values in place (copy_, load_state_dict without assign=True, or inside summon_full_params), or assign "
+        "a Parameter that is split the same way"
+    )
+    if isinstance(replacement, torch.Tensor) and not isinstance(replacement, nn.Parameter):  # while a call runs
+        remedy = (
+            "torch.func.functional_call is not supported on a sharded model, because units gather their own "
+            f"parameters: apply it to an unsharded copy; else {remedy}"
+        )
     return ReplacementError(
         "A sharded parameter was replaced by something that is not its shard.",
         parameter=parameter,
         rank=rank,
-        expected=_kind_and_shape(expected),
-        got=_kind_and_shape(replacement),
-        remedy=_remedy_for(
-            replacement,
-            "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
-            "placements",
-        ),
+        expected=expected,
+        got=kind_and_shape(replacement),
+        remedy=remedy,
         topic="parameter-replaced",
     )
 
 
-def _kind_and_shape(value: Any) -> str:
+def kind_and_shape(value: Any) -> str:
+    """A value's class and shape, for errors."""
     return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-
-
-def _remedy_for(replacement: Any, remedy: str) -> str:
-    """The remedy for a replaced parameter; a plain tensor indicates a temporary `functional_call`."""
-    if isinstance(replacement, torch.Tensor) and not isinstance(replacement, nn.Parameter):
-        return (
-            "torch.func.functional_call is not supported on a sharded model, because units gather their own "
-            f"parameters: apply it to an unsharded copy; else {remedy}"
-        )
-    return remedy
 
 
 # split.py
@@ -238,21 +228,6 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
         expected="Shard or Replicate",
         got=placement,
         remedy="redistribute it first",
-    )
-
-
-# stand_in.py
-
-
-def hidden_now(called: str, parameter: str | None) -> PhaseError:
-    """The error for using a parameter while its instance is not gathered."""
-    return PhaseError(
-        f"{called} was used on a parameter whose instance is not gathered.",
-        parameter=parameter,
-        expected="use inside the forward of its FullyShardedDataParallel instance",
-        got="use outside of that forward",
-        remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-        topic="used-while-freed",
     )
 
 
@@ -304,13 +279,6 @@ def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, mi
         got=f"{kind} without {' and '.join(missing)}",
         remedy="for frozen weights call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
         "else implement these methods (they may be set on the class after fully_shard), or pass it in ignored_params",
-    )
-
-
-def freed_whole(parameter: str) -> ConfigError:
-    """The error for a tensor subclass in a unit that would keep a part of its full buffers."""
-    return ConfigError(
-        "A tensor subclass that defines its own gather can only be freed as a whole.", parameter=parameter
     )
 
 

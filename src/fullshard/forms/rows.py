@@ -1,4 +1,8 @@
-"""Rows: every parameter is split along a dim as by `torch.chunk`, and appears as a DTensor."""
+"""The forms of `fully_shard`: each parameter appears as a sharded tensor.
+
+- **rows**: it is split along a dim as by `torch.chunk`, and appears as a DTensor;
+- **runs**: parameters lie back to back and are cut anywhere; each appears as a `FlatShard`, a run of its elements.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..layout import Layout, Part, Slot
-from ..mesh import MeshAxes
+from ..layout import Part, Slot
 from ..torch_private.local_tensor import around_local, keep_mesh, local_of, local_part, same_memory, set_local
 from .changes import Untouched
-from .full import Full, PlainFull
-from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .messages import replaced_by_another, tied_after_sharding
+from .flat_shard import FlatShard, Run
+from .form import Form
+from .member import NAME_KEY, Member, attributes_of, hooks_onto
+from .messages import kind_and_shape, replaced_by_another
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 
-class RowsForm:
-    """See the module's docstring, and `Form`.
-
-    Args:
-        layout: of kind rows.
-        axes: the mesh.
-        apart: whether shards are on a different device than the mesh (offloading).
-    """
-
-    plain = True
-    keeps_originals = False
-    counts = False
-    follows = False
-    gives_empty = True
-    shows_kept = False
-
-    def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
-        self.layout, self.axes, self.apart = layout, axes, apart
+class RowsForm(Form):
+    """See the module's docstring, and `Form`. The layout is of kind rows."""
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
         local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
@@ -104,58 +92,48 @@ class RowsForm:
         inside = [(partial(local_of, member.sharded), member.local) for member in members]
         return Untouched([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
 
-    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        return ()
+    def _check_replacement(self, member: Member, shown: Any) -> None:
+        if not self._alike(member.sharded, shown):
+            raise replaced_by_another(member.name, self.axes.global_rank, kind_and_shape(member.sharded), shown)
 
-    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        return False  # assignments to `.data` are recorded (`assign_data`)
+    def _alike(self, sharded: Any, shown: Any) -> bool:
+        """Whether `shown` is a Parameter that is split like a sharded one."""
+        if not isinstance(shown, nn.Parameter) or not isinstance(shown, DTensor) or shown.shape != sharded.shape:
+            return False
+        return shown.device_mesh == sharded.device_mesh and shown.placements == sharded.placements
 
-    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        for member in members:
-            for place in member.places:
-                shown = place.shown()
-                if shown is not member.sharded and shown is not member.unsharded:
-                    refuse_tie(member, shown, members, self.axes.global_rank)
-                    self._check(member, shown)
-                    shown.__dict__.update(identity_of(member.sharded))
-                    member.sharded = shown
-        return [local_of(member.sharded) for member in members]
-
-    def _check(self, member: Member, shown: Any) -> None:
-        expected: Any = member.sharded
-        if isinstance(shown, nn.Parameter) and isinstance(shown, DTensor) and shown.shape == expected.shape:
-            if shown.device_mesh == expected.device_mesh and shown.placements == expected.placements:
-                return
-        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, shown)
-
-    def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
-        for member in members:
-            part = member.part
-            local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
-            if not same_memory(local_of(member.sharded), local) or shard.is_meta:
-                set_local(member.sharded, local)
-            self._dress(member, member.sharded)
-            member.local = local_of(member.sharded)
-
-    def follow(self, members: Sequence[Member]) -> None:
-        """Do nothing: users see the members' sharded parameters themselves."""
-
-    def succeed(self, old: Member, new: Member) -> None:
-        old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
-
-    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
-        return PlainFull(self.layout, members, device, dtype)
-
-    def copied(self) -> RowsForm:
-        return type(self)(self.layout, self.axes, self.apart)
+    def _point(self, member: Member, local: torch.Tensor) -> None:
+        if not same_memory(local_of(member.sharded), local) or local.is_meta:
+            set_local(member.sharded, local)
+        self._dress(member, member.sharded)
+        member.local = local_of(member.sharded)
 
 
-def refuse_tie(member: Member, shown: Any, members: Sequence[Member], rank: int) -> None:
-    """Raise if `shown`, in the place of `member`, is a different parameter of the same bucket.
+class RunsForm(RowsForm):
+    """See the module's docstring, and `Form`. The layout is flat."""
 
-    Raises:
-        ConfigError: names both.
-    """
-    other = next((other for other in members if other is not member and shown is other.sharded), None)
-    if other is not None:
-        raise tied_after_sharding(member.name, rank, other.name)
+    def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
+        local.copy_(Run.of(self.layout, slot, self.axes).cut(local_part(original)))
+
+    def _dress(self, member: Member, parameter: nn.Parameter) -> None:
+        parameter.__dict__[NAME_KEY] = member.name
+
+    def run_of(self, member: Member) -> Run:
+        """The elements of a member on each rank."""
+        return Run.of(self.layout, member.slot, self.axes)
+
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        return FlatShard(local, self.run_of(member))
+
+    def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if local.is_meta:
+            return torch.empty(member.shape, dtype=local.dtype, device="meta")
+        return FlatShard(local.detach(), self.run_of(member)).full_tensor()
+
+    def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
+        return self.run_of(member).cut(whole.detach())
+
+    def _alike(self, sharded: Any, shown: Any) -> bool:
+        if not isinstance(shown, FlatShard) or not isinstance(shown, nn.Parameter) or shown.shape != sharded.shape:
+            return False
+        return shown._run.same_as(sharded._run)

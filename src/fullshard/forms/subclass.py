@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from .full import Full, GatherPlan, show_as_parameter
 from .member import Member
 from .messages import (
     does_not_gather_itself,
-    freed_whole,
+    kind_and_shape,
     not_cut_into_chunks,
     replaced_by_another,
     returned_another_shape,
@@ -142,12 +142,11 @@ class SubclassForm(RowsForm):
         set_local(view, local)
         return view
 
-    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        chunks = super().adopt(members)
-        for member, local in zip(members, chunks, strict=True):
-            if type(local) is not type(member.local) or local.shape != member.local.shape:
-                raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, local)
-        return chunks
+    def _adopted(self, member: Member) -> torch.Tensor:
+        local = super()._adopted(member)
+        if type(local) is not type(member.local) or local.shape != member.local.shape:
+            raise replaced_by_another(member.name, self.axes.global_rank, kind_and_shape(member.sharded), local)
+        return local
 
     def point(self, members: Sequence[Member], shard: Any) -> None:
         for member in members:
@@ -160,7 +159,7 @@ class SubclassForm(RowsForm):
     def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
         return SubclassFull(self, members, device, dtype)
 
-    def copied(self) -> SubclassForm:
+    def copied(self) -> Self:
         return type(self)(self.layout, self.axes, self.policy, self.apart)
 
 
@@ -197,7 +196,7 @@ def rows_on_rank(tensor: Any, axis: Axis) -> Any:
     return chunks[axis.rank] if axis.rank < len(chunks) else chunks[0][:0]
 
 
-class SubclassFull:
+class SubclassFull(Full):
     """The full buffers of a bucket of extensions.
 
     The bytes of all tensors that the parameters send lie side by side in a buffer, which a single collective gathers.
@@ -212,6 +211,10 @@ class SubclassFull:
         form: of the bucket.
         members: its parameters.
         device, dtype: compute device and compute dtype; the dtype is passed to `fsdp_post_all_gather`.
+
+    Attributes:
+        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`.
+        received_bytes: allocated from `fills` to `ends` of the last gather, including its part of `copied_bytes`.
     """
 
     def __init__(self, form: SubclassForm, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
@@ -232,13 +235,7 @@ class SubclassFull:
         return sum([storage.nbytes() for storage in (*[buffer.storage for buffer in buffers], *inner)])
 
     def plan(
-        self,
-        to: GatherPlan,
-        comm: Gathers,
-        axis: Axis,
-        source: Chunks,
-        keeps: bool = False,
-        gather_dtype: torch.dtype | None = None,
+        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
     ) -> None:
         to.begins.append(partial(self._begin, comm, axis, self._mesh(), source))
         to.gathers.append(partial(self._gather, comm, axis))
@@ -332,9 +329,6 @@ class SubclassFull:
             counts_of_all[i] = [(max(column), sum(column)) for column in columns]
         return counts_of_all
 
-    def cut(self, axis: Axis) -> torch.Tensor:
-        raise freed_whole(self._gathered[0].member.name)
-
     def _fill(self) -> None:
         for out in self._received:
             out.allocate()
@@ -352,7 +346,7 @@ class SubclassFull:
     def _end(self) -> None:
         self.copied_bytes = sum([gathered.free_unused() for gathered in self._gathered])
 
-    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+    def frees(self, keep: bool) -> list[Callable[[], object]]:
         return [self._free]
 
     def _free(self) -> None:
@@ -364,6 +358,7 @@ class SubclassFull:
                 storage.resize_(0)
 
     def addresses(self) -> list[int]:
+        """The current addresses of the buffers."""
         return [out.storage.data_ptr() for out in self._received]
 
     def differs(self, source: Any) -> torch.Tensor:

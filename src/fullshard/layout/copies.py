@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .plan import Layout, Piece, round_up
 
@@ -29,9 +29,10 @@ class Columns:
 
 def columns_of(layout: Layout) -> tuple[Columns, ...]:
     """The segments in which a single kernel copies all gradients in, or all parameters out."""
-    columns, base = [], 0
+    columns = []
     for index, segment in enumerate(layout.segments):
-        if segment.in_columns:
+        base = layout.staging_offsets[index]
+        if segment.in_columns and base is not None:
             slots = [(slot.offset, i) for i, slot in enumerate(layout.slots) if slot.segment == index and slot.numel]
             order = [i for _, i in sorted(slots)]
             widths = [layout.slots[i].spec.chunk_numel(layout.world) for i in order]
@@ -40,8 +41,6 @@ def columns_of(layout: Layout) -> tuple[Columns, ...]:
                 offsets.append(round_up(offsets[-1] + layout.world * widths[-1], layout.align))
                 widths.append(padding)
             columns.append(Columns(index, base, tuple(order), tuple(widths), tuple(offsets)))
-        if segment.full_offset is None:
-            base += layout.world * segment.slice_numel
     return tuple(columns)
 
 
@@ -51,24 +50,13 @@ def copies_out(layout: Layout) -> tuple[Piece, ...]:
     Excludes the segments of `columns_of`. Offsets count within these two buffers: the concatenated staging segments,
     and the full bucket from `layout.in_place_numel` on.
     """
-    pieces, base = [], 0
-    for index, segment in enumerate(layout.segments):
-        if segment.full_offset is not None:
-            continue
-        for slot in layout.slots:
-            if slot.segment == index and not segment.in_columns:
-                start = slot.full_offset - layout.in_place_numel
-                pieces += [
-                    Piece(
-                        p.sizes,
-                        p.parameter_strides,
-                        start + p.parameter_offset,
-                        p.gathered_strides,
-                        base + p.gathered_offset,
-                    )
-                    for p in layout.pieces(slot)
-                ]
-        base += layout.world * segment.slice_numel
+    pieces = []
+    for slot in layout.slots:
+        base, start = layout.staging_offsets[slot.segment], slot.full_offset - layout.in_place_numel
+        if base is not None and not layout.segments[slot.segment].in_columns:
+            for piece in layout.pieces(slot):
+                at, gathered = start + piece.parameter_offset, base + piece.gathered_offset
+                pieces.append(replace(piece, parameter_offset=at, gathered_offset=gathered))
     return merged(pieces)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .messages import no_such_dim, scalar_in_rows, uneven_dim
+from .messages import scalar_in_rows, uneven_dim
 from .plan import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
 
 _MAX_PADDING = 64
@@ -88,8 +88,7 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
 def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not spec.shape:
         raise scalar_in_rows(spec.name)
-    if not 0 <= spec.dim < len(spec.shape):
-        raise no_such_dim(spec.name, spec.shape, spec.dim)
+    assert 0 <= spec.dim < len(spec.shape), f"parameter {spec.name} of shape {spec.shape} has no dim {spec.dim}"
     if spec.dim != 0 and spec.shape[spec.dim] % world:
         raise uneven_dim(spec.name, spec.shape, spec.dim, world)
 

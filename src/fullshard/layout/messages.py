@@ -17,11 +17,6 @@ def scalar_in_rows(parameter: str) -> LayoutError:
     )
 
 
-def no_such_dim(name: str, shape: Sequence[int], dim: int) -> LayoutError:
-    """The error for a shard of a dim that the parameter lacks."""
-    return LayoutError(f"parameter {name} has shape {shape}: there is no dim {dim} to shard")
-
-
 def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenError:
     """The error for an uneven split of a dim other than the first."""
     return UnevenError(

@@ -211,6 +211,21 @@ class Layout:
         return sum(self.world * s.slice_numel for s in self.segments if s.full_offset is None)
 
     @cached_property
+    def staging_offsets(self) -> tuple[int | None, ...]:
+        """By segment, its first element in the staging buffer; None if it is gathered in place."""
+        offsets: list[int | None] = []
+        base = 0
+        for segment in self.segments:
+            offsets.append(base if segment.full_offset is None else None)
+            base += self.world * segment.slice_numel if segment.full_offset is None else 0
+        return tuple(offsets)
+
+    @cached_property
+    def slice_lengths(self) -> list[int]:
+        """By segment, the length of a rank's slice."""
+        return [segment.slice_numel for segment in self.segments]
+
+    @cached_property
     def in_place_numel(self) -> int:
         """Number of elements of the full bucket, from its start, gathered in place; the rest is copied from staging."""
         copied = [slot.full_offset for slot in self.slots if self.segments[slot.segment].full_offset is None]
@@ -246,11 +261,9 @@ class Layout:
         """The part of `slot` that `rank` holds; for rows exactly the chunk of `torch.chunk`."""
         segment = self.segments[slot.segment]
         if self.kind == "flat":
-            low = rank * segment.slice_numel
-            start = min(max(low, slot.offset), slot.offset + slot.numel)
-            stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))
-            numel = stop - start
-            return Part(segment.shard_offset + (start - low if numel else 0), (numel,), (1,), start - slot.offset)
+            start, stop = run_on_rank(slot.offset, slot.numel, segment.slice_numel, rank)
+            at = slot.offset + start - rank * segment.slice_numel if stop > start else 0
+            return Part(segment.shard_offset + at, (stop - start,), (1,), start)
         rows, extent = _chunk(slot, self.world), slot.shape[slot.spec.dim]
         start, stop = min(rank * rows, extent), min((rank + 1) * rows, extent)
         shape = _with_extent(slot, stop - start)
@@ -324,6 +337,12 @@ def _with_extent(slot: Slot, extent: int) -> tuple[int, ...]:
     """The slot's shape with `extent` along the dim that is cut."""
     shape, dim = slot.spec.shape, slot.spec.dim
     return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def run_on_rank(offset: int, numel: int, slice_numel: int, rank: int) -> tuple[int, int]:
+    """The elements [start, stop) that `rank` holds of a parameter that begins at `offset` of a gathered segment."""
+    start = min(max(rank * slice_numel - offset, 0), numel)
+    return start, max(start, min((rank + 1) * slice_numel - offset, numel))
 
 
 def check_sizes(world: int, align: int) -> None:

@@ -48,12 +48,7 @@ class Lines:
         all_own: whether all three are the engine's own.
     """
 
-    def __init__(
-        self,
-        data: dist.ProcessGroup,
-        side: dist.ProcessGroup,
-        apart: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, data: dist.ProcessGroup, side: dist.ProcessGroup, apart: dist.ProcessGroup) -> None:
         self.data, self.side, self.apart = data, side, apart
         self.is_open, self.all_own = side is not data, apart is not data
 

@@ -20,7 +20,7 @@ from ..comm import objects_of_all
 from ..containers import leaves_in
 from ..errors import CheckpointError, ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
-from ..forms.run import Run
+from ..forms.flat_shard import Run
 from ..mesh import Axis, device_of
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside

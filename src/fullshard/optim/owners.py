@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..comm import has_streams, objects_of_all, reduce_value
 from ..errors import ConfigError, DivergenceError
 from ..forms import NAME_KEY, FlatShard, owner_of
-from ..forms.run import Run
+from ..forms.flat_shard import Run
 from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
 from ..torch_private.mesh_without_group import AbsentGroup

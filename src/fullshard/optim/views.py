@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ArgumentTypeError, ConfigError
 from ..runtime import take_over_replaced
-from ..shard import Bucket, add_views, members_of, run_of, units_of
+from ..shard import Bucket, members_of, run_of, units_of
 
 
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
@@ -83,7 +83,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             elif bucket.flat_parameter is not None:  # a view already
                 views += [bucket.flat_parameter] if is_wanted(bucket.flat_parameter) else []
             elif chosen := {i for i, member in enumerate(bucket.members) if is_wanted(member.sharded)}:
-                views.extend(add_views(gradients.delivery, _runs(bucket, chosen)))
+                views.extend(gradients.delivery.add_views(_runs(bucket, chosen)))
     return views + plain
 
 

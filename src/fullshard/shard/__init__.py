@@ -1,22 +1,19 @@
 """Units, buckets and gradients: shards and gathered memory. Owns every long-lived tensor."""
 
-from .asked import CHECKS, When, ask
-from .bucket import Bucket
-from .build import BuildSettings, build_unit, plan_unit, policy_of, settings_of, share_over
-from .checks import check_parameters
+from .asked import When, ask, before_step, follow_views, refuse_meta
+from .bucket import Bucket, share_over
+from .build import build_unit, plan_unit, policy_of
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
-from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
+from .find import Found, Rehearsal, check_parameters, check_ties, find_parameters, find_shared, show_shared, walk
 from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse_unreduced, release_all
 from .hooks import sees_gradients, shown_empty
-from .lookup import all_ranks_hold, members_of, refuse_meta, units_of
 from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
-from .optimizer_view import FlatView
 from .parking import Mover, is_parked, offload_unit, park_unit, refuse_parked, resume_unit
+from .plan import BuildSettings
 from .reduce_buffer import PlannedReduction
-from .scaling import MEAN, REDUCTIONS, ReduceSettings
+from .scaling import MEAN, REDUCTIONS, ReduceSettings, TokenCount
 from .share import Share
-from .tokens import TokenCount
-from .unit import State, Unit
-from .views import add_views, before_step, follow_views, run_of
+from .unit import State, Unit, all_ranks_hold, members_of, units_of
+from .views import FlatView, run_of

@@ -1,55 +1,35 @@
-"""The state that users may change, and when the engine looks at it: the checks, as data.
+"""The checks of what users may have changed: at rest, at the beginning of a backward, before an optimizer's step.
 
 A check compares the current state with what the engine created, for all units at once, in C; units are inspected one
-by one only if something differs. `ask` runs the checks at rest and at the beginning of a backward. The others are part
-of a unit's own moments, in the files that the table names. `docs/architecture.md` contains the table.
+by one only if something differs. Other checks are part of a unit's own moments: `docs/architecture.md` lists them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 
+import torch
+
 from ..containers import NONES, drain
+from ..forms import PART_KEY, owner_of
 from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad, write_grad
 from .bucket import Bucket, none_replaced
+from .delivery import follow
 from .gradients import Gradients, release_all
-from .lookup import refuse_meta
-from .optimizer_view import OptimizerView
+from .messages import forward_on_meta
 from .parking import refuse_parked
 from .unit import Unit
+from .views import OptimizerView
 
 
 class When(Enum):
-    """The moment at which a check compares."""
+    """The moment at which the engine looks."""
 
     REST = "at rest, before a pass"
-    GATHER = "when a unit is opened or closed"
     BACKWARD = "at a backward's beginning"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A check for one kind of change by users.
-
-    Attributes:
-        name: the change.
-        compares: what is compared.
-        when: the moment of the comparison.
-        does: what follows: an error, or what is taken over.
-        where: the file that compares.
-        run: checks all units at once; None: the check is part of a unit's own moment.
-    """
-
-    name: str
-    compares: str
-    when: When
-    does: str
-    where: str
-    run: Callable[[Sequence[Unit]], None] | None = None
 
 
 _GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
@@ -58,7 +38,7 @@ _SHARDED, _VIEWS, _FLAT = attrgetter("sharded"), attrgetter("delivery.views"), a
 _ALONE, _TENSOR, _ADOPTED = attrgetter("alone"), attrgetter("tensor"), attrgetter("adopted")
 _MEMBERS = attrgetter("bucket.sharded")
 _SHOWN, _SUMMONED = attrgetter("showing.unsharded"), attrgetter("showing.summoned")
-_ASSIGNED = attrgetter("touched.assigned")
+_ASSIGNED, _IS_META = attrgetter("touched.assigned"), attrgetter("shard.is_meta")
 
 
 def _refresh(units: Sequence[Unit]) -> None:
@@ -110,54 +90,50 @@ def _all_followed(buckets: Sequence[Bucket]) -> bool:
     return [*now] == [*chain.from_iterable(followed)]
 
 
-REST, GATHER, BACKWARD = When
-CHECKS = (
-    Check(
-        "parameters, their storage, `requires_grad` or `.grad` were assigned",
-        "objects, addresses and dtypes (`Untouched`), `requires_grad`, `.grad` with None",
-        *(REST, "taken over, or `ConfigError`; memory of gradients that are None is given back", "shard/asked.py"),
-        _refresh,
-    ),
-    Check("the model was parked", "whether any is", REST, "`PhaseError`", "shard/parking.py", refuse_parked),
-    Check("shards are on meta", "`shard.is_meta`", REST, "`PhaseError`", "shard/lookup.py", refuse_meta),
-    Check(
-        "a parameter was added to a module",
-        *("torch's count of registrations", REST, "`PhaseError` if it trains", "runtime/additions.py"),
-    ),
-    Check(
-        "weights were changed while their unit stays gathered",
-        *("the values, or counts of changes", REST, "gathered again", "agreement/stale.py"),
-    ),
-    Check(
-        "a Parameter was assigned to a module in a forward",
-        *("what is registered with what was shown", GATHER, "`PhaseError`", "shard/showing.py"),
-    ),
-    Check(
-        "a forward wrote to its own parameters",
-        *("versions and addresses of unsharded parameters", GATHER, "`PhaseError`", "forms/full.py"),
-    ),
-    Check(
-        "`requires_grad` changed since the forward", "`requires_grad`", BACKWARD, "followed", "shard/asked.py", _follow
-    ),
-    Check(
-        "whole parameters are shown (`summon_full_params`)",
-        *("`showing.summoned`", BACKWARD, "`UsageError`", "runtime/root.py"),
-    ),
-    Check(
-        "weights were changed between a forward and its backward",
-        *("`Unit.version` with that of the call", BACKWARD, "`PhaseError` on all ranks", "runtime/step.py"),
-    ),
-)
-_RUNS = {when: [check.run for check in CHECKS if check.when is when and check.run is not None] for when in When}
+def refuse_meta(units: Sequence[Unit]) -> None:
+    """Raise if any of these units has parameters without values.
+
+    Raises:
+        PhaseError: there are such parameters; names all of them.
+    """
+    buckets = [*chain.from_iterable(map(_BUCKETS, units))]
+    if True in map(_IS_META, buckets):
+        raise forward_on_meta([member.name for bucket in buckets if bucket.shard.is_meta for member in bucket.members])
+
+
+_CHECKS: dict[When, tuple[Callable[[Sequence[Unit]], None], ...]] = {
+    When.REST: (_refresh, refuse_parked, refuse_meta),
+    When.BACKWARD: (_follow,),
+}
 
 
 def ask(when: When, units: Sequence[Unit]) -> None:
-    """Run the checks of a moment that cover all units at once, in the table's order.
+    """Run the checks of a moment, in order.
 
     Raises:
         ConfigError: a parameter was replaced by a tensor that cannot be its shard.
         PhaseError: units are parked, or have no values.
     """
     with plain_access():
-        for run in _RUNS[when]:
-            run(units)
+        for check in _CHECKS[when]:
+            check(units)
+
+
+def follow_views(parameters: Iterable[torch.Tensor]) -> None:
+    """Take over gradients that users assigned to parameters under optimizer views; `parameters` may include others."""
+    for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
+        follow([gradients.delivery for gradients in unit.gradients if gradients.delivery.views])
+
+
+def before_step(units: Sequence[Unit]) -> None:
+    """Take over storage and gradients that users assigned to parameters under optimizer views, which show the old ones.
+
+    Raises:
+        ConfigError: see `Unit.refresh` and `follow`.
+    """
+    viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
+    unchanged = none_replaced([bucket for unit in viewed for bucket in unit.buckets])
+    for unit in units:
+        if unit.touched.assigned or (not unchanged and unit in viewed and unit.replaced()):
+            unit.refresh()
+    follow([gradients.delivery for unit in viewed for gradients in unit.gradients if gradients.delivery.views])

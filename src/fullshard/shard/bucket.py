@@ -12,6 +12,7 @@ The form decides how a sharded parameter shows (`forms/`). Gradients have their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -35,13 +36,14 @@ from ..forms import (
     hooks_onto,
     take_grad_dtype,
 )
-from ..layout import Layout, ParameterSpec, Part
-from ..mesh import Axis, MeshAxes
+from ..layout import Layout, Part
+from ..mesh import Axis
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
 from ..watcher import RANK
 from .messages import on_another_device, partly_on_meta, several_dtypes
 from .offload import Home
+from .plan import BuildSettings, plan_bucket
 
 
 class Bucket:
@@ -53,17 +55,16 @@ class Bucket:
     Args:
         drafts: the parameters, in the order of `layout.slots`.
         layout: the plan.
-        axes: the mesh.
         form: how the parameters show while sharded.
-        compute_dtype: dtype of `full`; None: the storage dtype.
-        replan: creates the layout and form for any subset of these parameters.
-        home: memory of the shard and its gradients, if that is not the mesh's device.
+        settings: how the bucket was built.
         chunks: the shard with its values, if it is not plain; None: create one, and copy values in.
-        gather_dtype, scatter_dtype, all_reduce_dtype: see `MixedPrecisionPolicy`; None where not used.
-        error_feedback: the same; False where nothing is reduced in 8 bits.
 
     Attributes:
+        axes: the mesh.
+        home: memory of the shard and its gradients now, if that is not the mesh's device.
         compute_dtype: dtype of gathered parameters.
+        gather_dtype, scatter_dtype, all_reduce_dtype: see `MixedPrecisionPolicy`; None where not used.
+        error_feedback: the same; False where nothing is reduced in 8 bits.
         turns: order the streams that use the bucket's memory.
         trains: whether any parameter required a gradient at the beginning of the last forward or backward.
         sharded, unsharded: the members' parameters; see `list_sharded`.
@@ -72,31 +73,20 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        drafts: Sequence[Draft],
-        layout: Layout,
-        axes: MeshAxes,
-        form: Form,
-        compute_dtype: torch.dtype | None,
-        replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]],
-        home: Home | None = None,
-        chunks: Chunks | None = None,
-        gather_dtype: torch.dtype | None = None,
-        scatter_dtype: torch.dtype | None = None,
-        all_reduce_dtype: torch.dtype | None = None,
-        error_feedback: bool = False,
+        self, drafts: Sequence[Draft], layout: Layout, form: Form, settings: BuildSettings, chunks: Chunks | None = None
     ) -> None:
-        first = drafts[0].original
-        self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
+        first, axes, policy = drafts[0].original, settings.axes, settings.policy
+        self.layout, self.form, self.settings, self.axes, self.home = layout, form, settings, axes, settings.home
         self.turns = turns_on(axes.device)
         self.storage_dtype = first.dtype
-        self.own_compute_dtype = compute_dtype
-        self.compute_dtype = compute_dtype or first.dtype
+        self.own_compute_dtype = settings.compute_dtype(first.dtype)
+        self.compute_dtype = self.own_compute_dtype or first.dtype
         packs = form.plain and first.dtype.is_floating_point and first.dtype.itemsize > 1
         shards, replicates = packs and axes.shard.size > 1, packs and axes.copies > 1
-        self.gather_dtype, self.scatter_dtype = (gather_dtype, scatter_dtype) if shards else (None, None)
-        self.all_reduce_dtype = all_reduce_dtype if replicates else None
-        self.error_feedback = error_feedback and bool(self.scatter_dtype or self.all_reduce_dtype)
+        self.gather_dtype = policy.gather_dtype if shards else None
+        self.scatter_dtype = policy.scatter_dtype if shards else None
+        self.all_reduce_dtype = policy.all_reduce_dtype if replicates else None
+        self.error_feedback = policy.error_feedback and bool(self.scatter_dtype or self.all_reduce_dtype)
         device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
         self.shard: Any = self._new_shard(first.dtype, device) if chunks is None else chunks
@@ -217,7 +207,7 @@ class Bucket:
     def sent_bytes(self) -> int:
         """Bytes of this rank's slice as a gather sends it; not for extensions."""
         if self.gather_dtype is not None:
-            return sum(map(packed_bytes, self._slice_lengths))
+            return sum(map(packed_bytes, self.layout.slice_lengths))
         return self.layout.shard_numel * self.compute_dtype.itemsize
 
     @property
@@ -276,12 +266,7 @@ class Bucket:
         """The shard, which is on the compute device, as gathers send it."""
         if self.gather_dtype is None:
             return shard.to(self.compute_dtype)
-        return packed(shard, self._slice_lengths, self.gather_dtype)
-
-    @property
-    def _slice_lengths(self) -> list[int]:
-        """Elements of this rank's slice of each segment."""
-        return [segment.slice_numel for segment in self.layout.segments]
+        return packed(shard, self.layout.slice_lengths, self.gather_dtype)
 
     def _source(self) -> Any:
         """Return the shard's values as the gather delivers them, on the compute device and in the compute dtype."""
@@ -291,7 +276,7 @@ class Bucket:
         if self.home is not None:
             shard = self.home.fetch(shard)
         if self.gather_dtype is not None:
-            return rounded(shard, self._slice_lengths, self.gather_dtype, self.compute_dtype)
+            return rounded(shard, self.layout.slice_lengths, self.gather_dtype, self.compute_dtype)
         return shard.to(self.compute_dtype)
 
     def drop_plans(self) -> None:
@@ -328,12 +313,6 @@ class Bucket:
             return torch.zeros(len(self.members), dtype=torch.bool, device=self.device)
         self.turns.take()
         return self.full.differs(self._source())
-
-    def checksum(self) -> int:
-        """Return the sum of the shard's bytes read as 64-bit integers; 0 if the shard is not plain."""
-        if not self.form.plain or not self.shard.numel():
-            return 0
-        return int(self.shard.view(torch.uint8)[: self.shard.nbytes // 8 * 8].view(torch.int64).sum())
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Gather in `dtype` from now on; None: in the storage dtype. The bucket must be sharded."""
@@ -397,7 +376,7 @@ class Bucket:
                 self.rehome(shard)
         for member in self.members:
             for place in member.places:
-                place.show(member.sharded if member.stand_in is None else member.stand_in)
+                place.show(member.shown)
         return alike
 
     def rehome(self, shard: Any) -> None:
@@ -443,14 +422,14 @@ class Bucket:
         staying = [member for member in self.members if member is not leaving]
         if not staying:
             return None
-        layout, form = self.replan([member.slot.spec for member in staying])
-        form.apart = self.form.apart  # type: ignore[attr-defined]  # offloaded since it was planned
+        layout, form = plan_bucket([member.slot.spec for member in staying], self.storage_dtype, self.settings)
+        form.apart = self.form.apart  # offloaded since it was planned
         # When a parameter leaves, runs of a flat layout move: copy values through whole tensors.
         drafts = [
             Draft(m.name, nn.Parameter(self.whole(m), requires_grad=m.sharded.requires_grad), m.places) for m in staying
         ]
-        sent = self.gather_dtype, self.scatter_dtype, self.all_reduce_dtype, self.error_feedback
-        rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home, None, *sent)
+        policy = replace(self.settings.policy, param_dtype=self.own_compute_dtype)
+        rest = Bucket(drafts, layout, form, replace(self.settings, home=self.home, policy=policy))
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             take_grad_dtype(new.sharded, old.sharded)
@@ -489,6 +468,15 @@ def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 _UNTOUCHED = attrgetter("untouched")
+
+
+def share_over(bucket: Bucket, ranks: int) -> float:
+    """A rank's elements if the bucket were split over so many ranks, padding included, over those that it has."""
+    axes = bucket.axes
+    shard = replace(axes.shard, size=ranks, ranks=tuple(range(ranks)))
+    settings = replace(bucket.settings, axes=replace(axes, shard=shard))
+    layout, _ = plan_bucket([member.slot.spec for member in bucket.members], bucket.storage_dtype, settings)
+    return float(layout.shard_numel / max(bucket.layout.shard_numel, 1))
 
 
 def none_replaced(buckets: Sequence[Bucket]) -> bool:

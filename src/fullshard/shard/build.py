@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..comm import Comm
 from ..forms import (
     OWNER_KEY,
     SUCCESSOR_KEY,
@@ -21,10 +18,6 @@ from ..forms import (
     Draft,
     Form,
     Owner,
-    RowsForm,
-    RunsForm,
-    SpmdMesh,
-    SubclassForm,
     TensorParallel,
     attributes_of,
     chunk_of,
@@ -35,13 +28,12 @@ from ..forms import (
     successor_of,
     take_grad_dtype,
 )
-from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from ..layout import Blocks, Layout, ParameterSpec
 from ..mesh import MeshAxes, refuse_misread, resolve_mesh
 from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
 from .find import Found
-from .gradient_dtypes import GradientDtypes
 from .messages import (
     mesh_on_another_device,
     not_cut_into_blocks,
@@ -49,38 +41,10 @@ from .messages import (
     unusable_override,
     unusable_placement,
 )
-from .offload import Home
+from .plan import BuildSettings, plan_bucket
 from .unit import Unit
 
 logger = logging.getLogger("fullshard")
-
-MakeForm = Callable[[Layout, MeshAxes, bool], Form]
-"""Creates the form for a layout, the mesh, and whether shards lie apart from the mesh's device."""
-
-
-@dataclass(frozen=True)
-class BuildSettings:
-    """How a unit is built: the front-end arguments that shape it.
-
-    Attributes:
-        axes, comm, policy, layout: defaults for parameters without their own.
-        placement: `shard_placement_fn`.
-        spmd: the mesh of which `axes` are some of the dims.
-        form: creates the form; None: DTensors for rows, FlatShards for runs.
-        home: memory of shards and gradients, if that is not the mesh's device.
-        keeps_compute_dtype, reduces_as_computed: see `GradientDtypes`.
-    """
-
-    axes: MeshAxes
-    comm: Comm
-    policy: MixedPrecisionPolicy
-    layout: str | Blocks
-    placement: Callable[[nn.Parameter], Any] | None = None
-    spmd: SpmdMesh | None = None
-    form: MakeForm | None = None
-    home: Home | None = None
-    keeps_compute_dtype: bool = False
-    reduces_as_computed: bool = False
 
 
 @dataclass
@@ -88,7 +52,6 @@ class PlannedBucket:
     """A bucket to be: its parameters, its layout and form, and its own settings.
 
     Attributes:
-        replan: creates the layout and form for any subset of its parameters.
         chunks: for extensions, the shard with its values; None for plain parameters.
     """
 
@@ -96,7 +59,6 @@ class PlannedBucket:
     layout: Layout
     form: Form
     settings: BuildSettings
-    replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]]
     chunks: Chunks | None = None
 
 
@@ -107,42 +69,28 @@ def plan_unit(parameters: Sequence[Found], settings: BuildSettings) -> list[Plan
         LayoutError: the layout cannot hold a parameter.
         ConfigError: an unusable placement, mesh, or combination; an `AssertedError` if the parameter lacks the dim.
     """
-    classes: dict[tuple[Any, ...], list[Found]] = {}
+    classes: dict[tuple[Any, ...], tuple[BuildSettings, list[Found]]] = {}
     for item in parameters:
         parameter = item.parameter
-        item.placement, item.axes = choose_placement(item, settings)
-        item.policy = policy_of(item.name, item.parameter, settings.policy)
-        computed = item.policy.param_dtype
-        gradients = explicit_grad_dtype(parameter)
-        rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # has its own layout
-        extends = is_extension(parameter)
-        key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, extends, computed, gradients, rows
-        classes.setdefault(key, []).append(item)
+        item.placement, axes = choose_placement(item, settings)
+        own = replace(settings, axes=axes, policy=policy_of(item.name, parameter, settings.policy))
+        if is_block_shard(item.placement):
+            own = replace(own, layout=Blocks(parameter.shape[-1]))
+        if is_extension(parameter):
+            own = replace(own, extensions=settings.policy)
+        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, explicit_grad_dtype(parameter)
+        key = *kind, axes, own.policy.param_dtype, own.layout, own.extensions is not None
+        classes.setdefault(key, (own, []))[1].append(item)
     planned = []
-    for items in classes.values():
-        bucket_settings = replace(
-            settings, axes=items[0].axes or settings.axes, policy=items[0].policy or settings.policy
-        )
-        first = items[0]
-        if is_block_shard(first.placement):
-            bucket_settings = replace(bucket_settings, layout=Blocks(first.parameter.shape[-1]))
-        if is_extension(first.parameter):
-            replan = partial(
-                _plan_extensions, dtype=first.parameter.dtype, settings=bucket_settings, policy=settings.policy
-            )
-        else:
-            replan = partial(_plan, dtype=first.parameter.dtype, settings=bucket_settings)
-        layout, form = replan([_spec(item, bucket_settings) for item in items])
-        bucket = PlannedBucket(items, layout, form, bucket_settings, replan)
+    for own, items in classes.values():
+        layout, form = plan_bucket([_spec(item) for item in items], items[0].parameter.dtype, own)
+        bucket = PlannedBucket(items, layout, form, own)
         for item in items:
-            item.split = _split(item, bucket_settings)
+            item.split = _split(item, own)
         if not form.plain:
-            keep = None if settings.home is None else settings.home.keep
-            chunks = [
-                chunk_of(item.parameter, slot, bucket_settings.axes, keep)
-                for item, slot in zip(items, layout.slots, strict=True)
-            ]
-            bucket.chunks = Chunks(layout.slots, chunks)
+            keep = None if own.home is None else own.home.keep
+            rows = [chunk_of(i.parameter, slot, own.axes, keep) for i, slot in zip(items, layout.slots, strict=True)]
+            bucket.chunks = Chunks(layout.slots, rows)
         planned.append(bucket)
     return planned
 
@@ -162,29 +110,9 @@ def build_unit(parameters: Sequence[Found], settings: BuildSettings) -> Unit:
             logger.info("%s: %s", bucket.layout.name, bucket.layout.note)
     buckets = []
     for plan in planned:
-        bucket_settings = plan.settings
-        keeps = plan.form.keeps_originals
-        drafts = [_draft(item, keeps) for item in plan.items]
-        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, bucket_settings.policy)
-        buckets.append(
-            Bucket(
-                drafts,
-                plan.layout,
-                bucket_settings.axes,
-                plan.form,
-                compute_dtype,
-                plan.replan,
-                bucket_settings.home,
-                plan.chunks,
-                bucket_settings.policy.gather_dtype,
-                bucket_settings.policy.scatter_dtype,
-                bucket_settings.policy.all_reduce_dtype,
-                bucket_settings.policy.error_feedback,
-            )
-        )
-    dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)
-    unit = Unit(buckets, dtypes)
-    unit.rank = settings.axes.global_rank
+        drafts = [_draft(item, plan.form.keeps_originals) for item in plan.items]
+        buckets.append(Bucket(drafts, plan.layout, plan.form, plan.settings, plan.chunks))
+    unit = Unit(buckets, settings)
     for plan, built in zip(planned, buckets, strict=True):
         for item, member in zip(plan.items, built.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = Owner(unit)
@@ -204,8 +132,7 @@ def _split(item: Found, settings: BuildSettings) -> TensorParallel | None:
     if item.owner is not None or not isinstance(item.parameter, DTensor):
         return None
     apart = settings.layout == "flat"  # the wrapper: its sharded parameters are plain tensors
-    dim = _spec(item, settings).dim
-    return TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd, apart)
+    return TensorParallel.of(item.parameter, item.name, settings.axes, _spec(item).dim, settings.spmd, apart)
 
 
 def _draft(item: Found, keep_object: bool) -> Draft:
@@ -240,89 +167,18 @@ def policy_of(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) 
     return replace(policy, param_dtype=None) if chosen is dtype and dtype is not policy.param_dtype else policy
 
 
-def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    return policy.param_dtype if dtype.is_floating_point else None
-
-
-def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings) -> tuple[Layout, Form]:
-    """Return the layout of parameters of `dtype`, and the form in which they show."""
-    layout = _layout(specs, dtype, settings)
-    apart = settings.home is not None
-    if settings.form is not None:
-        return layout, settings.form(layout, settings.axes, apart)
-    form = RunsForm if layout.holds_runs else RowsForm
-    return layout, form(layout, settings.axes, apart)
-
-
-def settings_of(bucket: Bucket) -> BuildSettings:
-    """The settings from which a bucket was built."""
-    replan: Any = bucket.replan
-    settings: BuildSettings = replan.keywords["settings"]
-    return settings
-
-
-def share_over(bucket: Bucket, ranks: int) -> float:
-    """A rank's elements if the bucket were split over so many ranks, padding included, over those that it has."""
-    settings = settings_of(bucket)
-    shard = replace(settings.axes.shard, size=ranks, ranks=tuple(range(ranks)))
-    other = replace(settings, axes=replace(settings.axes, shard=shard))
-    replan: Any = bucket.replan
-    layout, _ = replan([member.slot.spec for member in bucket.members], settings=other)
-    return float(layout.shard_numel / max(bucket.layout.shard_numel, 1))
-
-
-def _plan_extensions(
-    specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings, policy: MixedPrecisionPolicy
-) -> tuple[Layout, Form]:
-    """As `_plan`, for extensions: only gradients use this layout, in one segment, which costs no additional copy.
-
-    Args:
-        policy: the unit's policy, which is passed to extensions.
-    """
-    numel = sum(math.prod(spec.shape) for spec in specs)
-    layout = plan_rows(specs, settings.axes.shard.size, _align(dtype, settings), 1 + numel)
-    return layout, SubclassForm(layout, settings.axes, policy, settings.home is not None)
-
-
-def _align(dtype: torch.dtype, settings: BuildSettings) -> int:
-    """Return the alignment in elements: `ALIGN_BYTES` of parameters of `dtype` and of their gradients."""
-    compute = _compute_dtype(dtype, settings.policy) or dtype
-    reduce = settings.policy.reduce_dtype or compute
-    return max(1, ALIGN_BYTES // min(dtype.itemsize, compute.itemsize, reduce.itemsize))
-
-
-def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildSettings) -> Layout:
-    compute = _compute_dtype(dtype, settings.policy) or dtype
-    align, world = _align(dtype, settings), settings.axes.shard.size
-    kind = settings.layout
-    if kind == "flat":
-        return plan_flat(specs, world, align)
-    if kind == "owner":
-        return plan_owner(specs, world, align)
-    costs = settings.comm.costs(settings.axes.shard)
-    alone = costs.break_even_bytes // compute.itemsize
-    if isinstance(kind, Blocks):
-        granules = [kind.of(spec.shape, spec.order) for spec in specs]
-        label = f"blocks({kind.granule})"
-        return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
-    if costs.shares and len(specs) > 1:  # a single parameter costs one collective either way
-        alone = 1 + max(math.prod(spec.shape) for spec in specs)
-    return plan_rows(specs, world, align, alone)
-
-
 def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxes]:
     """Return the placement (None: the default) and mesh axes that `shard_placement_fn` chose for a parameter.
 
     Raises:
         ConfigError: it returned an unusable value.
     """
-    chosen = settings.placement(item.parameter) if settings.placement is not None else None
+    chosen: Any = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
-    if chosen is not None and hasattr(
-        chosen, "placement"
-    ):  # ShardPlacementResult, ours or PyTorch's, whose mesh is in a `mesh_info`
+    if hasattr(chosen, "placement"):  # ShardPlacementResult: ours, or PyTorch's, whose mesh is in a `mesh_info`
         placement, mesh = chosen.placement, getattr(chosen, "mesh", None)
-        mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
+        if mesh is None:
+            mesh = getattr(getattr(chosen, "mesh_info", None), "mesh", None)
     blocks = is_block_shard(placement)
     if blocks and (not item.parameter.dim() or isinstance(item.parameter, DTensor) or is_extension(item.parameter)):
         raise not_cut_into_blocks(item.name, item.parameter)
@@ -345,7 +201,7 @@ def is_block_shard(placement: object) -> bool:
     return type(placement).__name__ == "BlockShard"
 
 
-def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
+def _spec(item: Found) -> ParameterSpec:
     parameter, placement = item.parameter, item.placement
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)

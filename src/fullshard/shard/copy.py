@@ -28,8 +28,8 @@ from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
 from .gradients import refuse_unreduced
 from .messages import copied_without_its_tie
-from .optimizer_view import FlatView
 from .unit import Unit
+from .views import FlatView
 
 
 def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
@@ -44,8 +44,8 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     """
     refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
-        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.dtypes)
-    new.name, new.rank, new.kept_axis = unit.name, unit.rank, unit.kept_axis
+        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.settings)
+    new.name, new.kept_axis = unit.name, unit.kept_axis
     for gradients in new.gradients:
         form = gradients.bucket.form
         if isinstance(form, FlatParameterForm) and form.flat is not None:
@@ -112,7 +112,7 @@ def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
                 raise copied_without_its_tie(old_member.name, old.rank)
             new_place = Place(module, place.name, place.outside)
             new_member.places.append(new_place)
-            new_place.show(new_member.sharded if new_member.stand_in is None else new_member.stand_in)
+            new_place.show(new_member.shown)
     for new_bucket, old_bucket in zip(new.buckets, old.buckets, strict=True):
         if isinstance(new_bucket.form, FlatParameterForm) and isinstance(old_bucket.form, FlatParameterForm):
             new_bucket.form.move_to(modules[id(old_bucket.form.holder)])

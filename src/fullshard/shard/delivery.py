@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..containers import NONES, drain
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
-from .gradient_set import GradientSet, any_astray
-from .hooks import hooked_flat, hooked_member, sees_gradients
-from .messages import two_gradients, view_of_another_shape, zero_in_a_view
-from .optimizer_view import OptimizerView
+from .gradient_set import GradientSet, any_reassigned
+from .hooks import run_hooks, sees_gradients
+from .messages import two_gradients, view_of_another_shape, view_on_meta, viewed_twice, zero_in_a_view
+from .views import OptimizerView, new_tensor
 
 _ALL = -1
 """In place of a member's index: all members, in one `FlatParameter`."""
@@ -31,14 +32,14 @@ class Delivery:
         bucket: the bucket of the gradients.
 
     Attributes:
-        grad_dtype: dtype of `.grad`; see `GradientDtypes`.
+        grad_dtype: dtype of `.grad`; see `gradient_dtypes`.
         set: the slice that is, or was last, shown.
         views: optimizer views over the bucket's shard.
         everyone, nobody: True, and False, for each member.
         got: by member, whether this rank had a gradient for it since the last reduction.
         used: the same, for the reductions since the ranks last agreed.
-        undecided: indices of members without a gradient on this rank that show none or have hooks; whether they get the
-            reduced gradient, and their hooks run, depends on the other ranks.
+        undecided: indices of members without a gradient on this rank that show none or have hooks: the other ranks
+            decide whether they get the reduced gradient, and whether their hooks run.
         aside: by index of a member without a gradient on this rank, the part that its hooks see if any rank had one.
         kept: indices of members that show zeros for gradients accumulated without sync.
         hooked: whether, at the last reduction, users' code ran for the gradient of any parameter or view.
@@ -162,10 +163,13 @@ class Delivery:
 
     def _run_flat(self, reduced: torch.Tensor) -> None:
         names = ", ".join(member.name for member in self.bucket.members)
-        hooked_flat(self.bucket.flat_parameter, names, reduced, self.grad_dtype, self.bucket.axes.global_rank)
+        flat, rank = self.bucket.flat_parameter, self.bucket.axes.global_rank
+        reduced.copy_(run_hooks(flat, reduced.to(self.grad_dtype), names, rank))
 
     def _run_member(self, member: Member, local: torch.Tensor) -> None:
-        hooked_member(self.bucket.form, member, local, self.grad_dtype, self.bucket.axes.global_rank)
+        shown = self.bucket.shown(local.to(self.grad_dtype), member)
+        result = run_hooks(member.sharded, shown, member.name, self.bucket.axes.global_rank)
+        local.copy_(self.bucket.local(result, member))
 
     def _set_aside(self, index: int, local: torch.Tensor) -> None:
         before = self.aside.get(index)
@@ -175,41 +179,42 @@ class Delivery:
     def _written(self, reduced: torch.Tensor) -> GradientSet:
         """Return a set that shows a copy of `reduced`, where there is no `.grad`."""
         target = self.writable()
-        if self.bucket.home is None:
-            target.flat.copy_(reduced)
-        else:
-            self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
+        self._bring(target.flat, reduced)
         return target
+
+    def _bring(self, target: torch.Tensor, reduced: torch.Tensor, then: Callable[[], object] | None = None) -> None:
+        """Copy `reduced` [shard_numel] into `target`, possibly in host memory; then call `then`."""
+        if self.bucket.home is not None:
+            self.bucket.home.bring(target, reduced, self.bucket.turns, then)
+            return
+        target.copy_(reduced)
+        if then is not None:
+            then()
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
         """Return a set that shows the sum of `reduced` and the existing gradients, and the existing ones by member."""
-        members, current, home = self.bucket.members, self.set, self.bucket.home
+        members, current = self.bucket.members, self.set
         old = [read_grad(m.sharded) for m in members]
         if current is not None and current.flat is reduced:  # there was no gradient when the reduction was issued
             current.shown = [False] * len(members)
             current.add(old)
             return current, old
         if current is not None and self._as_delivered(current, old):
-            if home is None:
+            if self.bucket.home is None:
                 current.flat.add_(reduced)
             else:
                 brought = self.bucket.new_slice(reduced.dtype)
-                home.bring(brought, reduced, self.bucket.turns, partial(current.flat.add_, brought))
+                self._bring(brought, reduced, partial(current.flat.add_, brought))
             return current, old
-        if home is None:
-            fresh = self.set = self._make_set(reduced.to(self.grad_dtype, copy=True))
-            fresh.settle()
-            fresh.add(old)
-        else:
-            fresh = self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
-            fresh.settle()
-            home.bring(fresh.flat, reduced, self.bucket.turns, partial(fresh.add, old))
+        fresh = self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
+        fresh.settle()
+        self._bring(fresh.flat, reduced, partial(fresh.add, old))
         return fresh, old
 
     @staticmethod
     def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether `grads`, by member, are those that `current` delivered: no new `.grad` or `.data` was assigned."""
-        return not current.astray() and all(
+        return not current.reassigned() and all(
             [
                 grad is part or (grad is None and not (shown and part.numel()))
                 for grad, part, shown in zip(grads, current.parts, current.shown, strict=True)
@@ -307,6 +312,26 @@ class Delivery:
 
     # Views.
 
+    def add_views(self, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
+        """Create optimizer views of runs (offset, length, member indices) of the shard; returns their tensors.
+
+        Raises:
+            ConfigError: a parameter already has a view whose optimizer is alive, or has no values yet.
+        """
+        members = self.bucket.members
+        if self.bucket.shard.is_meta:
+            raise view_on_meta(member.name for member in members)
+        views = [view for view in self.views if view.tensor is not None]
+        viewed = {i for view in views for i in view.members}
+        for _, _, indices in runs:
+            for i in viewed.intersection(indices):
+                raise viewed_twice(members[i].name)
+        tensors = [new_tensor(self.bucket, *run) for run in runs]
+        self.views = views + [OptimizerView(tensor, *run) for tensor, run in zip(tensors, runs, strict=True)]
+        self.drop_set()  # it has the old views; gradients it delivered live on
+        follow([self])
+        return tensors
+
     def _show_views(self, current: GradientSet) -> None:
         """Show the optimizer views the gradients of their parameters."""
         for view, grad in zip(self.views, current.views, strict=True):
@@ -355,7 +380,7 @@ class Delivery:
         return adopted is not None and at == adopted.data_ptr() + (part.offset - view.offset) * adopted.element_size()
 
     def follow_assigned(self) -> None:
-        """One of `follow`."""
+        """Take gradients that users assigned to parameters over into this bucket's optimizer views; see `follow`."""
         current, grads = self.set, [*map(read_grad, self.bucket.sharded or self.bucket.list_sharded())]
         delivered = current is not None and self._as_delivered(current, grads)
         for at, view in enumerate(self.views):
@@ -365,6 +390,7 @@ class Delivery:
                 self._follow(at, view, tensor)
 
     def _follow(self, at: int, view: OptimizerView, tensor: torch.Tensor) -> None:
+        """Run `follow_assigned` for the view with this index, and its tensor."""
         members, current, whole = self.bucket.members, self.set, tensor.grad
         grads = {i: grad for i in view.members if (grad := read_grad(members[i].sharded)) is not None}
         assigned = {i: grad for i, grad in grads.items() if not self._shares(view, i, grad)}
@@ -533,7 +559,7 @@ def _all_delivered(deliveries: Sequence[Delivery]) -> bool:
     """Whether all parameters and views show the gradients that were delivered last; compared together, in C."""
     sets: list[Any] = [*map(_SET, deliveries)]
     members, join = [*map(_MEMBERS, deliveries)], chain.from_iterable
-    if None in sets or [] in members or any_astray(sets):
+    if None in sets or [] in members or any_reassigned(sets):
         return False
     views = [*join(map(_VIEWS, deliveries))]
     tensors = [*map(_TENSOR, views)]

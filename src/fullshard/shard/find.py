@@ -1,4 +1,4 @@
-"""Finds the parameters that a unit of given modules takes; contains the rules for tied parameters."""
+"""Finds the parameters that a unit of given modules takes, and checks that it can: ties, types, devices, memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..forms import HiddenParameter, Place, TensorParallel, owner_of, successor_of
+from ..forms import HiddenParameter, Place, TensorParallel, is_extension, owner_of, successor_of
+from ..layout import Blocks
 from ..mesh import MeshAxes
-from ..policies import MixedPrecisionPolicy
-from .messages import used_outside_its_unit
+from ..torch_private.local_tensor import local_part
+from .messages import (
+    inner_tensors,
+    is_a_dtensor,
+    lazy_parameter,
+    on_another_device,
+    share_memory,
+    tied_between_units,
+    used_outside_its_unit,
+)
 
 
 @dataclass
@@ -24,18 +35,16 @@ class Found:
         places: where it is registered.
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
         planned: whether a unit that is only planned would have it by then, and give it up to this one.
-        placement, axes: chosen by `shard_placement_fn`; None before it was called.
-        policy: the unit's policy, as changed by `param_dtype_override_fn`.
+        placement: chosen by `shard_placement_fn`, a `Shard` or `BlockShard`; None: the default.
+        split: how it is already split, if it is a DTensor.
     """
 
     name: str
     parameter: Any
     places: list[Place] = field(default_factory=list)
     owner: Any = None  # a `Unit`
-    placement: Any = None  # a `Shard` or `BlockShard` that `shard_placement_fn` chose
-    axes: MeshAxes | None = None
-    policy: MixedPrecisionPolicy | None = None
-    split: TensorParallel | None = None  # how it is already split
+    placement: Any = None
+    split: TensorParallel | None = None
     planned: bool = False
 
 
@@ -147,10 +156,7 @@ class Rehearsal:
 
 
 def check_ties(
-    module: nn.Module,
-    unit_of: UnitOf,
-    within: Callable[[Any, nn.Module], bool],
-    ignored: frozenset[int] = frozenset(),
+    module: nn.Module, unit_of: UnitOf, within: Callable[[Any, nn.Module], bool], ignored: frozenset[int] = frozenset()
 ) -> None:
     """Refuse parameters that are used outside the unit that gathers them.
 
@@ -171,3 +177,70 @@ def check_ties(
             unit = owner_of(parameter)
             if unit is not None and (parameter is not registered or not within(unit, user)):
                 raise used_outside_its_unit(unit.name, f"{path}.{key}" if path else key)
+
+
+# Checks that a parameter can be sharded.
+
+
+def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> None:
+    """Refuse parameters that cannot be cut: quantised weights, whose inner tensors would be lost, and lazy ones.
+
+    Raises:
+        ConfigError: the parameter is of such a kind.
+    """
+    if nn.parameter.is_lazy(parameter):
+        raise lazy_parameter(name)
+    inner = local_part(parameter)
+    special = hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "__tensor_flatten__")
+    if special and not (extensions and not isinstance(parameter, DTensor) and is_extension(parameter)):
+        raise inner_tensors(name, type(inner).__name__)
+
+
+def _cannot_move(item: Found) -> bool:
+    """Whether a parameter that a different unit has cannot move to the unit above it."""
+    if item.owner is None:  # the other unit is only planned
+        return isinstance(item.parameter, DTensor) or is_extension(item.parameter)
+    members = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is item.parameter]
+    return any(m.split is not None or not b.form.plain for b, m in members)
+
+
+def check_device(name: str, device: torch.device, home: torch.device) -> None:
+    """Refuse a parameter that is not on the mesh's device, on the CPU (from which it is moved), or on meta.
+
+    Raises:
+        ConfigError: it is on a different device.
+    """
+    if device.type in ("cpu", "meta") or device == home or (device.type == home.type and device.index is None):
+        return
+    raise on_another_device(name, home, device)
+
+
+def check_parameters(parameters: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
+    """Refuse parameters that cannot be sharded, before anything changes.
+
+    Args:
+        parameters: the parameters.
+        axes: the mesh.
+        layout: the layout they will have.
+        wrapper: for the wrapper, whose parameters may be DTensors, but not extensions.
+
+    Raises:
+        ConfigError: a parameter on a different device, or a DTensor in a layout other than rows; see `check_type`.
+        LayoutError: two different parameters share memory, or a tensor-parallel parameter or extension is tied between
+            units.
+    """
+    by_address: dict[int, str] = {}
+    for item in parameters:
+        parameter = item.parameter
+        if item.planned or item.owner is not None:
+            if _cannot_move(item):
+                raise tied_between_units(item.name)
+            continue
+        check_type(item.name, parameter, extensions=not wrapper)
+        if isinstance(parameter, DTensor) and layout != "rows" and not wrapper:
+            raise is_a_dtensor(item.name, layout)
+        check_device(item.name, parameter.device, axes.device)
+        if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
+            other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
+            if other != item.name:
+                raise share_memory(other, item.name)

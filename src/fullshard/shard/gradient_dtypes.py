@@ -9,7 +9,6 @@ their gradients are reduced in the promoted dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,54 +16,39 @@ import torch
 from ..forms import explicit_grad_dtype
 from .bucket import Bucket
 from .messages import several_grad_dtypes
-
-
-@dataclass(frozen=True)
-class GradientDtypes:
-    """The user's settings for a unit.
-
-    Attributes:
-        reduce: dtype of reductions; None: see the module's docstring, or `as_computed`.
-        as_computed: whether, without `reduce`, the compute dtype is used: the wrapper's rule, and that of PyTorch's
-            `fully_shard` before torch 2.15.
-        keeps_computed: whether `.grad` keeps the compute dtype.
-    """
-
-    reduce: torch.dtype | None = None
-    as_computed: bool = False
-    keeps_computed: bool = False
-
-    def settle(self, buckets: Sequence[Bucket]) -> list[tuple[torch.dtype, torch.dtype]]:
-        """Return, for each bucket, the dtype of its reductions and that of `.grad`.
-
-        Raises:
-            ConfigError: parameters of one bucket have different `grad_dtype`s.
-        """
-        requested = [_requested(bucket) for bucket in buckets]
-        alone = [_dtype_alone(bucket, dtype) for bucket, dtype in zip(buckets, requested, strict=True)]
-        settled = []
-        for bucket, dtype, own_dtype in zip(buckets, requested, alone, strict=True):
-            reduce = self.reduce
-            if bucket.storage_dtype.is_complex:  # real numbers would lose the imaginary parts
-                reduce = own_dtype
-            elif reduce is None and self.as_computed:
-                reduce = bucket.compute_dtype
-            elif reduce is None and (own_dtype.itemsize == 1 or not own_dtype.is_floating_point):
-                reduce = own_dtype  # never trains, and has no promoted dtype with others
-            elif reduce is None:
-                reduce = own_dtype
-                for other, theirs in zip(buckets, alone, strict=True):
-                    if other.trains and other.axes is bucket.axes and theirs is not own_dtype and not theirs.is_complex:
-                        reduce = torch.promote_types(reduce, theirs)
-            shown = dtype or bucket.storage_dtype if dtype is not _ANY else reduce
-            if self.keeps_computed and dtype in (None, _ANY):
-                shown = bucket.compute_dtype
-            settled.append((reduce, shown))
-        return settled
-
+from .plan import BuildSettings
 
 _ANY = "any"
 """Stands for `grad_dtype = None`: gradients keep the dtype in which they arrive."""
+
+
+def gradient_dtypes(buckets: Sequence[Bucket], settings: BuildSettings) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Return, for each bucket of a unit, the dtype of its reductions and that of `.grad`.
+
+    Raises:
+        ConfigError: parameters of one bucket have different `grad_dtype`s.
+    """
+    requested = [_requested(bucket) for bucket in buckets]
+    alone = [_dtype_alone(bucket, dtype) for bucket, dtype in zip(buckets, requested, strict=True)]
+    dtypes = []
+    for bucket, dtype, own in zip(buckets, requested, alone, strict=True):
+        reduce = settings.policy.reduce_dtype
+        if bucket.storage_dtype.is_complex:  # real numbers would lose the imaginary parts
+            reduce = own
+        elif reduce is None and settings.reduces_as_computed:
+            reduce = bucket.compute_dtype
+        elif reduce is None:
+            reduce = own
+            if own.itemsize > 1 and own.is_floating_point:  # others never train, and have no promoted dtype
+                for other, theirs in zip(buckets, alone, strict=True):
+                    if other.trains and other.axes is bucket.axes and theirs is not own and not theirs.is_complex:
+                        reduce = torch.promote_types(reduce, theirs)
+        if settings.keeps_compute_dtype and dtype in (None, _ANY):
+            shown = bucket.compute_dtype
+        else:
+            shown = reduce if dtype is _ANY else dtype or bucket.storage_dtype
+        dtypes.append((reduce, shown))
+    return dtypes
 
 
 def _requested(bucket: Bucket) -> Any:

@@ -20,7 +20,7 @@ _ADDRESS = methodcaller("data_ptr")
 
 
 def _addresses(parts: Iterable[Any]) -> list[int]:
-    """Where in memory each of these is, or the local tensor inside it; read in C."""
+    """The address of each of these, or of the local tensor inside it; read in C."""
     parts = [*parts]
     return [*map(_ADDRESS, map(getattr, parts, repeat("_local_tensor"), parts))]
 
@@ -62,22 +62,22 @@ class GradientSet:
         self._nonempty = [part for part in self.parts if inside(part).numel()]
         self._offsets = [at - self.flat.data_ptr() for at in _addresses(self._nonempty)]
         self._places: list[int] = []
-        self._base = -1  # the memory when it was looked at last, and where in it the parts are
+        self._base = -1  # the slice's address when it was last looked up; `_places` follow from it
         # Users may hold the tensors they see, or those inside them.
         self.watched: list[Any] = [*self.parts, *self.views]
         self.watched += [plain for part in self.parts if (plain := inside(part)) is not part]
         self.watched += [self.flat, self.storage]
 
     def settle(self) -> None:
-        """Record the reference counts of now, while only the engine holds the set, and no stack frame does."""
+        """Record the reference counts, while only the engine holds the set, and no stack frame does."""
         self.unheld = holders(self.storage._cdata, self.watched)
 
-    def astray(self) -> bool:
+    def reassigned(self) -> bool:
         """Whether a new tensor was assigned to the `.data` of a part."""
-        return any_astray([self])
+        return any_reassigned([self])
 
     def locate(self) -> None:
-        """Note where in memory the parts are to be."""
+        """Look up the address of the slice, from which those of the parts follow."""
         self._base = self.flat.data_ptr()
         self._places = [self._base + offset for offset in self._offsets]
 
@@ -100,7 +100,7 @@ class GradientSet:
 _FLAT, _BASE, _NONEMPTY, _PLACES = (attrgetter(name) for name in ("flat", "_base", "_nonempty", "_places"))
 
 
-def any_astray(sets: Sequence[GradientSet]) -> bool:
+def any_reassigned(sets: Sequence[GradientSet]) -> bool:
     """Whether a new tensor was assigned to the `.data` of a part of any of these; compared together, in C."""
     if _addresses(map(_FLAT, sets)) != [*map(_BASE, sets)]:  # their memory was allocated anew
         for each in sets:

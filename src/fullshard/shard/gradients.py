@@ -34,8 +34,7 @@ from .hooks import sees_gradients
 from .messages import not_reduced_yet
 from .packed_reduction import PackedAllReduce
 from .reduce_buffer import PlannedReduction, ReduceBuffer
-from .scaling import MEAN, ReduceSettings, scaling_of
-from .tokens import TokenCount
+from .scaling import MEAN, ReduceSettings, TokenCount, scaling_of
 
 
 class GradState(Enum):
@@ -60,7 +59,7 @@ class Gradients:
 
     Attributes:
         residuals: what compressed reductions keep from step to step.
-        reduce_dtype: dtype of the buffer and the reduction; see `GradientDtypes`.
+        reduce_dtype: dtype of the buffer and the reduction; see `gradient_dtypes`.
         running: the reduction in flight.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..forms import Form, Member
+from ..forms import kind_and_shape
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 from ..torch_private.local_tensor import read_hooks, read_post_hooks
 from .messages import not_a_gradient
@@ -38,30 +38,17 @@ def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
             parameter.grad = None
 
 
-def hooked_member(form: Form, member: Member, local: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
-    """Run a member's hooks on this rank's part of a reduced gradient, and write their result into it.
+def run_hooks(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    """Run a sharded parameter's hooks on a gradient, one after another; returns `grad` itself if they return nothing.
 
     Args:
-        form: form of the member's bucket.
-        member: the member.
-        local: the part; may be empty.
-        dtype: dtype of `.grad`.
-        rank: this rank, for errors.
+        parameter: the parameter.
+        grad: its reduced gradient, in the form that users see; may be empty.
+        name, rank: for errors.
 
     Raises:
         ConfigError: see `_checked`.
     """
-    result = _run_hooks(member.sharded, form.view(member, local.to(dtype)), member.name, rank)
-    local.copy_(form.local(member, result))
-
-
-def hooked_flat(flat: torch.Tensor, names: str, reduced: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
-    """Run the hooks of a `FlatParameter` on the reduced slice [shard_numel]; see `hooked_member`."""
-    reduced.copy_(_run_hooks(flat, reduced.to(dtype), names, rank))
-
-
-def _run_hooks(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-    """Apply the hooks to `grad` one after another; returns `grad` itself if they return nothing."""
     hooks: Any = parameter._backward_hooks
     for hook in list(hooks.values()):
         with torch._C._EnableTorchFunction():
@@ -79,8 +66,7 @@ def _checked(result: Any, grad: torch.Tensor, name: str, rank: int) -> torch.Ten
     """
     split = isinstance(result, type(grad)) or (isinstance(grad, DTensor) and isinstance(result, DTensor))
     if not split or result.shape != grad.shape:
-        kinds = [f"{type(tensor).__name__} of shape {tuple(getattr(tensor, 'shape', ()))}" for tensor in (grad, result)]
-        raise not_a_gradient(name, rank, *kinds)
+        raise not_a_gradient(name, rank, kind_and_shape(grad), kind_and_shape(result))
     if isinstance(grad, DTensor) and result.placements != grad.placements:
         result = result.redistribute(placements=grad.placements)
     checked: torch.Tensor = result

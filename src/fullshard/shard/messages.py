@@ -162,6 +162,25 @@ def zero_in_a_view(parameter: str) -> str:
     )
 
 
+def view_on_meta(parameters: Iterable[str]) -> ConfigError:
+    """The error for an optimizer view of parameters that have no values."""
+    return ConfigError(
+        "An optimizer view was requested while parameters are on the meta device.",
+        parameter=", ".join(parameters),
+        remedy="call model.to_empty(device=...) first",
+        topic="weights-on-meta",
+    )
+
+
+def viewed_twice(parameter: str) -> ConfigError:
+    """The error for a parameter that already has an optimizer view."""
+    return ConfigError(
+        "A parameter already has an optimizer view: two optimizers would update it.",
+        parameter=parameter,
+        remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
+    )
+
+
 # build.py
 
 
@@ -212,7 +231,7 @@ def placement_on_missing_dim(parameter: str, dims: int, shape: Sequence[int], pl
     )
 
 
-# checks.py
+# find.py
 
 
 def lazy_parameter(name: str) -> ConfigError:
@@ -286,6 +305,17 @@ def share_memory(other: str, name: str) -> LayoutError:
     )
 
 
+def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
+    """The error for a weight that is also used outside its unit."""
+    return LayoutError(
+        f"A weight of unit {unit!r} is also used outside the unit, where it is not gathered.",
+        parameter=parameter,
+        expected="one unit around all uses of a tied weight",
+        remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
+        topic="tied-weights",
+    )
+
+
 # copy.py
 
 
@@ -300,21 +330,7 @@ def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
     )
 
 
-# find.py
-
-
-def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
-    """The error for a weight that is also used outside its unit."""
-    return LayoutError(
-        f"A weight of unit {unit!r} is also used outside the unit, where it is not gathered.",
-        parameter=parameter,
-        expected="one unit around all uses of a tied weight",
-        remedy="apply fully_shard to the innermost module that contains all uses, after its parts",
-        topic="tied-weights",
-    )
-
-
-# lookup.py
+# asked.py
 
 
 def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
@@ -329,7 +345,7 @@ def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
     )
 
 
-# tokens.py
+# scaling.py
 
 
 def other_counts_of_batches(rank: int, count: int, total: int, world: int) -> DivergenceError:
@@ -358,28 +374,6 @@ def tokens_not_counted(backwards: int | None) -> UsageError:
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
         topic="token-counts",
-    )
-
-
-# views.py
-
-
-def view_on_meta(parameters: Iterable[str]) -> ConfigError:
-    """The error for an optimizer view of parameters that have no values."""
-    return ConfigError(
-        "An optimizer view was requested while parameters are on the meta device.",
-        parameter=", ".join(parameters),
-        remedy="call model.to_empty(device=...) first",
-        topic="weights-on-meta",
-    )
-
-
-def viewed_twice(parameter: str) -> ConfigError:
-    """The error for a parameter that already has an optimizer view."""
-    return ConfigError(
-        "A parameter already has an optimizer view: two optimizers would update it.",
-        parameter=parameter,
-        remedy="use each parameter in only one optimizer_view, and drop the old optimizer first",
     )
 
 

@@ -1,9 +1,9 @@
-"""Reductions whose gradients are sent in 8 bits: over the shard axis, and between replicas.
+"""Reductions that send gradients in 8 bits: over the shard axis, and between replicas.
 
-Error feedback: what rounding took from the gradients that this rank packed is kept, and added to those that it packs
-next, so that the sum of what was sent differs from the sum of the gradients by one rounding, however many steps there
-were (Karimireddy et al. 2019, arXiv:1901.09847, section 4). What is kept is rounded to 8 bits itself; of a rounding a
-step loses less than a hundredth. A block with a gradient that is not finite leaves nothing behind.
+Error feedback: the rounding error of the gradients that this rank packs is kept, and added to the next ones that it
+packs. So over any number of steps the sum of the gradients sent differs from their true sum by a single rounding
+(Karimireddy et al. 2019, arXiv:1901.09847, section 4). The error is itself kept in 8 bits, which loses less than a
+hundredth of it per step. A block with a gradient that is not finite keeps no error.
 """
 
 from __future__ import annotations
@@ -17,50 +17,41 @@ from ..forms import Scratch
 from ..mesh import Axis
 
 _MOST = 2**18
-"""Elements that are packed at once with error feedback: their temporary memory, beside whole buffers, stays small."""
+"""Elements that are packed at once with error feedback, to keep the temporary memory small."""
 
 
 class _Feedback:
     """Packs floats with error feedback, and overwrites them.
 
-    Ownership: allocates its residual, uint8, as packed in int8, which `residuals` keeps.
+    Ownership: allocates its residual (uint8: the error packed in int8), which `residuals` keeps.
 
     Args:
         dtype, floats, packed: see `Packing`; one tensor of floats for each segment.
-        residuals: of the bucket.
-        name: of this packing among them.
+        residuals: the bucket's.
+        name: the residual's name among them.
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        floats: Sequence[torch.Tensor],
-        packed: torch.Tensor,
-        residuals: Residuals,
-        name: str,
+        self, dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, residuals: Residuals, name: str
     ) -> None:
-        lost = residuals.get(name)
-        lost = torch.zeros_like(packed) if lost is None else lost.to(packed.device)  # zeros are packed zeros
-        residuals[name] = lost
+        error = residuals.get(name)
+        error = torch.zeros_like(packed) if error is None else error.to(packed.device)  # zeros are packed zeros
+        residuals[name] = error
         self._floats, self._packing = floats, Packing(dtype, floats, packed, most=_MOST)
-        self._lost = Packing(torch.int8, floats, lost, consumes=True, most=_MOST)
+        self._error = Packing(torch.int8, floats, error, consumes=True, most=_MOST)
 
     def pack(self) -> None:
         """Write the bytes of the floats plus the residual, and a new residual."""
-        self._lost.add(1.0)
+        self._error.add(1.0)
         self._packing.pack()
         self._packing.add(-1.0)
         for floats in self._floats:
-            floats.nan_to_num_(0.0, 0.0, 0.0)  # else a single NaN would stay for good
-        self._lost.pack()
+            floats.nan_to_num_(0.0, 0.0, 0.0)  # otherwise a NaN would never leave the error
+        self._error.pack()
 
 
 def _packer(
-    dtype: torch.dtype,
-    floats: Sequence[torch.Tensor],
-    packed: torch.Tensor,
-    residuals: Residuals | None,
-    name: str,
+    dtype: torch.dtype, floats: Sequence[torch.Tensor], packed: torch.Tensor, residuals: Residuals | None, name: str
 ) -> Callable[[], None]:
     """A function that packs floats and may overwrite them, with error feedback if there are residuals."""
     if residuals is None:
@@ -69,10 +60,10 @@ def _packer(
 
 
 class PackedReduction:
-    """A reduce-scatter whose gradients are sent in 8 bits: packed, exchanged, unpacked, and summed in float32.
+    """A reduce-scatter that sends gradients in 8 bits: packed, exchanged, unpacked, and summed in float32.
 
     Ownership: allocates and frees its two buffers between `start` and `wait`, on the compute stream, and overwrites the
-    gradients: what was received is unpacked in their place.
+    gradients: the received ones are unpacked in their place.
 
     Args:
         comm: collectives.

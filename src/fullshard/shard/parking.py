@@ -131,7 +131,7 @@ def offload_unit(unit: Unit, home: Home) -> None:
     """Move a unit's shards to `home`, for good, as if it had been built there. The unit must be idle; it is freed."""
     _put_at_rest(unit)
     for bucket in unit.buckets:
-        bucket.home, bucket.form.apart = home, True  # type: ignore[attr-defined]
+        bucket.home, bucket.form.apart = home, True
         if not bucket.form.plain and not bucket.shard.is_meta:  # a class knows its device: its tensors are made anew
             bucket.rehome(bucket.shard)
             for member in bucket.members:
@@ -167,7 +167,7 @@ def resume_unit(unit: Unit) -> tuple[int, int]:
         home, form = bucket.home, bucket.form
         if type(home) is not Parking:
             continue
-        bucket.home, form.apart = home.before, home.apart  # type: ignore[attr-defined]
+        bucket.home, form.apart = home.before, home.apart
         before = home.before
         mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
         _move_bucket(unit, bucket, gradients, mover)
@@ -213,10 +213,10 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
     current, delivery.set = delivery.set, None
-    astray = current is not None and current.astray()  # then users no longer see it
+    reassigned = current is not None and current.reassigned()  # then users no longer see it
     for grad in grads:
         mover.move_inside(grad)
-    if current is None or astray or not grads or not current.storage.nbytes():
+    if current is None or reassigned or not grads or not current.storage.nbytes():
         return
     for shows in (current.flat, *current.parts, *current.views):  # those shown as `.grad` have moved already
         mover.move_inside(shows)

@@ -42,8 +42,6 @@ class ReduceBuffer(Scratch):
         segments: for each segment of the layout, its part of the buffer [world * slice_numel].
     """
 
-    __slots__ = ("_adds", "_copies", "_gaps", "_padding", "_places", "_strewn", "bucket", "segments")
-
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         layout = bucket.layout
         super().__init__(layout.gathered_numel, dtype, bucket.device)
@@ -52,7 +50,7 @@ class ReduceBuffer(Scratch):
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._strewn = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
+        self._scattered = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
         # For when all members have a gradient, each in one piece. `_copies`: groups of member indices, the call that
         # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_gaps`: padding that no
@@ -80,19 +78,16 @@ class ReduceBuffer(Scratch):
             if adds and indices:
                 self._adds.append((indices, partial(add_all, [places[i].targets[0] for i in indices])))
             indices = [i for i in indices if i in rest]
-            behind = self._padding if alike and not self._strewn else []
+            behind = self._padding if alike and not self._scattered else []
             if sum([padding.nbytes for padding in behind]) > _MOST_ZEROS:
                 self._gaps, behind = behind, []
             if indices or behind:
                 targets = [places[i].targets[0] for i in indices]
                 zeros = _Zeros([padding.numel() for padding in behind], device)
                 self._copies.append((indices, copies_to([*targets, *behind]), zeros))
-        if self._strewn:
+        if self._scattered:
             written = {layout.world * layout.segments[group.segment].shard_offset for group in columns}
             self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
-
-    def _pairs(self) -> list[tuple[_Places, Member]]:
-        return list(zip(self._places, self.bucket.members, strict=True))
 
     def fill(self, grads: list[Any], first: bool) -> bool:
         """Copy autograd's gradients in, or add them to those already collected.
@@ -134,14 +129,15 @@ class ReduceBuffer(Scratch):
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
         """Return targets and sources of the same form, which one kernel copies, then the other targets and sources."""
         pairs: tuple[list[Any], ...] = ([], [], [], [])
-        for grad, (place, member) in zip(grads, self._pairs(), strict=True):
+        for grad, place in zip(grads, self._places, strict=True):
             if grad is None:
                 continue
+            member = place.member
             if member.split is not None:
                 grad = member.split.local_gradient(grad, self.tensor.dtype)
             if grad.layout is not torch.strided:
                 raise not_dense(member.name)
-            parts = [grad] if place.whole else _cut(grad, member, place.pieces)
+            parts = [grad] if place.whole else place.cut(grad)
             for target, source, alike in zip(place.targets, parts, place.alike, strict=True):
                 pairs[0 if alike else 2].append(target)
                 pairs[1 if alike else 3].append(source)
@@ -162,11 +158,11 @@ class ReduceBuffer(Scratch):
     def zero(self, members: Sequence[Member]) -> None:
         """Set the gradients collected for these members to zero."""
         chosen = set(map(id, members))
-        zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
+        zero_all([to for place in self._places if id(place.member) in chosen for to in place.targets])
 
 
 class _Zeros(dict[torch.dtype, list[torch.Tensor]]):
-    """By dtype, zeros of these lengths for padding: one kernel copies many tensors if all have the same dtype."""
+    """Zeros of these lengths for padding, by dtype: one kernel copies many tensors only if all have the same dtype."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths, self._device = lengths, device
@@ -182,35 +178,27 @@ class _Places:
     Attributes:
         whole: whether it goes in as one tensor of its own shape.
         targets: views of the buffer.
-        pieces: the piece of the gradient for each target, if it is not whole.
         alike: for each target, whether a gradient with the parameter's strides, autograd's default, has the same form.
     """
-
-    __slots__ = ("alike", "pieces", "targets", "whole")
 
     def __init__(self, member: Member, bucket: Bucket, tensor: torch.Tensor) -> None:
         slot, layout = member.slot, bucket.layout
         base = layout.world * layout.segments[slot.segment].shard_offset
         strides = layout.strides_in_segment(slot)
-        self.whole = strides is not None
-        self.pieces: tuple[Piece, ...] = () if strides is not None else layout.pieces(slot)
-        if strides is not None:
-            self.targets = [tensor.as_strided(slot.shape, strides, base + slot.offset)]
-            forms = [torch.empty_strided(slot.shape, slot.stride, device="meta")]
-        else:
-            cut = self.pieces
-            self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in cut]
-            forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in cut]
+        self.member, self.whole = member, strides is not None
+        whole = () if strides is None else (Piece(slot.shape, slot.stride, 0, strides, slot.offset),)
+        self._pieces = whole or layout.pieces(slot)
+        self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in self._pieces]
+        forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in self._pieces]
         self.alike = list(map(same_form, self.targets, forms))
 
-
-def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Return the pieces of a whole gradient as views; copied first if its memory format is not the parameter's."""
-    slot = member.slot
-    if grad.stride() != slot.stride:
-        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-    at = grad.storage_offset()
-    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+    def cut(self, grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the pieces of a gradient; copied first if its memory format is not the parameter's."""
+        slot = self.member.slot
+        if grad.stride() != slot.stride:
+            grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        at = grad.storage_offset()
+        return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in self._pieces]
 
 
 class PlannedReduction:
@@ -231,20 +219,6 @@ class PlannedReduction:
         scratch: all bytes allocated until then besides the buffer and `between`.
         rules, scaling: the settings of its last run, and the scaling chosen from them.
     """
-
-    __slots__ = (
-        "between",
-        "buffer",
-        "comm",
-        "mean",
-        "out",
-        "received",
-        "replicate",
-        "rules",
-        "scaling",
-        "scratch",
-        "start",
-    )
 
     def __init__(self, comm: Comm, out: torch.Tensor, buffer: ReduceBuffer, mean: bool, residuals: Residuals) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean

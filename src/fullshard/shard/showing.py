@@ -35,12 +35,10 @@ class ShowPlan:
         show, hide: calls that register the unsharded parameters, and the sharded ones; one per module.
     """
 
-    __slots__ = ("hide", "places", "read", "sharded", "show", "unsharded")
-
     def __init__(self, members: Sequence[Member]) -> None:
         self.places: list[tuple[Place, Member]] = [(place, member) for member in members for place in member.places]
         self.read: list[Callable[[], Any]] = [place.reader for place, _ in self.places]
-        self.sharded: list[Any] = [m.sharded if m.stand_in is None else m.stand_in for _, m in self.places]
+        self.sharded: list[Any] = [member.shown for _, member in self.places]
         self.unsharded: list[Any] = [m.unsharded for _, m in self.places]
         self.show: list[Callable[[], object]] = self._writes(self.unsharded)
         self.hide: list[Callable[[], object]] = self._writes(self.sharded)
@@ -69,11 +67,6 @@ class Showing:
         covered: places to which users had assigned before unsharded parameters were shown: index, and the assigned
             object.
     """
-
-    __slots__ = (
-        *("_buckets", "_guard", "covered", "generation", "is_planned", "plan", "summoned", "takes", "unsharded"),
-        "whole_here",
-    )
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets

@@ -21,19 +21,21 @@ from torch import nn
 
 from ..comm import ONE_STREAM, Comm
 from ..containers import drain
+from ..dtypes import fingerprint
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
+from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of, owner_of
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import read_version
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
-from .gradient_dtypes import GradientDtypes
+from .gradient_dtypes import gradient_dtypes
 from .gradients import Gradients
 from .messages import (
     assigned_in_forward,
     written_while_gathered,
 )
+from .plan import BuildSettings
 from .showing import Showing
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -59,7 +61,7 @@ class Unit:
 
     Args:
         buckets: one per class of parameters.
-        dtypes: the dtypes of gradients.
+        settings: how the unit was built.
 
     Attributes:
         number: of the units that this process has made, the same on all ranks that run the same program.
@@ -76,14 +78,14 @@ class Unit:
         counting: the buckets whose forms count changes that their shards' own counters do not register.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
+    def __init__(self, buckets: Sequence[Bucket], settings: BuildSettings) -> None:
         self.number, self.name = next(_NUMBERS), "?"
         self.buckets = list(buckets)
-        self.dtypes = dtypes
+        self.settings = settings
         self.gradients = [Gradients(bucket) for bucket in self.buckets]
         self.state = SHARDED
         self.ledger = Ledger()
-        self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
+        self.rank = settings.axes.global_rank
         self.kept_axis: Axis | None = None
         self.moving = False
         self.touched = Touched()
@@ -99,9 +101,10 @@ class Unit:
         self.drop_plans()
 
     def settle_dtypes(self) -> None:
-        """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
+        """Determine the dtypes of gradients: at the first forward, and after a cast."""
         self.counting = [bucket for bucket in self.buckets if bucket.form.counts]
-        for gradients, (reduce, shown) in zip(self.gradients, self.dtypes.settle(self.buckets), strict=True):
+        dtypes = gradient_dtypes(self.buckets, self.settings)
+        for gradients, (reduce, shown) in zip(self.gradients, dtypes, strict=True):
             gradients.reduce_dtype = reduce
             if gradients.delivery.grad_dtype is not shown:
                 gradients.delivery.grad_dtype, gradients.delivery.set = shown, None
@@ -155,7 +158,7 @@ class Unit:
         self.state = GATHERING
         self.gathered_version = sum(map(read_version, plan.counters), self.touched.changes)
         if plan.varying:
-            plan.tell_issued()
+            plan.note_issued()
         ledger = self.ledger
         ledger.gathered += plan.issued_bytes
         if ledger.gathered + ledger.reducing > ledger.peak:
@@ -223,7 +226,7 @@ class Unit:
             self.free(failed=True)
             raise
         if plan.varying:
-            plan.tell_copied()
+            plan.note_copied()
             received = sum([full.received_bytes for full in plan.varying])
             self.ledger.peak = max(self.ledger.peak, self.ledger.live + received)
         self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
@@ -393,8 +396,8 @@ class Unit:
         return not self.showing.unsharded and any([bucket.replaced() for bucket in self.buckets])
 
     def checksum(self) -> int:
-        """Return a checksum of the shards' bytes, equal for equal shards. Reads it to the host."""
-        return sum([bucket.checksum() for bucket in self.buckets])
+        """Return a checksum of the plain shards, equal for equal shards. Reads it to the host."""
+        return sum([int(fingerprint(bucket.shard)) for bucket in self.buckets if bucket.form.plain])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is plain and lies in gathered memory, which `free` releases."""
@@ -554,3 +557,38 @@ class Unit:
                     bucket.take_requires_grad()
             self.drop_kept()
             self.reshard()
+
+
+# The units that own parameters.
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units that own sharded parameters of `model`, in the order of its parameters."""
+    units: dict[int, Unit] = {}
+    for parameter in model.parameters():
+        unit = owner_of(parameter)
+        if unit is not None:
+            units.setdefault(id(unit), unit)
+    return list(units.values())
+
+
+def members_of(model: nn.Module) -> list[tuple[Bucket, Gradients, Member]]:
+    """Return every sharded parameter of `model`, with its bucket and gradients."""
+    return [
+        (bucket, gradients, member)
+        for unit in units_of(model)
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True)
+        for member in bucket.members
+    ]
+
+
+def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether every rank gets a gradient for any of these parameters of `unit`, when all of them have gradients."""
+    ids, count = {id(parameter) for parameter in parameters}, 0
+    for bucket in unit.buckets:
+        members = [member for member in bucket.members if id(member.sharded) in ids]
+        count += len(members)
+        ranks = set[int]().union(*[bucket.layout.holders(member.slot) for member in members])
+        if members and (bucket.form.gives_empty or len(ranks) == bucket.axes.shard.size):
+            return True
+    return count < len(ids)  # some are views or a flat parameter, of which every rank has a part

@@ -1,57 +1,95 @@
-"""Creates optimizer views: plain tensors over runs of a shard, with the gradients of their parameters."""
+"""Optimizer views: plain tensors over runs of a shard that optimizers update in place of sharded parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..forms import NAME_KEY, PART_KEY, mark_view, owner_of
-from .bucket import Bucket, none_replaced
-from .delivery import Delivery, follow
-from .messages import view_on_meta, viewed_twice
-from .optimizer_view import OptimizerView
-from .unit import Unit
+from ..forms import NAME_KEY, PART_KEY, FlatParameterForm, mark_view
+from .bucket import Bucket
 
 
-def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
-    """Create optimizer views of runs (offset, length, member indices) of the shard.
+class OptimizerView:
+    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
 
-    Raises:
-        ConfigError: a parameter already has a view whose optimizer is alive, or has no values yet.
+    The optimizer owns the tensor; the view ends with it.
+
+    Args:
+        tensor: [length], a Parameter over `shard[offset : offset + length]`.
+        offset, length: in elements of the shard.
+        members: indices of the parameters that lie in the run.
+
+    Attributes:
+        adopted: the user-assigned `.grad` that it last shared with its parameters; kept alive so that its address is
+            not reused.
+        cleared: whether `zero_grad()` came last: gradients that parameters show since then were assigned.
+
+    Class attributes:
+        alone: whether users see only the view, so that its gradient is the one that counts.
     """
-    if delivery.bucket.shard.is_meta:
-        raise view_on_meta(member.name for member in delivery.bucket.members)
-    views = [view for view in delivery.views if view.tensor is not None]
-    taken = {i for view in views for i in view.members}
-    for _, _, indices in runs:
-        for i in taken.intersection(indices):
-            raise viewed_twice(delivery.bucket.members[i].name)
-    tensors = []
-    for offset, length, indices in runs:
-        tensor = nn.Parameter(delivery.bucket.shard.narrow(0, offset, length))
-        mark_view(tensor, delivery.bucket.members[indices[0]].sharded)
-        tensor.__dict__[PART_KEY] = "an optimizer_view"
-        tensor.__dict__[NAME_KEY] = ", ".join(delivery.bucket.members[i].name for i in indices)
-        _describe_to_dcp(tensor, delivery.bucket, indices)
-        views.append(OptimizerView(tensor, offset, length, indices))
-        tensors.append(tensor)
-    delivery.views = views
-    delivery.drop_set()  # it has the old views; gradients it delivered live on
-    follow([delivery])
-    return tensors
+
+    alone = False
+
+    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.offset, self.length, self.members = offset, length, list(members)
+        self.adopted: torch.Tensor | None = None
+        self.cleared = False
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        return self._tensor()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the tensor is alive and has a `.grad`."""
+        tensor = self.tensor
+        return tensor is not None and tensor.grad is not None
 
 
-def _describe_to_dcp(tensor: nn.Parameter, bucket: Bucket, indices: Sequence[int]) -> None:
-    """Describe the tensor's part of all ranks' runs, as documented for `CheckpointableTensor` in DCP of torch 2.15."""
-    axis, described = bucket.axes.shard, tensor.__dict__
+class FlatView(OptimizerView):
+    """The `FlatParameter` of a bucket, whichever object it currently is: users may replace it.
+
+    Args:
+        form: the bucket's form.
+        count: number of its parameters.
+    """
+
+    alone = True
+
+    def __init__(self, form: FlatParameterForm, count: int) -> None:
+        super().__init__(form.flat, 0, form.layout.shard_numel, range(count))
+        self._form = form
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        return self._form.flat
+
+
+def new_tensor(bucket: Bucket, offset: int, length: int, indices: Sequence[int]) -> nn.Parameter:
+    """Create the tensor of an optimizer view over these elements of the shard.
+
+    It describes its part of all ranks' runs, as documented for `CheckpointableTensor` in DCP of torch 2.15.
+
+    Args:
+        bucket: the bucket.
+        offset, length: this rank's run.
+        indices: of the members that lie in it.
+    """
+    tensor = nn.Parameter(bucket.shard.narrow(0, offset, length))
+    mark_view(tensor, bucket.members[indices[0]].sharded)
+    axis, attributes = bucket.axes.shard, tensor.__dict__
     lengths = [run_of(bucket, indices, rank)[1] for rank in range(axis.size)]
-    length = lengths[axis.rank]
-    described["global_shape"] = (sum(lengths),)
-    described["global_offsets"] = ((sum(lengths[: axis.rank]),),) if length else ()
-    described["local_offsets"] = ((0,),) if length else ()
-    described["local_sizes"] = ((length,),) if length else ()
+    attributes[PART_KEY] = "an optimizer_view"
+    attributes[NAME_KEY] = ", ".join(bucket.members[i].name for i in indices)
+    attributes["global_shape"] = (sum(lengths),)
+    attributes["global_offsets"] = ((sum(lengths[: axis.rank]),),) if lengths[axis.rank] else ()
+    attributes["local_offsets"] = ((0,),) if lengths[axis.rank] else ()
+    attributes["local_sizes"] = ((lengths[axis.rank],),) if lengths[axis.rank] else ()
+    return tensor
 
 
 def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]:
@@ -62,23 +100,3 @@ def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]
     nonempty = [part for part in parts if part.numel]
     start = min((part.offset for part in nonempty), default=0)
     return start, max((part.offset + part.numel for part in nonempty), default=0) - start
-
-
-def follow_views(parameters: Iterable[torch.Tensor]) -> None:
-    """Take over gradients that users assigned to parameters under optimizer views; `parameters` may include others."""
-    for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
-        follow([gradients.delivery for gradients in unit.gradients if gradients.delivery.views])
-
-
-def before_step(units: Sequence[Unit]) -> None:
-    """Take over storage and gradients that users assigned to parameters under optimizer views, which show the old ones.
-
-    Raises:
-        ConfigError: see `Unit.refresh` and `follow`.
-    """
-    viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
-    unchanged = none_replaced([bucket for unit in viewed for bucket in unit.buckets])
-    for unit in units:
-        if unit.touched.assigned or (not unchanged and unit in viewed and unit.replaced()):
-            unit.refresh()
-    follow([gradients.delivery for unit in viewed for gradients in unit.gradients if gradients.delivery.views])

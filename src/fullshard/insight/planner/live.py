@@ -35,7 +35,6 @@ from ...runtime import (
     runner_of,
     without_units,
 )
-from ...shard import settings_of
 from ..describe import named_runners
 from . import messages
 from .optimizer import Optimizers, as_list
@@ -204,7 +203,7 @@ class _Chosen:
         for runner in self.blocks:
             own: dict[str, Any] = {
                 "mp_policy": runner.settings.policy,
-                "layout": settings_of(runner.unit.buckets[0]).layout,
+                "layout": runner.unit.buckets[0].settings.layout,
                 "prefetch": _prefetch(runner),
             }
             if runner.settings.reshard_after_forward is False:
@@ -222,7 +221,7 @@ def _strategy(chosen: _Chosen, root: Runner, micro_batch: int) -> Strategy:
     first = next(bucket for runner in runners for bucket in runner.unit.buckets)
     return Strategy(
         replicate=settings.axes.copies,
-        layout=settings_of(first).layout,
+        layout=first.settings.layout,
         reshard_after_forward=True if kept is None else kept,
         prefetch=_prefetch(root),
         micro_batch=micro_batch,
