@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.agreement import meeting
-from fullshard.agreement.aside import rows_of_all
+from fullshard.agreement.exchange import rows_of_all
 from fullshard.api.join import Count
 from fullshard.mesh import Axis, MeshAxes, lines
 from fullshard.torch_private import gloo_group

@@ -28,7 +28,7 @@ from simulated import CPU, Stream, by_nccl, simulated
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
-    "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
+    "agreement/exchange.py: send": "whether values go by page-locked memory; both are entered",
     "api/parking.py: park": "whether memory is page-locked; entered below",
     "api/state_on_disk.py: _why_not": "which parameters' state cannot be in files of the host's",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",

@@ -459,7 +459,7 @@ FAULTS = (
     # accelerators, seen on a CPU
     Fault(
         "late sums are read without waiting for their copy",
-        "agreement/late.py",
+        "agreement/exchange.py",
         "        oldest.arrived.synchronize()\n",
         "",
         "tests/device/test_host_waits.py -k weights_are",
@@ -494,7 +494,7 @@ FAULTS = (
     ),
     Fault(
         "ranks of accelerators compare over the communicator of their gathers",
-        "agreement/aside.py",
+        "agreement/exchange.py",
         "aside = axis.aside",
         "aside = axis",
         "tests/test_lines.py -k accelerators",

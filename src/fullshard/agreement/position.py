@@ -38,7 +38,7 @@ from ..watcher import (
     step_word,
     word,
 )
-from .aside import agree_on
+from .exchange import agree_on
 from .log import MODEL, MOST_UNITS, NOTHING, SIZES, VERB, Log
 from .messages import compared_alone, goes_on_differently, other_forward_order, unknown_setting
 
