@@ -21,7 +21,7 @@ from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
 
-USE, LATE, STALE = (importlib.import_module(f"fullshard.agreement.{name}") for name in ("use", "late", "stale"))
+USE, LATE, STALE = (importlib.import_module(f"fullshard.agreement.{name}") for name in ("use", "exchange", "stale"))
 WIDTH, BLOCKS = 4, 5
 
 

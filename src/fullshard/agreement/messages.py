@@ -201,16 +201,6 @@ def named(index: int, names: Sequence[str]) -> str:
     return f"unit {names[index] or '(root)'!r}" if index < len(names) else f"unit {index}"
 
 
-def unknown_setting(name: str, value: str, kinds: Sequence[str]) -> ConfigError:
-    """The error for an invalid setting; the first of `kinds` is the default."""
-    return ConfigError(
-        f"Invalid value for {name}.",
-        expected=" or ".join(map(repr, kinds)),
-        got=repr(value),
-        remedy=f"omit it for the default, {kinds[0]!r}",
-    )
-
-
 # stale.py
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm import Comm, HookComm, PowerSGDState, powerSGD_hook
+from ..errors import invalid_argument
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
 from . import messages
@@ -85,9 +86,10 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
         else:
             fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
         if not fits:
-            raise messages.not_a_count(count)
+            expected = "an int of at least 0, an integer tensor of one element, or a sequence of them"
+            raise invalid_argument("set_token_count(counts=)", count, expected)
     if not values:
-        raise messages.no_counts()
+        raise invalid_argument("set_token_count(counts=)", counts, "a count for each backward of the step")
     return values
 
 
@@ -128,7 +130,7 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
         ConfigError: the name is unknown; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
-        raise messages.unknown_reduction(REDUCTIONS, reduction)
+        raise invalid_argument("reduction=", reduction, f"one of {REDUCTIONS}", 'omit it for "mean"')
     if reduction != "mean" and getattr(comm, "scales_itself", False):
         raise messages.reduction_beside_scaling(reduction, comm.kind)
     return str(reduction)
@@ -147,7 +149,10 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
             other ranks, or units with `all_reduce_dtype`.
     """
     if not callable(hook):
-        raise messages.hook_not_callable(hook)
+        expected = "a function of (state, gradient, slice); of (state, gradient) without sharding"
+        raise invalid_argument(
+            "register_comm_hook(hook=)", hook, expected, "pass one of fullshard.comm_hooks, for example"
+        )
     between = isinstance(state, PowerSGDState)
     if hook is powerSGD_hook and not between:
         raise messages.power_sgd_without_state(state)

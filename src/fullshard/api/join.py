@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Comm, Pending
+from ..errors import invalid_argument
 from ..mesh import MeshAxes
 from ..names import plain_class
 from ..shard import Share
@@ -57,7 +58,7 @@ class join(Generic[Batch]):
         if not meshes:
             raise messages.no_units("join", plain_class(model).__name__, has_parameters=False)
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
-            raise messages.not_batches(batches)
+            raise invalid_argument("join(batches=)", batches, "this rank's batches, as an iterable")
         self._axes: MeshAxes = max(meshes, key=lambda axes: axes.world)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example

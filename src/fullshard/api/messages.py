@@ -64,30 +64,6 @@ def counted_within_backward() -> PhaseError:
     )
 
 
-def not_a_count(count: object) -> ConfigError:
-    """The error for an invalid token count."""
-    return ConfigError(
-        "set_token_count takes the number of tokens in each micro-batch of this rank.",
-        expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
-        got=repr(count),
-    )
-
-
-def no_counts() -> ConfigError:
-    """The error for an empty list of counts."""
-    return ConfigError("set_token_count was called without counts", expected="a count for each backward of the step")
-
-
-def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
-    """The error for an invalid `reduction`."""
-    return ConfigError(
-        "reduction= has an invalid value.",
-        expected=f"one of {reductions}",
-        got=repr(reduction),
-        remedy='omit it for "mean"',
-    )
-
-
 def reduction_beside_scaling(reduction: str, kind: str) -> ConfigError:
     """The error for a `reduction` with a comm that scales gradients itself."""
     return ConfigError(
@@ -113,16 +89,6 @@ def divisor_beside_hook(what: str, unit: str) -> ConfigError:
         f"{what} cannot be combined with a communication hook, which averages.",
         got=f"a hook on unit {unit!r}",
         remedy="omit one of the two; the loss can be scaled as well",
-    )
-
-
-def hook_not_callable(hook: object) -> ConfigError:
-    """The error for an invalid communication hook."""
-    return ConfigError(
-        "a communication hook must be callable.",
-        expected="a function of (state, gradient, slice); of (state, gradient) without sharding",
-        got=repr(hook),
-        remedy="pass one of fullshard.comm_hooks, for example",
     )
 
 
@@ -184,11 +150,6 @@ def hook_beside_all_reduce_dtype(parameter: str) -> ConfigError:
 
 
 # join.py
-
-
-def not_batches(batches: object) -> ConfigError:
-    """The error for batches that are not iterable."""
-    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
 
 
 def joined_twice() -> ConfigError:
@@ -258,18 +219,6 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
 
 
 # offloading.py
-
-
-def not_a_number_of_bytes(argument: str, value: object) -> ConfigError:
-    """The error for a budget, or bytes of state, that is not a number of at least 0."""
-    return ConfigError(f"offload_by_budget({argument}=) is invalid.", expected="bytes, at least 0", got=repr(value))
-
-
-def not_a_cpu_offload_policy(policy: object) -> ConfigError:
-    """The error for a policy that offloads nothing."""
-    return ConfigError(
-        "offload_by_budget(policy=) has an invalid type.", expected="a CPUOffloadPolicy or None", got=repr(policy)
-    )
 
 
 def offloaded_while_parked(parked: Sequence[str]) -> PhaseError:

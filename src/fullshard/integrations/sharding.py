@@ -19,7 +19,7 @@ from torch import nn
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
 from ..checkpoint import values
-from ..errors import PhaseError
+from ..errors import PhaseError, invalid_argument
 from ..forms import successor_of
 from ..policies import MixedPrecisionPolicy
 from ..runtime import runners_in
@@ -43,7 +43,8 @@ def check_sharding(sharding: Any, allowed: Collection[str] = ARGUMENTS | {"mixed
     """
     sharding = sharding or {}
     if not isinstance(sharding, Mapping):
-        raise messages.invalid_sharding(sharding)
+        expected = 'a dictionary of arguments for hf.shard, such as {"reshard_after_forward": True}'
+        raise invalid_argument("sharding", sharding, expected)
     for name, value in sharding.items():
         if name not in allowed:
             raise messages.unknown_argument(name, value, allowed)
@@ -115,7 +116,7 @@ def plan_sharding(
     """
     settings = check_sharding(settings)
     if mixed_precision not in _DTYPES:
-        raise messages.unknown_precision(mixed_precision, _DTYPES)
+        raise invalid_argument("mixed_precision", mixed_precision, " or ".join(map(repr, _DTYPES)))
     if (dtype := _DTYPES[mixed_precision]) is not None:
         if "mp_policy" in settings:
             raise messages.two_precisions(mixed_precision, settings["mp_policy"])

@@ -18,6 +18,7 @@ from ...comm import (
     custom,
     separate_group,
 )
+from ...errors import ArgumentTypeError, ConfigError, invalid_argument
 from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
@@ -204,7 +205,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
         if not isinstance(reshard_after_forward, bool):
-            raise messages.reshard_not_a_bool(reshard_after_forward)
+            raise invalid_argument("set_reshard_after_forward()", reshard_after_forward, "True or False")
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
             runner.unit.drop_kept()
@@ -345,14 +346,12 @@ class FSDPModule:
         The event is used once.
 
         Raises:
-            ConfigError: not an event; or this is not the root.
+            ConfigError: not an event.
+            PhaseError: this is not the root.
         """
         if not callable(getattr(event, "wait", None)):
-            raise messages.not_an_event(type(event).__name__)
-        runner = self._runner()
-        if runner.root is not None and not runner.is_top:
-            raise messages.event_below_root(runner.unit.name)
-        runner.post_optim_event = event
+            raise invalid_argument("set_post_optim_event()", event, "a torch.Event")
+        self._root_runner("set_post_optim_event()").post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of data-parallel ranks.
@@ -361,7 +360,7 @@ class FSDPModule:
             ConfigError: not a positive number; or the unit's `reduction` is not "mean".
         """
         if not factor > 0:
-            raise messages.divide_factor_not_positive(factor)
+            raise invalid_argument("the gradient divide factor", factor, "a positive number")
         refuse_divisor(self._runner(), "a gradient divide factor")
         self._runner().set(reduce_divide_factor=float(factor))
 
@@ -393,10 +392,10 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many units may be in reduction at once; 1 by default. Each has a full gradient buffer."""
-        if type(max_input_buffers) is not int:
-            raise messages.max_buffers_type(max_input_buffers)
-        if max_input_buffers < 1:
-            raise messages.max_buffers_too_few(max_input_buffers)
+        is_int = type(max_input_buffers) is int
+        if not is_int or max_input_buffers < 1:
+            kind = ConfigError if is_int else ArgumentTypeError
+            raise invalid_argument("max_input_buffers", max_input_buffers, "an int of at least 1", kind=kind)
         for runner in self._units(recurse):
             runner.set(reduce_max_in_flight=max_input_buffers)
 

@@ -12,7 +12,6 @@ from ...errors import (
     PhaseError,
     ReplacementError,
     UsageError,
-    class_and_value,
     message,
 )
 
@@ -141,15 +140,6 @@ def no_accelerator(device_id: int) -> ConfigError:
     )
 
 
-def not_a_device(device_id: object) -> ConfigError:
-    """The error for an invalid `device_id`."""
-    return ConfigError(
-        "device_id is not a device.",
-        expected="an accelerator's index, a torch.device, or the name of one",
-        got=repr(device_id),
-    )
-
-
 def ignored_twice() -> ConfigError:
     """The error for `ignored_modules` together with `ignored_states`."""
     return ConfigError("ignored_modules and ignored_states are mutually exclusive: ignored_states takes modules too")
@@ -181,11 +171,6 @@ def copied_from_host(device: object) -> str:
         "values are copied there, which is slower than initializing them there. Pass device_id to choose "
         "the compute device, and build the module on that device, or on meta."
     )
-
-
-def init_not_callable(init: object) -> ConfigError:
-    """The error for an invalid `param_init_fn`."""
-    return ConfigError(f"param_init_fn must be callable, got {init!r}")
 
 
 def no_reset_parameters(kind: str) -> ConfigError:
@@ -273,16 +258,6 @@ def deprecated_input() -> str:
 def unknown_field(kind: str, name: str) -> ConfigError:
     """The error for a field that settings do not have."""
     return ConfigError(f"{kind} has no field {name!r}")
-
-
-def invalid_field(kind: str, name: str, expected: str, value: object, dtype: str) -> ConfigError:
-    """The error for the invalid value of a field."""
-    return ConfigError(
-        f"{kind}.{name} has an invalid value.",
-        expected=expected,
-        got=class_and_value(value),
-        remedy=f"pass torch.{dtype}" if dtype else "",
-    )
 
 
 # summon.py

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import invalid_argument
 from ...forms import successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...runtime import is_unit, own_modules
@@ -107,7 +108,8 @@ def _device(device_id: Any) -> torch.device | None:
     if isinstance(device_id, str):
         with suppress(RuntimeError):  # torch's error for an invalid name
             return torch.device(device_id)
-    raise messages.not_a_device(device_id)
+    expected = "an accelerator's index, a torch.device, or the name of one"
+    raise invalid_argument("FullyShardedDataParallel(device_id=)", device_id, expected)
 
 
 def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> tuple[set[nn.Module], set[int]]:
@@ -165,7 +167,7 @@ def check_initialisable(
         ConfigError: a module on meta has no `reset_parameters` and there is no `init`, or `init` is not callable.
     """
     if init is not None and not callable(init):
-        raise messages.init_not_callable(init)
+        raise invalid_argument("param_init_fn", init, "a function of a module, or None")
     for owner in own_modules(module, wrapped) if init is None else ():
         if owner not in ignored and _on_meta(owner) and not callable(getattr(owner, "reset_parameters", None)):
             raise messages.no_reset_parameters(type(owner).__name__)

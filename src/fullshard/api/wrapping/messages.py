@@ -47,13 +47,3 @@ def no_answer(kind: str, answer: object) -> ConfigError:
         expected="False, True or a dict of arguments",
         got=repr(answer),
     )
-
-
-def wrapper_not_callable(wrapper_cls: object) -> ConfigError:
-    """The error for an invalid `wrapper_cls`."""
-    return ConfigError(f"enable_wrap needs a callable wrapper_cls, got {wrapper_cls!r}")
-
-
-def not_module_classes(argument: str, cls: object) -> ConfigError:
-    """The error for a class policy that contains anything but classes."""
-    return ConfigError(f"{argument} must contain module classes, got {cls!r}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ...errors import invalid_argument
 from . import messages
 
 
@@ -161,7 +162,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         ConfigError: `wrapper_cls` is not callable.
     """
     if not callable(wrapper_cls):
-        raise messages.wrapper_not_callable(wrapper_cls)
+        raise invalid_argument("enable_wrap(wrapper_cls=)", wrapper_cls, "a callable")
     token = _wrapping.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -187,5 +188,5 @@ def _checked_classes(module_classes: Any, argument: str) -> tuple[type[nn.Module
     classes = tuple(module_classes) if isinstance(module_classes, Iterable) else (module_classes,)
     for cls in classes:
         if not isinstance(cls, type):
-            raise messages.not_module_classes(argument, cls)
+            raise invalid_argument(argument, cls, "module classes")
     return tuple(dict.fromkeys(classes))
