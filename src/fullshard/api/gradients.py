@@ -149,9 +149,11 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
             other ranks, or units with `all_reduce_dtype`.
     """
     if not callable(hook):
-        expected = "a function of (state, gradient, slice); of (state, gradient) without sharding"
         raise invalid_argument(
-            "register_comm_hook(hook=)", hook, expected, "pass one of fullshard.comm_hooks, for example"
+            "register_comm_hook(hook=)",
+            hook,
+            "a function of (state, gradient, slice); of (state, gradient) without sharding",
+            "pass one of fullshard.comm_hooks, for example",
         )
     between = isinstance(state, PowerSGDState)
     if hook is powerSGD_hook and not between:
