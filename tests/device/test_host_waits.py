@@ -415,9 +415,9 @@ def read_too_early() -> str:
 
 
 def test_sums_that_are_read_a_backward_earlier_make_the_host_wait(run_ranks: Callable) -> None:
-    with mock.patch.object(late, "_LATE", 1):
+    with mock.patch.object(exchange, "_LATE", 1):
         for waits in run_ranks(waits_of, default, False):
-            assert waits == {"wait for compute by late.py: due": STEPS}
+            assert waits == {"wait for compute by exchange.py: due": STEPS}
 
 
 def test_gradients_that_nobody_waited_for_are_poison(run_ranks: Callable) -> None:

@@ -245,7 +245,7 @@ def sums_late(device: str) -> list[str]:
             fullshard.fully_shard(block, mesh=mesh["edp"] if number % 2 else whole)
         fullshard.fully_shard(model, mesh=whole)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mock.patch.object(late, "begin_copy_to_host", copy):
+        with mock.patch.object(exchange, "begin_copy_to_host", copy):
             for step in range(2 * STEPS):
                 loss_of(model, batch(step, dist.get_rank(), device)).backward()
                 optimizer.step()
