@@ -99,7 +99,7 @@ FOLDERS = [
     (
         put("reports"),
         lambda f: fullshard.watch(folder=f / "reports"),
-        "ConfigError: watch(folder=) is invalid ... the path of a folder ... the file",
+        "ConfigError: watch(folder=) is invalid ... the path of a folder (not of a file)",
     ),
 ]
 COMMANDS = [

@@ -327,7 +327,7 @@ def watch(
     if folder is not None:
         is_path = isinstance(folder, (str, os.PathLike)) and bool(os.fspath(folder))
         if not is_path or (os.path.exists(folder) and not os.path.isdir(folder)):
-            expected = "the path of a folder, which is created when needed, or None"
+            expected = "the path of a folder (not of a file), which is created when needed, or None"
             raise invalid_argument("watch(folder=)", folder, expected)
         path = os.path.abspath(folder)
     RANK.settings = WatchSettings(enabled, limit, grace, path)

@@ -40,27 +40,26 @@ from ..gradients import register_hook
 from . import messages
 from .instances import (
     Plan,
+    check_arguments,
     check_plans,
     flat_of,
-    mixed_precision_of,
+    materialise,
     plan_blocks,
-    policy_of,
     put_in_place,
+    warn_of_host,
     without_iterators,
 )
 from .markers import Markers, mark_wrapped
-from .model_state import StateDictMethods, default_settings
-from .optimizer_state import OptimizerStateMethods
-from .precision import Buffers, use_full_precision
+from .precision import Buffers, FullPrecision, policy_of, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from .setup import check_arguments, materialise, warn_of_host
+from .state_dicts import StateDictMethods, default_settings
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 
 _OF_ROOT = ("self", "__class__", "module", "auto_wrap_policy", "full_precision_in_eval", "check", "unused")
 """Local names of the constructor that are not arguments of the instances that `auto_wrap_policy` makes."""
 
 
-class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
+class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
     """A module wrapper that shards its parameters, gradients and optimizer state over ranks.
 
     It has the interface of `torch.distributed.fsdp.FullyShardedDataParallel`: a program written for that runs with its
@@ -178,8 +177,9 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The mixed precision in force."""
-        return mixed_precision_of(self._arguments)
+        """The mixed precision in force: none for a module exempt from it."""
+        mixed = self._arguments.mixed_precision
+        return MixedPrecision() if isinstance(mixed, FullPrecision) else mixed
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -439,5 +439,5 @@ def _find_root(top: Runner) -> Root:
         instance._buffers_cast.cast(instance)
     for module in top.modules if is_new else ():
         if isinstance(module, FullyShardedDataParallel):
-            top.set(policy=policy_of(module._arguments, module.module, root=True))
+            top.set(policy=policy_of(module._arguments.mixed_precision, module.module, root=True))
     return root

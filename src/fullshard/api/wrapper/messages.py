@@ -64,44 +64,6 @@ def called_past_instance(name: str) -> UsageError:
 # instances.py
 
 
-def wrapped_already(name: str, kind: str) -> ConfigError:
-    """The error for `auto_wrap_policy` with a model that contains instances."""
-    return ConfigError(
-        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
-        got=f"{name or 'the module itself'}, a {kind}",
-        remedy="wrap by policy or by hand, not both",
-        topic="sharded-already",
-    )
-
-
-def without_mixed_precision(exempt: Iterable[str]) -> str:
-    """The warning for classes that are exempt from mixed precision."""
-    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
-
-
-def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
-    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
-    return ArgumentTypeError(
-        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
-        got=", ".join(unknown),
-    )
-
-
-def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
-    """The error for a `FlatParameter` of parameters that differ in `trait`."""
-    return ConfigError(
-        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
-        parameter=parameter,
-        expected=f"{expected}, as {like}",
-        got=got,
-        remedy="set use_orig_params=True, or wrap these modules separately",
-        topic="mixed-dtypes" if trait == "dtype" else None,
-    )
-
-
-# setup.py
-
-
 def not_a_module(kind: str) -> ConfigError:
     """The error for a value that is not a module."""
     return ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {kind}")
@@ -187,6 +149,41 @@ def left_on_meta(kind: str) -> ConfigError:
     return ConfigError(f"param_init_fn left {kind} on the meta device", topic="weights-on-meta")
 
 
+def wrapped_already(name: str, kind: str) -> ConfigError:
+    """The error for `auto_wrap_policy` with a model that contains instances."""
+    return ConfigError(
+        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
+        got=f"{name or 'the module itself'}, a {kind}",
+        remedy="wrap by policy or by hand, not both",
+        topic="sharded-already",
+    )
+
+
+def without_mixed_precision(exempt: Iterable[str]) -> str:
+    """The warning for classes that are exempt from mixed precision."""
+    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
+
+
+def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
+    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
+    return ArgumentTypeError(
+        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
+        got=", ".join(unknown),
+    )
+
+
+def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
+    """The error for a `FlatParameter` of parameters that differ in `trait`."""
+    return ConfigError(
+        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
+        parameter=parameter,
+        expected=f"{expected}, as {like}",
+        got=got,
+        remedy="set use_orig_params=True, or wrap these modules separately",
+        topic="mixed-dtypes" if trait == "dtype" else None,
+    )
+
+
 # markers.py
 
 
@@ -195,7 +192,15 @@ def root_not_settable() -> UsageError:
     return UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
 
 
-# model_state.py
+# settings.py
+
+
+def unknown_field(kind: str, name: str) -> ConfigError:
+    """The error for a field that settings do not have."""
+    return ConfigError(f"{kind} has no field {name!r}")
+
+
+# state_dicts.py
 
 
 def config_of_another_type(name: str, expected: str, got: str, kind: str) -> CheckpointError:
@@ -227,9 +232,6 @@ def loaded_while_summoned() -> PhaseError:
     )
 
 
-# optimizer_state.py
-
-
 def unknown_key(key: str, example: object, count: int) -> CheckpointError:
     """The error for a key of optimizer state that the optimizer does not have."""
     return CheckpointError(
@@ -250,14 +252,6 @@ def deprecated_method(old: str, new: str) -> str:
 def deprecated_input() -> str:
     """The warning for `optim_input`."""
     return message("The `optim_input` argument is deprecated: pass the optimizer itself, as `optim`.")
-
-
-# settings.py
-
-
-def unknown_field(kind: str, name: str) -> ConfigError:
-    """The error for a field that settings do not have."""
-    return ConfigError(f"{kind} has no field {name!r}")
 
 
 # summon.py

@@ -1,14 +1,38 @@
-"""Mixed precision that only the wrapper has: buffers in a different dtype, and full precision in eval mode."""
+"""The wrapper's mixed precision: what of it is the engine's policy, and what is not (buffers, eval mode)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...forms import successor_of
+from ...policies import MixedPrecisionPolicy
 from ...runtime import own_modules, runner_of
+from .settings import MixedPrecision
+
+
+@dataclass
+class FullPrecision(MixedPrecision):
+    """The setting of modules exempt from mixed precision: inputs are cast up, outputs are cast back."""
+
+    cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = False
+    output_dtype: torch.dtype | None = None
+
+
+def policy_of(mixed: MixedPrecision, module: nn.Module, root: bool = False) -> MixedPrecisionPolicy:
+    """The engine's policy for an instance around `module`.
+
+    `cast_root_forward_inputs` decides for the root, `cast_forward_inputs` for others.
+    """
+    if isinstance(mixed, FullPrecision):
+        dtype = next((p.dtype for p in map(successor_of, module.parameters()) if p.is_floating_point()), torch.float32)
+        return MixedPrecisionPolicy(dtype, None, mixed.output_dtype, True)
+    cast = mixed.cast_root_forward_inputs if root else mixed.cast_forward_inputs
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
 
 
 class Buffers:
