@@ -110,7 +110,7 @@ CALLS = [
         sharded,
         run,
         lambda m: m[0].set_post_optim_event(torch.Event()),
-        "PhaseError: set_post_optim_event() is for the root unit; '0' is below it",
+        "PhaseError: set_post_optim_event() is for the root; unit '0' is",
     ),
     (
         lambda: sharded().set_gradient_divide_factor(0),
@@ -199,7 +199,12 @@ CALLS = [
     ),
     (lambda: unit(layout=fullshard.Blocks(0)), 'LayoutError: Blocks takes a positive number of elements or "row", got'),
     (sharded, run, lambda m: m[0].reset_iter_state(), "PhaseError: reset_iter_state() is for the ... root"),
-    (sharded, run, lambda m: reduce_kept(m[0]), "PhaseError: gradients are reduced by the root; '0' is below it"),
+    (
+        sharded,
+        run,
+        lambda m: reduce_kept(m[0]),
+        "PhaseError: reduction of accumulated gradients is for the root; unit '0'",
+    ),
     (
         sharded,
         lambda m: m[0].register_forward_hook(lambda *_: reduce_kept(m)),

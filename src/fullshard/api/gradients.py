@@ -57,7 +57,7 @@ def _tops(runners: list[Runner]) -> list[Runner]:
     tops = [runner for runner in runners if id(runner) not in inner]
     for top in tops:
         if top.root is not None and not top.is_top:
-            raise messages.counted_below_root(top.unit.name)
+            raise messages.method_of_root("set_token_count", top.unit.name, topic="token-counts")
         if top.root is not None and top.root.in_backward:
             raise messages.counted_within_backward()
     return tops

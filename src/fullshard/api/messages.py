@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import ConfigError, PhaseError, UsageError
+from ..errors import ArgumentTypeError, ConfigError, PhaseError, UsageError, message
 
 # gathered.py
 
@@ -43,16 +44,6 @@ def counted_within_a_step(unit: str) -> UsageError:
         got=f"gradients of unit {unit!r}, accumulated without sync and not yet reduced",
         remedy="call set_token_count(model, [count, ...]) once per step; pending gradients are dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
-        topic="token-counts",
-    )
-
-
-def counted_below_root(unit: str) -> PhaseError:
-    """The error for `set_token_count` of a unit below the root."""
-    return PhaseError(
-        "set_token_count is for the root.",
-        got=f"unit {unit!r} below it",
-        remedy="pass the model whose forward is called",
         topic="token-counts",
     )
 
@@ -271,6 +262,15 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
 # units.py
 
 
+def method_of_root(method: str, unit: str, topic: str | None = None) -> PhaseError:
+    """The error for a method or function that acts on a root, called on a unit below it."""
+    return PhaseError(
+        f"{method} is for the root; unit {unit!r} is below it.",
+        remedy=f"call {method} on the module whose forward is called from outside",
+        topic=topic,
+    )
+
+
 def takes_a_module(function: str, kind: str) -> ConfigError:
     """The error for an argument that is not a module."""
     return ConfigError(f"{function} takes a module, got {kind}")
@@ -294,4 +294,44 @@ def called_within_a_pass(function: str, unit: str) -> PhaseError:
         f"{function} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
         remedy=f"call {function} between steps",
         topic="called-in-a-step",
+    )
+
+
+# wrapping.py
+
+
+def not_classes(policy: object) -> ConfigError:
+    """The error for an `auto_wrap_policy` that contains anything but classes."""
+    return ConfigError(
+        f"auto_wrap_policy must contain module classes, got {policy!r}",
+        remedy="pass the classes of the model's blocks, {Block}, not instances or names of classes",
+    )
+
+
+def not_a_policy(policy: Any, is_class: bool) -> ArgumentTypeError:
+    """The error for an invalid `auto_wrap_policy`; `is_class`: it is a class rather than a set of classes."""
+    return ArgumentTypeError(
+        'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
+        f"got {policy!r}",
+        remedy=f"pass a set: {{{policy.__name__}}}" if is_class else 'pass "auto", or {Block}',
+    )
+
+
+def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
+    """The warning for a policy that chose no module; `auto`: the policy is "auto"."""
+    chose = 'Units are the repeated blocks of a model ("auto"), but this one repeats none' if auto else ""
+    return message(
+        f"{chose or 'auto_wrap_policy matched no module'}: the model becomes a single unit, gathered whole.",
+        expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
+        got=f"{kind}, in which the largest classes are: {largest}",
+        remedy="name the class of the model's blocks, {Block}; nothing, if a single unit is intended",
+    )
+
+
+def no_answer(kind: str, answer: object) -> ConfigError:
+    """The error for a `CustomPolicy` whose function returns neither a bool nor a dict."""
+    return ConfigError(
+        f"CustomPolicy's lambda_fn returned an invalid value for a {kind}.",
+        expected="False, True or a dict of arguments",
+        got=repr(answer),
     )

@@ -120,11 +120,6 @@ def no_manual_finalization() -> PhaseError:
     )
 
 
-def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a root-only method that was called on a unit below the root."""
-    return PhaseError(f"{method} is for the root unit; {unit!r} is below it")
-
-
 def invalid_collective(what: str, comm: object) -> ConfigError:
     """The error for a custom collective that is not callable or has no `allocate`."""
     return ConfigError(
@@ -165,11 +160,3 @@ def not_a_root(kind: str, unit: str) -> ConfigError:
 def no_such_method(name: str, method_name: str) -> ConfigError:
     """The error for registering a method that the module does not have."""
     return ConfigError(f"{name} has no method {method_name!r} to register as a forward")
-
-
-# state.py
-
-
-def reduced_by_root(unit: str) -> PhaseError:
-    """The error for a unit below the root that is asked to reduce the accumulated gradients of all units."""
-    return PhaseError(f"gradients are reduced by the root; {unit!r} is below it")

@@ -34,6 +34,7 @@ from ...runtime import (
 )
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
 from ..gradients import refuse_divisor, register_hook
+from ..messages import method_of_root
 from . import messages
 from .state import UnitState
 
@@ -186,7 +187,7 @@ class FSDPModule:
     def _root_runner(self, method: str) -> Runner:
         runner = self._runner()
         if runner.root is not None and not runner.is_top:
-            raise messages.method_of_root(method, runner.unit.name)
+            raise method_of_root(method, runner.unit.name)
         return runner
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

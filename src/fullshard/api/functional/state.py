@@ -13,7 +13,7 @@ from torch import nn
 
 from ...runtime import Runner, runner_of
 from ...runtime.reduce_kept import reduce_kept
-from . import messages
+from ..messages import method_of_root
 
 
 class UnitState:
@@ -59,7 +59,7 @@ class UnitState:
         """
         root = self._runner.rooted()
         if not self._runner.is_top:
-            raise messages.reduced_by_root(self._runner.unit.name)
+            raise method_of_root("reduction of accumulated gradients", self._runner.unit.name)
         reduce_kept(root)
 
 

@@ -37,6 +37,7 @@ from ...runtime import (
     shown_part,
 )
 from ..gradients import register_hook
+from ..messages import method_of_root
 from . import messages
 from .instances import (
     Plan,
@@ -383,7 +384,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
 
     def _must_be_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise messages.method_of_root(method, self._runner().unit.name)
+            raise method_of_root(method, self._runner().unit.name)
 
     summon_full_params = staticmethod(summon_full_params)
 

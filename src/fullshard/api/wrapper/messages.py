@@ -38,15 +38,6 @@ def hook_below_root() -> UsageError:
     return UsageError("register_comm_hook can only be called on a root instance.")
 
 
-def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a root-only method that was called on an instance below the root."""
-    return PhaseError(
-        f"{method} is for the root instance.",
-        got=f"the instance {unit!r} below it",
-        remedy=f"call {method} on the outermost FullyShardedDataParallel",
-    )
-
-
 def called_past_instance(name: str) -> UsageError:
     """The error for a call of the wrapped module that bypasses its instance."""
     return UsageError(
