@@ -252,7 +252,7 @@ def test_the_divisors_are_told(ranks, given, told):
 
 @pytest.mark.parametrize("number", [2.5, True])
 def test_reductions_in_flight_that_are_no_count(number):
-    with raises("ArgumentTypeError: max_input_buffers must be an int, got"):
+    with raises("ArgumentTypeError: max_input_buffers is invalid ... an int of at least 1"):
         sharded().set_reduce_scatter_max_input_buffers(number)
 
 

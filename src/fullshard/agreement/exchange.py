@@ -127,14 +127,14 @@ def object_from(source: int, value: Any, axis: Axis, comm: Comm, device: torch.d
     return pickle.loads(bytes(received.tolist()))
 
 
-def texts_of_all(text: str, axis: Axis, comm: Comm, device: torch.device, room: int = _TEXT_BYTES) -> list[str]:
-    """Gather every rank's text, in axis order, truncated to `room` bytes. Collective over the axis."""
-    data = text.encode()[:room].ljust(room, b"\0")
+def texts_of_all(text: str, axis: Axis, comm: Comm, device: torch.device) -> list[str]:
+    """Gather every rank's text, in axis order, truncated to `_TEXT_BYTES`. Collective over the axis."""
+    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    gathered = torch.empty(axis.size * room, dtype=torch.uint8, device=device)
+    gathered = torch.empty(axis.size * _TEXT_BYTES, dtype=torch.uint8, device=device)
     RANK.talks("texts")
     comm.gather(axis, gathered, local).wait()
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered.view(axis.size, room).tolist()]
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered.view(axis.size, _TEXT_BYTES).tolist()]
 
 
 @dataclass

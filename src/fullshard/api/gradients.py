@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from ..comm import Comm, HookComm, PowerSGDState, powerSGD_hook
 from ..errors import invalid_argument
 from ..runtime import Runner, runners_in
-from ..shard import REDUCTIONS, TokenCount
+from ..shard import REDUCTIONS, TokenCount, Unit
 from . import messages
 from .units import runners_of
 
@@ -101,6 +102,34 @@ def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch
         if isinstance(count, torch.Tensor):
             total += count.detach().to(device, torch.int64, non_blocking=True).view(1)
     return total
+
+
+@contextmanager
+def without_sync(runners: Sequence[Runner], shards_of_hybrid: bool = False) -> Iterator[None]:
+    """Context in which backwards accumulate gradients without communication; the next one after it reduces all.
+
+    Contexts may be nested. Their end restores the settings of their beginning.
+
+    Args:
+        runners: of the model's units.
+        shards_of_hybrid: True: units on a mesh (replicate, shard) reduce over the shard axis nevertheless, so that
+            accumulated gradients take the memory of a shard, and defer the all-reduce over the replicate axis, which
+            is the slow one.
+    """
+    previous = [runner.settings.reduce for runner in runners]
+    for runner in runners:
+        runner.set(reduce_sync=shards_of_hybrid and _is_hybrid(runner.unit), reduce_all_reduce=False)
+    try:
+        yield
+    finally:
+        for runner, before in zip(runners, previous, strict=True):
+            runner.set(reduce_sync=before.sync, reduce_all_reduce=before.all_reduce)
+
+
+def _is_hybrid(unit: Unit) -> bool:
+    """Whether all parameters of a unit are split along one axis and repeated along another."""
+    axes = [bucket.axes for bucket in unit.buckets]
+    return bool(axes) and all(a.shard.size > 1 and a.replicate is not None and a.replicate.size > 1 for a in axes)
 
 
 def set_check_nonfinite(model: nn.Module, enable: bool) -> None:

@@ -118,17 +118,15 @@ class Count:
         on_host = not any([aside is axis for aside, axis in zip(asides, spread, strict=True)])
         self._value = torch.tensor([int(yes)], dtype=torch.int64, device="cpu" if on_host else axes.device)
         self._axes, self._comm = asides if on_host else spread, comm
-        self._pending: list[Pending] = []
-        if self._axes:
-            self._pending = [comm.all_reduce(self._axes[0], self._value, False)]
+        self._pending: Pending | None = comm.all_reduce(self._axes[0], self._value, False) if self._axes else None
 
     def read(self) -> int:
         """Wait, and return the number of ranks (0 or 1 on a single rank)."""
-        while self._pending:
-            self._pending.pop().wait()
-            self._axes.pop(0)
-            if self._axes:
-                self._pending = [self._comm.all_reduce(self._axes[0], self._value, False)]
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for axis in self._axes[1:]:
+                self._comm.all_reduce(axis, self._value, False).wait()
         return int(self._value)
 
 

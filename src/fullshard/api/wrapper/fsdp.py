@@ -36,7 +36,7 @@ from ...runtime import (
     run,
     shown_part,
 )
-from ..gradients import register_hook
+from ..gradients import register_hook, without_sync
 from ..messages import method_of_root
 from . import messages
 from .instances import (
@@ -332,15 +332,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
             PhaseError: this is not the root.
         """
         self._must_be_root("no_sync()")
-        runners = [child._runner() for child in self.fsdp_modules(self)]
-        previous = [runner.settings.reduce.sync for runner in runners]
-        for runner in runners:
-            runner.set(reduce_sync=False)
-        try:
+        with without_sync([child._runner() for child in self.fsdp_modules(self)]):
             yield
-        finally:
-            for runner, sync in zip(runners, previous, strict=True):
-                runner.set(reduce_sync=sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
