@@ -296,7 +296,7 @@ def test_what_it_refuses(fake_world) -> None:
     with fullshard.keep_gathered(model), raises("PhaseError: offload_by_budget was called inside keep_gathered"):
         offload_by_budget(model, 0)
     fullshard.park(model)
-    with raises("PhaseError: offload_by_budget was called for a model that is parked"):
+    with raises("PhaseError: offload_by_budget was called for a model that is already parked"):
         offload_by_budget(model, 0)
     fullshard.resume(model)
     model(torch.ones(2, WIDTH)).sum().backward()

@@ -161,10 +161,10 @@ def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
 # parking.py
 
 
-def parked_already(parked: Sequence[str]) -> PhaseError:
-    """The error for `park` of a model with these units parked already."""
+def parked_already(function: str, parked: Sequence[str]) -> PhaseError:
+    """The error for `park` or `offload_by_budget` of a model of which these units are parked."""
     return PhaseError(
-        "park was called for a model that is already parked.",
+        f"{function} was called for a model that is already parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,
         remedy="call fullshard.resume first",
     )
@@ -210,15 +210,6 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
 
 
 # offloading.py
-
-
-def offloaded_while_parked(parked: Sequence[str]) -> PhaseError:
-    """The error for `offload_by_budget` of a model with these units parked."""
-    return PhaseError(
-        "offload_by_budget was called for a model that is parked.",
-        got=f"parked units {', '.join(parked)}",
-        remedy="call fullshard.resume first",
-    )
 
 
 def offloaded_late(unit: str, stepped: bool) -> ConfigError:

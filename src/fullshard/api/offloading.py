@@ -156,7 +156,7 @@ def _refuse_late(runners: Sequence[Runner], names: dict[int, str]) -> None:
     refuse_running(list(runners), "offload_by_budget")
     parked = [names[id(runner)] for runner in runners if is_parked(runner.unit)]
     if parked:
-        raise messages.offloaded_while_parked(parked)
+        raise messages.parked_already("offload_by_budget", parked)
     for runner in runners:
         unit: Any = runner.unit
         refuse_contexts(runner, names[id(runner)], "offload_by_budget")

@@ -54,9 +54,8 @@ from ..gradients import check_reduction
 from ..whole import saving_methods
 from . import messages
 from .arguments import blocks_of, check_arguments, check_ignored, check_policy, reshard_of
-from .module import FSDPModule
+from .module import FSDPModule, state_of
 from .reduce_dtype import log_difference, reduces_as_computed
-from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")

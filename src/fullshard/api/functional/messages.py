@@ -127,19 +127,12 @@ def invalid_collective(what: str, comm: object) -> ConfigError:
     )
 
 
-def collective_beside_group_memory(what: str) -> ConfigError:
-    """The error for a custom collective of a unit that communicates through its group's memory."""
-    return ConfigError(
-        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) are mutually exclusive: "
-        "call the latter with False first"
-    )
-
-
-def group_memory_beside_collective() -> ConfigError:
-    """The error for memory from the process group in a unit with custom collectives."""
+def collective_beside_group_memory() -> ConfigError:
+    """The error for a unit with both a custom collective and memory from the process group."""
     return ConfigError(
         "memory from the process group and custom collectives are mutually exclusive",
-        remedy="omit either: a custom collective allocates its own memory",
+        remedy="omit either: a custom collective allocates its own memory; to use one after "
+        "set_allocate_memory_from_process_group_for_comm(True), call that with False first",
     )
 
 

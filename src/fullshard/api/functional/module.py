@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -32,11 +33,10 @@ from ...runtime import (
     runner_of,
     runners_in,
 )
-from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
+from ...runtime.reduce_kept import GradientReductionHandle, finalize, reduce_kept, reset_iteration
 from ..gradients import refuse_divisor, register_hook
 from ..messages import method_of_root
 from . import messages
-from .state import UnitState
 
 logger = logging.getLogger("fullshard")
 _logged_symm_mem: list[str] = []  # logged once per process
@@ -92,7 +92,7 @@ class FSDPModule:
         return runner
 
     def _get_fsdp_state(self) -> UnitState:
-        """The unit under the names that PyTorch's libraries use; see `state.py`."""
+        """The unit under the names that PyTorch's libraries use."""
         return UnitState(self._runner())
 
     def _units(self, recurse: bool = True) -> Iterator[Runner]:
@@ -293,7 +293,7 @@ class FSDPModule:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise messages.invalid_collective(what, comm)
         if self._runner().settings.group_memory:
-            raise messages.collective_beside_group_memory(what)
+            raise messages.collective_beside_group_memory()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
@@ -313,7 +313,7 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise messages.group_memory_beside_collective()
+            raise messages.collective_beside_group_memory()
         axes = runner.unit.buckets[0].axes
         gather, reduce = [kind(axes.shard, axes.device) for kind in (GatherInGroupMemory, ReduceInGroupMemory)]
         runner.set(comm=custom(comm, all_gather=gather, reduce_scatter=reduce), group_memory=True)
@@ -483,3 +483,61 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         name = plain_class(module).__name__
         raise messages.no_such_method(name, method_name)
     run_method(module, module._runner(), method_name)
+
+
+# The state that PyTorch's pipeline stages and libraries read from a unit, by `fully_shard.state(module)`. A stage keeps
+# gradients through the backwards of all micro-batches, then asks each unit of its module in turn to reduce its own, and
+# the root to wait for them (`torch.distributed.pipelining.stage`). Here the root does both.
+
+
+class UnitState:
+    """A stateless view of a unit, with the attribute names of PyTorch's module state."""
+
+    __slots__ = ("_runner",)
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def _fsdp_param_groups(self) -> tuple[()]:
+        """Empty: the root reduces everything itself, in `_root_post_backward_final_callback`."""
+        return ()
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the unit's forward is called from outside; None until the first forward decides."""
+        return None if self._runner.root is None else self._runner.is_top
+
+    @property
+    def _state_ctx(self) -> Any:
+        """The state that all units below a root share: `all_states`."""
+        return SimpleNamespace(
+            all_states=[UnitState(unit) for unit in self._runner.rooted().units if isinstance(unit, Runner)]
+        )
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The communication context: the same object for roots that `share_comm_ctx` joined."""
+        root, in_flight = self._runner.root, self._runner.settings.in_flight
+        return root.reducer.in_flight if root is not None else self._runner if in_flight is None else in_flight
+
+    def _lazy_init(self) -> None:
+        """Determine the root, as the first forward does. Collective."""
+        self._runner.rooted()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that the units below the root accumulated without sync. Collective.
+
+        Raises:
+            PhaseError: the unit is not the root, or is running.
+        """
+        root = self._runner.rooted()
+        if not self._runner.is_top:
+            raise method_of_root("reduction of accumulated gradients", self._runner.unit.name)
+        reduce_kept(root)
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The state of a unit's module; None for other modules."""
+    runner = runner_of(module)
+    return None if runner is None else UnitState(runner)

@@ -151,9 +151,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
             warn_of_host(module, arguments)
-        settings = plan.build_settings()
-        unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
-        self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
+        unit_settings = plan.unit_settings()
+        self.__dict__[RUNNER_KEY] = Runner(plan.build(), [self], unit_settings, _find_root)
         self._guard()
         name_members([self])
         move_buffers(own_modules(module, arguments.ignored_modules), arguments.axes.device)

@@ -17,7 +17,7 @@ from ...errors import invalid_argument
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...names import clean_name, plain_class
-from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
+from ...policies import Check, CPUOffloadPolicy, OffloadPolicy, Unused
 from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, own_modules, runners_in, unit_of
 from ...shard import (
     Bucket,
@@ -198,23 +198,19 @@ class Plan:
             reduces_as_computed=True,
         )
 
-    def unit_settings(self, policy: MixedPrecisionPolicy, prefetch: int) -> UnitSettings:
-        """The settings with which its unit runs.
-
-        Args:
-            policy: dtypes of gathers, reductions and outputs.
-            prefetch: how many units are gathered ahead in forward.
-        """
+    def unit_settings(self) -> UnitSettings:
+        """The settings with which its unit runs."""
         arguments = self.arguments
+        forward = 1 if self.keywords["limit_all_gathers"] else 2  # units gathered ahead
         backward = 0 if arguments.backward_prefetch is None else 1
         late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         return UnitSettings(
             self.keywords["comm"],
-            policy,
+            policy_of(arguments.mixed_precision, self.module),
             arguments.axes,
             None if arguments.strategy in FULL_SHARD else False,  # None: the root stays gathered for its backward
             reduce=ReduceSettings(reduction=self.keywords["reduction"]),
-            prefetch=PrefetchSettings(prefetch, backward, late),
+            prefetch=PrefetchSettings(forward, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
             check=self.when,
             unused=self.unused,
@@ -237,7 +233,7 @@ class Plan:
         if self.flat:
             check_uniform(drafts)
 
-    def build(self, settings: BuildSettings) -> Unit:
+    def build(self) -> Unit:
         """Shard the parameters that no instance below has."""
         ignored = self.ignored()
         drafts = find_parameters([self.module], unit_of, ignored)
@@ -245,7 +241,7 @@ class Plan:
         shared = find_shared([self.module], unit_of, ignored)
         previous_owners = {id(draft.owner): draft.owner for draft in drafts if draft.owner is not None}
         holders = holders_of(previous_owners.values())
-        unit = build_unit(drafts, settings)
+        unit = build_unit(drafts, self.build_settings())
         show_shared(shared)
         if self.flat:
             show_flat(unit, self.module)
