@@ -111,7 +111,7 @@ def test_when_a_reduction_is_refused() -> None:
     handle = model[0].register_forward_pre_hook(ask)
     backward(model)
     handle.remove()
-    refused("by the root", fully_shard.state(model[0])._root_post_backward_final_callback)
+    refused("is for the root", fully_shard.state(model[0])._root_post_backward_final_callback)
     check_gradients(model, [0])
     model.zero_grad()
     model.set_requires_gradient_sync(False)

@@ -203,7 +203,7 @@ CALLS = [
         sharded,
         run,
         lambda m: reduce_kept(m[0]),
-        "PhaseError: reduction of accumulated gradients is for the root; unit '0'",
+        "PhaseError: _root_post_backward_final_callback() is for; unit '0'",
     ),
     (
         sharded,

@@ -257,7 +257,7 @@ def method_of_root(method: str, unit: str, topic: str | None = None) -> PhaseErr
     """The error for a method or function that acts on a root, called on a unit below it."""
     return PhaseError(
         f"{method} is for the root; unit {unit!r} is below it.",
-        remedy=f"call {method} on the module whose forward is called from outside",
+        remedy="call it on the module whose forward is called from outside",
         topic=topic,
     )
 

@@ -533,7 +533,7 @@ class UnitState:
         """
         root = self._runner.rooted()
         if not self._runner.is_top:
-            raise method_of_root("reduction of accumulated gradients", self._runner.unit.name)
+            raise method_of_root("_root_post_backward_final_callback()", self._runner.unit.name)
         reduce_kept(root)
 
 
