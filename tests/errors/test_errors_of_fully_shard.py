@@ -203,7 +203,7 @@ CALLS = [
         sharded,
         run,
         lambda m: reduce_kept(m[0]),
-        "PhaseError: _root_post_backward_final_callback() is for; unit '0'",
+        "PhaseError: _root_post_backward_final_callback() is for the root",
     ),
     (
         sharded,
