@@ -274,9 +274,7 @@ class FSDPModule:
             comm: called as `comm(output_tensor, input_tensor, group, async_op=True)`; returns a work or None. Its
                 `allocate(size, *, dtype, device)` makes the output, which is then copied into the unit's own buffer.
         """
-        self._check_callable(comm, "all-gather")
-        runner = self._runner()
-        runner.set(comm=custom(runner.settings.comm, all_gather=comm))
+        self._set_custom("all-gather", comm, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over the shard axis with `comm`, from memory it allocates; not recursive.
@@ -285,15 +283,15 @@ class FSDPModule:
             comm: called as `comm(output_tensor, input_tensor, group, op, async_op=True)`; returns a work or None. Its
                 `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
         """
-        self._check_callable(comm, "reduce-scatter")
-        runner = self._runner()
-        runner.set(comm=custom(runner.settings.comm, reduce_scatter=comm))
+        self._set_custom("reduce-scatter", comm, reduce_scatter=comm)
 
-    def _check_callable(self, comm: Any, what: str) -> None:
+    def _set_custom(self, what: str, comm: Any, **collective: Any) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise messages.invalid_collective(what, comm)
-        if self._runner().settings.group_memory:
+        runner = self._runner()
+        if runner.settings.group_memory:
             raise messages.collective_beside_group_memory()
+        runner.set(comm=custom(runner.settings.comm, **collective))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
