@@ -345,11 +345,11 @@ FAULTS = (
     ),
     Fault(
         "no_sync is over for the root alone",
-        "api/wrapper/fsdp.py",
-        "            for runner, sync in zip(runners, previous, strict=True):\n"
-        "                runner.set(reduce_sync=sync)",
-        "            for runner, sync in zip(runners[:1], previous[:1], strict=True):\n"
-        "                runner.set(reduce_sync=sync)",
+        "api/gradients.py",
+        "        for runner, before in zip(runners, previous, strict=True):\n"
+        "            runner.set(reduce_sync=before.sync",
+        "        for runner, before in zip(runners[:1], previous[:1], strict=True):\n"
+        "            runner.set(reduce_sync=before.sync",
     ),
     Fault(
         "two ranks clip by norms of their own",
