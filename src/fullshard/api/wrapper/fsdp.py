@@ -51,7 +51,7 @@ from .instances import (
     without_iterators,
 )
 from .markers import Markers, mark_wrapped
-from .precision import Buffers, FullPrecision, policy_of, use_full_precision
+from .precision import FullPrecision, cast_buffers, policy_of, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .state_dicts import StateDictMethods, default_settings
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
@@ -147,7 +147,6 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
         self._fullshard_settings = default_settings(StateDictType.FULL_STATE_DICT)
-        self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
             warn_of_host(module, arguments)
@@ -279,7 +278,6 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
             memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
         copied = deepcopy_module(self, memo)
         for instance in self.fsdp_modules(self):
-            memo[id(instance)]._buffers_cast.follow(memo)
             if RUNNER_KEY in memo[id(instance)].__dict__:  # missing while an instance around it is being copied
                 memo[id(instance)]._guard()
         return copied
@@ -429,7 +427,7 @@ def _find_root(top: Runner) -> Root:
     is_new = top.root is None
     root = find_root(top)
     for instance in new_instances:
-        instance._buffers_cast.cast(instance)
+        cast_buffers(instance)
     for module in top.modules if is_new else ():
         if isinstance(module, FullyShardedDataParallel):
             top.set(policy=policy_of(module._arguments.mixed_precision, module.module, root=True))

@@ -20,6 +20,7 @@ from ...errors import AssertedError
 from ...forms import ATTRIBUTE
 from ...names import clean_name
 from . import messages
+from .precision import original_dtypes
 from .settings import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -167,7 +168,7 @@ class StateDictMethods:
         def save() -> Any:
             return plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-        dtypes = instance._buffers_cast.originals_by_name(instance)
+        dtypes = original_dtypes(instance)
         return core.save_instance(instance._runner(), save, prefix, form_of(instance), dtypes, instance.rank)
 
     # Loading.
