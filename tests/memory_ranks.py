@@ -199,7 +199,7 @@ OF_PROCESS: list[Any] = [
     fullshard.events.stream.listeners,
     importlib.import_module("fullshard.api.wrapper.summon")._open,
     importlib.import_module("fullshard.api.whole")._meetings,
-    importlib.import_module("fullshard.agreement.meeting")._published,
+    importlib.import_module("fullshard.agreement.start")._published,
     importlib.import_module("fullshard.forms.row_shard")._warned,
     importlib.import_module("torch.distributed.fsdp._debug_utils").SimpleProfiler.profiling,
 ]

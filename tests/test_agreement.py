@@ -21,7 +21,7 @@ from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
 
-USE, LATE, STALE = (importlib.import_module(f"fullshard.agreement.{name}") for name in ("use", "late", "stale"))
+USE, EXCHANGE, STALE = (importlib.import_module(f"fullshard.agreement.{name}") for name in ("use", "exchange", "stale"))
 WIDTH, BLOCKS = 4, 5
 
 
@@ -152,8 +152,8 @@ def on_a_device() -> Iterator[list[Late]]:
     with (
         mock.patch.object(USE, "has_streams", lambda device: True),
         mock.patch.object(STALE, "has_streams", lambda device: True),
-        mock.patch.object(LATE, "host_buffer", lambda numel: torch.full((numel,), -7)),
-        mock.patch.object(LATE, "begin_copy_to_host", copy),
+        mock.patch.object(EXCHANGE, "host_buffer", lambda numel: torch.full((numel,), -7)),
+        mock.patch.object(EXCHANGE, "begin_copy_to_host", copy),
     ):
         yield copies
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.agreement import meeting
-from fullshard.agreement.aside import rows_of_all
+from fullshard.agreement import meet
+from fullshard.agreement.exchange import rows_of_all
 from fullshard.api.join import Count
 from fullshard.mesh import Axis, MeshAxes, lines
 from fullshard.torch_private import gloo_group
@@ -160,7 +160,7 @@ def test_ranks_of_accelerators_compare_on_the_host(run_ranks):
 def compared_on_the_host() -> bool:
     axis, comm, device = accelerated(), fullshard.TorchComm(), torch.device("cpu")
     with mock.patch.object(RANK, "idle", False):
-        meeting.meet(axis, comm, device)
+        meet(axis, comm, device)
         assert RANK.idle, "the host does not wait there"
     assert axis.lines.data is axis.group and axis.apart is axis
     assert axis.aside is not axis and axis.aside.backend == "gloo"
@@ -185,7 +185,7 @@ def one_cannot_connect() -> bool:
         mock.patch.object(lines, "gloo_group", lost),
         mock.patch.object(lines, "_CONNECTED", lines.timedelta(seconds=1)),
     ):
-        meeting.meet(axis, comm, device)
+        meet(axis, comm, device)
     assert axis.aside is axis
     assert rows_of_all([[dist.get_rank()]], [axis], comm, device) == [[0], [1]]
     return True

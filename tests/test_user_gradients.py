@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.integrations.sharding import accumulating
 from fullshard.state_dict import set_model_state_dict
 from models import EXAMPLES
 from training import Options, full, full_parameters, shard
@@ -171,3 +172,20 @@ def loaded_from_the_first_rank() -> float:
 def test_a_state_dict_of_the_first_rank_reaches_all_groups_of_a_mesh(run_ranks):
     """Of four ranks, two are in the shard group of which the first is not."""
     assert run_ranks(loaded_from_the_first_rank, world=4) == [16.0] * 4
+
+
+def test_a_context_without_sync_leaves_the_one_around_it_alone(fake_world) -> None:
+    """As when a client accumulates (`Accelerator.accumulate`) within a `no_sync` of the program's own."""
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4))
+
+    def reduces() -> tuple[bool, bool]:
+        reduce = model._runner().settings.reduce
+        return reduce.sync, reduce.all_reduce
+
+    with accumulating(model):
+        for enabled in (True, False):
+            with accumulating(model, enabled):
+                assert reduces() == (False, False)
+            assert reduces() == (False, False)
+    assert reduces() == (True, True)

@@ -149,6 +149,21 @@ def class_and_value(value: object) -> str:
     return repr(value) if kind.__module__ == "builtins" else f"{value!r}, a {kind.__module__}.{kind.__qualname__}"
 
 
+def invalid_argument(
+    argument: str, value: object, expected: str, remedy: str | None = None, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
+    """The error for an argument of a wrong type or value.
+
+    Args:
+        argument: its name, with the function that takes it where the name alone is not enough: "fully_shard(layout=)".
+        value: what was passed.
+        expected: the values that are valid.
+        remedy: what to pass instead, if `expected` does not say it all.
+        kind: a class below `ConfigError`, where PyTorch raises a different built-in error.
+    """
+    return kind(f"{argument} is invalid.", expected=expected, got=class_and_value(value)[:200], remedy=remedy)
+
+
 def class_to_catch(error: BaseException) -> str:
     """The name of the class by which users catch an error: its branch of the tree above (`ConfigError`).
 

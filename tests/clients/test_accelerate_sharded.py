@@ -260,7 +260,7 @@ def test_bad_inputs_are_named():
         ({"nonsense": 1}, "Unknown sharding argument 'nonsense'"),
         ({"layouts": "flat"}, "did you mean layout="),
         ({"auto_wrap_policy": {nn.Linear}}, "did you mean units="),
-        ("full", "sharding must be a dictionary"),
+        ("full", "sharding is invalid"),
     ):
         with pytest.raises(fullshard.ConfigError, match=word):
             FullshardAccelerator(sharding=sharding)

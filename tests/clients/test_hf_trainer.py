@@ -337,6 +337,6 @@ def test_the_mixin_comes_first():
     with pytest.raises(fullshard.ConfigError, match="lists ShardedTrainerMixin after the Trainer"):
         type("Bad", (Trainer, hf.ShardedTrainerMixin), {})
     made = type("Good", (hf.ShardedTrainerMixin, type("Mine", (Trainer,), {})), {})
-    for sharding, word in (("full", "sharding must be a dictionary"), ({"layuot": "flat"}, "did you mean layout=")):
+    for sharding, word in (("full", "sharding is invalid"), ({"layuot": "flat"}, "did you mean layout=")):
         with pytest.raises(fullshard.ConfigError, match=word):
             made(sharding=sharding)

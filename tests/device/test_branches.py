@@ -16,7 +16,7 @@ from test_host_waits import counted_tokens, default, kept_for_tokens, undone
 from torch import nn
 
 import fullshard
-from fullshard.api.wrapper.setup import warn_of_host
+from fullshard.api.wrapper.instances import warn_of_host
 from fullshard.comm import lanes, objects
 from fullshard.forms import retire
 from fullshard.mesh import axes
@@ -28,11 +28,11 @@ from simulated import CPU, Stream, by_nccl, simulated
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
-    "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
+    "agreement/exchange.py: send": "whether values go by page-locked memory; both are entered",
     "api/parking.py: park": "whether memory is page-locked; entered below",
     "api/state_on_disk.py: _why_not": "which parameters' state cannot be in files of the host's",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
-    "api/wrapper/setup.py: warn_of_host": "a warning; entered below",
+    "api/wrapper/instances.py: warn_of_host": "a warning; entered below",
     "checkpoint/model.py: save_instance": "where a whole value is kept",
     "checkpoint/optimizer.py: described_state": "whether state is made as it was described",
     "comm/lanes.py: page_lock": "CUDA's own call; entered below",

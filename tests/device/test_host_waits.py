@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.agreement import late
+from fullshard.agreement import exchange
 from fullshard.errors import UsageError
 from simulated import Device, Event, ReadTooEarly, Stream, by_nccl, simulated
 
@@ -280,7 +280,7 @@ def test_a_captured_step_has_no_host_in_it(run_ranks: Callable, layout: str) -> 
 def captured(layout: str) -> tuple[list[str], list[int], bool]:
     """The host's waits; how many sums it began in a step before, in two that are captured, and after; equal weights."""
     sent = []
-    with by_nccl(), simulated() as device, mock.patch.object(late.LateSums, "send", counting_sums(sent)):
+    with by_nccl(), simulated() as device, mock.patch.object(exchange.LateSums, "send", counting_sums(sent)):
         model = sharded(layout=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counts = []
@@ -307,9 +307,9 @@ def captured(layout: str) -> tuple[list[str], list[int], bool]:
 
 
 def counting_sums(sent: list[int]) -> Callable[..., torch.Tensor]:
-    send = late.LateSums.send
+    send = exchange.LateSums.send
 
-    def call(sums: late.LateSums, values: torch.Tensor, facts: Any) -> torch.Tensor:
+    def call(sums: exchange.LateSums, values: torch.Tensor, facts: Any) -> torch.Tensor:
         sent.append(values.numel())
         return send(sums, values, facts)
 
@@ -415,9 +415,9 @@ def read_too_early() -> str:
 
 
 def test_sums_that_are_read_a_backward_earlier_make_the_host_wait(run_ranks: Callable) -> None:
-    with mock.patch.object(late, "_LATE", 1):
+    with mock.patch.object(exchange, "_LATE", 1):
         for waits in run_ranks(waits_of, default, False):
-            assert waits == {"wait for compute by late.py: due": STEPS}
+            assert waits == {"wait for compute by exchange.py: due": STEPS}
 
 
 def test_gradients_that_nobody_waited_for_are_poison(run_ranks: Callable) -> None:

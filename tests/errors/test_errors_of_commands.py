@@ -57,9 +57,9 @@ CALLS = [
     # What commands and `watch` are given.
     (lambda: "train.py", function_at, "ConfigError: there is no train.py"),
     (lambda: function_at("no.such.module:check"), "ConfigError: no.such.module cannot be imported"),
-    (lambda: fullshard.watch(limit=0), "ConfigError: watch() takes limit in seconds"),
-    (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) must be True or False"),
-    (lambda: fullshard.watch(folder=""), "ConfigError: watch() takes the path of a folder, which is"),
+    (lambda: fullshard.watch(limit=0), "ConfigError: watch(limit=) is invalid ... seconds"),
+    (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) is invalid ... True or False"),
+    (lambda: fullshard.watch(folder=""), "ConfigError: watch(folder=) is invalid ... the path of a folder"),
     # Layouts, planned without tensors: what they assert of themselves, and of who plans them.
     (lambda: plan_rows([WEIGHT], 0, 4, 1024), "AssertionError: no layout for 0 ranks, aligned to 4"),
     (
@@ -98,7 +98,7 @@ FOLDERS = [
     (
         put("reports"),
         lambda f: fullshard.watch(folder=f / "reports"),
-        "ConfigError: watch() takes the path of a folder, which is ... the file",
+        "ConfigError: watch(folder=) is invalid ... the path of a folder (not of a file)",
     ),
 ]
 COMMANDS = [

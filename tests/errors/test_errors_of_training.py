@@ -48,9 +48,9 @@ CALLS = [
     ),
     (
         lambda: set_token_count(counting(), 8.5),
-        "ConfigError: set_token_count takes the number of tokens in each micro-batch",
+        "ConfigError: set_token_count(counts=) is invalid ... a sequence of them",
     ),
-    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count was called without counts"),
+    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count(counts=) is invalid ... each backward"),
     (
         counting,
         lambda m: set_token_count(m, 8),
@@ -85,7 +85,7 @@ CALLS = [
     ),
     # Batches of unequal number.
     (lambda: fullshard.join(nn.Linear(4, 4), [ONE]), "ConfigError: join takes a sharded model"),
-    (lambda: fullshard.join(sharded(), 8), "ConfigError: join takes this rank's batches as an iterable"),
+    (lambda: fullshard.join(sharded(), 8), "ConfigError: join(batches=) is invalid ... as an iterable"),
     # What stays gathered, and what is parked.
     (lambda: keep_gathered("model").__enter__(), "ConfigError: keep_gathered takes a module, got str"),
     (lambda: fullshard.free(nn.Linear(4, 4)), "ConfigError: free takes a sharded model, and this Linear has no"),

@@ -77,10 +77,10 @@ CALLS = [
         "ConfigError: Must flatten tensors with uniform dtype when use_orig_params=False",
     ),
     (lambda: setattr(CPUOffload(), "pin_memory", True), "ConfigError: CPUOffload has no field"),
-    (lambda: MixedPrecision(param_dtype="bfloat16"), "ConfigError: MixedPrecision.param_dtype has an invalid value"),
+    (lambda: MixedPrecision(param_dtype="bfloat16"), "ConfigError: MixedPrecision.param_dtype is invalid"),
     (
         lambda: wrapped(sharding_strategy="FULL_SHARD"),
-        "ConfigError: sharding_strategy has an invalid type",
+        "ConfigError: sharding_strategy is invalid",
     ),  # meant: ShardingStrategy.FULL_SHARD
     (lambda: FSDP(torch.nn.functional.relu), "ConfigError: FullyShardedDataParallel takes an nn.Module, got function"),
     (
@@ -91,7 +91,7 @@ CALLS = [
         lambda: wrapped(device_mesh=init_device_mesh("cpu", (2,)), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
         "ConfigError: HYBRID_SHARD cannot use this device_mesh",
     ),
-    (lambda: wrapped(device_id="gpu"), "ConfigError: device_id is not a device"),
+    (lambda: wrapped(device_id="gpu"), "ConfigError: FullyShardedDataParallel(device_id=) is invalid"),
     (
         lambda: wrapped(ignored_modules=[], ignored_states=[]),
         "ConfigError: ignored_modules and ignored_states are mutually",
@@ -103,7 +103,7 @@ CALLS = [
         lambda m: FSDP(nn.Sequential(m, nn.Linear(4, 4)), ignored_modules=[m]),
         "ConfigError: ignored modules must not be FullyShardedDataParallel instances",
     ),
-    (lambda: wrapped(param_init_fn="normal"), "ConfigError: param_init_fn must be callable, got"),
+    (lambda: wrapped(param_init_fn="normal"), "ConfigError: param_init_fn is invalid"),
     (lambda: FSDP(Scale()), "ConfigError: Scale is on the meta device and has no reset_parameters()"),
     (
         lambda: FSDP(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None),
@@ -113,15 +113,18 @@ CALLS = [
         lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
         "NotSupportedError: writeback=True and rank0_only=True is not supported",
     ),
-    (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: a communication hook must be callable."),
+    (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: register_comm_hook(hook=) is invalid"),
     (lambda: wrapped(auto_wrap_policy={"Linear"}), "ConfigError: auto_wrap_policy must contain module classes, got"),
     (
         lambda: wrapped(auto_wrap_policy=nn.Linear),
         'ArgumentTypeError: auto_wrap_policy must be "auto"',
     ),  # meant: {nn.Linear}
     (lambda: by_policy(None), "ConfigError: CustomPolicy's lambda_fn returned an invalid value"),
-    (lambda: enable_wrap(wrapper_cls="FSDP").__enter__(), "ConfigError: enable_wrap needs a callable wrapper_cls"),
-    (lambda: ModuleWrapPolicy({"Linear"}), "ConfigError: module_classes must contain module classes, got"),
+    (
+        lambda: enable_wrap(wrapper_cls="FSDP").__enter__(),
+        "ConfigError: enable_wrap(wrapper_cls=) is invalid",
+    ),
+    (lambda: ModuleWrapPolicy({"Linear"}), "ConfigError: module_classes is invalid ... module classes"),
     (lambda: DefaultState(None), "ConfigError: Expected to pass in an explicit ProcessGroup to DefaultState"),
     (
         flat,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.agreement import late
+from fullshard.agreement import exchange
 from training import assert_same
 
 WIDTH, BLOCKS, STEPS = 64, 3, 3
@@ -236,7 +236,7 @@ def sums_late(device: str) -> list[str]:
             torch.cuda._sleep(50_000_000)
         return begin(values, out)
 
-    mesh, begin = init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "edp")), late.begin_copy_to_host
+    mesh, begin = init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "edp")), exchange.begin_copy_to_host
     whole = init_device_mesh(device, (4,))
     weights = []
     for copy in (begin, slow):
@@ -245,7 +245,7 @@ def sums_late(device: str) -> list[str]:
             fullshard.fully_shard(block, mesh=mesh["edp"] if number % 2 else whole)
         fullshard.fully_shard(model, mesh=whole)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mock.patch.object(late, "begin_copy_to_host", copy):
+        with mock.patch.object(exchange, "begin_copy_to_host", copy):
             for step in range(2 * STEPS):
                 loss_of(model, batch(step, dist.get_rank(), device)).backward()
                 optimizer.step()

@@ -345,11 +345,11 @@ FAULTS = (
     ),
     Fault(
         "no_sync is over for the root alone",
-        "api/wrapper/fsdp.py",
-        "            for runner, sync in zip(runners, previous, strict=True):\n"
-        "                runner.set(reduce_sync=sync)",
-        "            for runner, sync in zip(runners[:1], previous[:1], strict=True):\n"
-        "                runner.set(reduce_sync=sync)",
+        "api/gradients.py",
+        "        for runner, before in zip(runners, previous, strict=True):\n"
+        "            runner.set(reduce_sync=before.sync",
+        "        for runner, before in zip(runners[:1], previous[:1], strict=True):\n"
+        "            runner.set(reduce_sync=before.sync",
     ),
     Fault(
         "two ranks clip by norms of their own",
@@ -459,7 +459,7 @@ FAULTS = (
     # accelerators, seen on a CPU
     Fault(
         "late sums are read without waiting for their copy",
-        "agreement/late.py",
+        "agreement/exchange.py",
         "        oldest.arrived.synchronize()\n",
         "",
         "tests/device/test_host_waits.py -k weights_are",
@@ -494,7 +494,7 @@ FAULTS = (
     ),
     Fault(
         "ranks of accelerators compare over the communicator of their gathers",
-        "agreement/aside.py",
+        "agreement/exchange.py",
         "aside = axis.aside",
         "aside = axis",
         "tests/test_lines.py -k accelerators",

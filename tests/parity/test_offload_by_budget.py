@@ -291,12 +291,12 @@ def test_what_it_refuses(fake_world) -> None:
         with raises("ConfigError: offload_by_budget(state_bytes=) is invalid"):
             offload_by_budget(model, 0, state_bytes=state_bytes)
     assert "0 B in" not in (text := str(offload_by_budget(model, float("inf")))) and "without a budget" in text
-    with raises("ConfigError: offload_by_budget(policy=) has an invalid type"):
+    with raises("ConfigError: offload_by_budget(policy=) is invalid"):
         offload_by_budget(model, 0, policy=fullshard.OffloadPolicy())  # type: ignore[arg-type]
     with fullshard.keep_gathered(model), raises("PhaseError: offload_by_budget was called inside keep_gathered"):
         offload_by_budget(model, 0)
     fullshard.park(model)
-    with raises("PhaseError: offload_by_budget was called for a model that is parked"):
+    with raises("PhaseError: offload_by_budget was called for a model that is already parked"):
         offload_by_budget(model, 0)
     fullshard.resume(model)
     model(torch.ones(2, WIDTH)).sum().backward()

@@ -22,8 +22,7 @@ from ..forms import Member
 from ..mesh import MeshAxes
 from ..shard import Unit
 from ..watcher import END, RANK, word
-from .aside import agree_on
-from .late import sum_over
+from .exchange import agree_on, sum_over
 from .log import ENTER, LEAVE
 from .messages import different_orders
 

@@ -9,6 +9,84 @@ from ..errors import ConfigError, DivergenceError, UsageError, message
 from ..watcher import BACKWARD, END, FORWARD, KEEP, VERB_BITS, VERBS
 from .log import ENTER, LEAVE, MODEL, MOST_UNITS, SIZES, VERB
 
+# start.py
+
+
+def different_models(ranks: Sequence[int], lines: Sequence[str], at: int, count: int) -> DivergenceError:
+    """The error for ranks that train different parameters.
+
+    Args:
+        ranks: two ranks.
+        lines: the first parameter in which they differ, as each describes it.
+        at: its index.
+        count: the number of parameters of the rank that has more.
+    """
+    return DivergenceError(
+        "ranks disagree on what they train (checked once, at the first forward).\n"
+        f"  rank {ranks[0]} has   {lines[0]}\n"
+        f"  rank {ranks[1]} has   {lines[1]}\n"
+        f"  First difference: line {at + 1} of {count}.",
+        remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; if "
+        "ranks ignore different modules on purpose, give these names that no sharded module has",
+        topic="models-differ",
+    )
+
+
+def split_over_these_ranks(parameter: str, placements: Any, mesh: Any) -> ConfigError:
+    """The error for a DTensor whose parts differ between the ranks that would receive them."""
+    return ConfigError(
+        "sync_module_states=True cannot broadcast a tensor that is split over the ranks that would receive it.",
+        parameter=parameter,
+        expected="tensors that these ranks hold whole, or split over other ranks in the same way",
+        got=f"a DTensor with placements {placements} on {mesh}",
+        remedy="omit sync_module_states, or make the tensor a DTensor on the tensor-parallel ranks only",
+    )
+
+
+def _unlike(ranks: Sequence[int], more: int, count: int) -> str:
+    return f"different values on ranks {ranks[0]} and {ranks[1]}, here and in {more} more of {count} parameters"
+
+
+def drawn_apart(parameter: str, ranks: Sequence[int], more: int, count: int) -> str:
+    """The warning for ranks that drew different random weights.
+
+    Args:
+        parameter: the first that differs.
+        ranks: two ranks on which it differs.
+        more: the number of further parameters that differ, of `count`.
+    """
+    return message(
+        "Ranks start from different weights (compared at the first forward), and each trains its slice of its "
+        "own weights: harmless for weights that every rank drew at random, wrong for weights that ranks loaded.",
+        parameter=parameter,
+        got=_unlike(ranks, more, count),
+        remedy="call torch.manual_seed(0) on all ranks before the model is built, or pass sync_module_states=True in "
+        "every call that shards a part of it, to make them equal; random weights need no change",
+        topic="weights-differ",
+    )
+
+
+def loaded_apart(parameter: str, ranks: Sequence[int], more: int, count: int, wrote: bool) -> DivergenceError:
+    """The error for ranks that start from different weights, not drawn at random.
+
+    Args:
+        parameter, ranks, more, count: see `drawn_apart`.
+        wrote: whether some ranks wrote to it more often than others.
+    """
+    return DivergenceError(
+        "ranks start from different weights (compared at the first forward): each would train its slice of a different "
+        "model.",
+        parameter=parameter,
+        expected="the same values on all ranks",
+        got=_unlike(ranks, more, count) + (", written to more often on some ranks, as by a load" if wrote else ""),
+        remedy="call torch.manual_seed with the same seed on all ranks before building the model, load the same "
+        "checkpoint on all, or pass sync_module_states=True, which broadcasts rank 0's weights, to every call that "
+        "shards a part of the model: a call for the model cannot restore weights that earlier calls for its blocks "
+        "have cut",
+        topic="weights-differ",
+    )
+
+
 # first_pass.py
 
 
@@ -43,29 +121,6 @@ def out_of_shared_order(unit: str) -> DivergenceError:
         remedy='set check="every" on the root: ranks then announce every unit before they run it (a small '
         "collective each)",
         topic="ranks-differ",
-    )
-
-
-# model.py
-
-
-def different_models(ranks: Sequence[int], lines: Sequence[str], at: int, count: int) -> DivergenceError:
-    """The error for ranks that train different parameters.
-
-    Args:
-        ranks: two ranks.
-        lines: the first parameter in which they differ, as each describes it.
-        at: its index.
-        count: the number of parameters of the rank that has more.
-    """
-    return DivergenceError(
-        "ranks disagree on what they train (checked once, at the first forward).\n"
-        f"  rank {ranks[0]} has   {lines[0]}\n"
-        f"  rank {ranks[1]} has   {lines[1]}\n"
-        f"  First difference: line {at + 1} of {count}.",
-        remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; if "
-        "ranks ignore different modules on purpose, give these names that no sharded module has",
-        topic="models-differ",
     )
 
 
@@ -146,16 +201,6 @@ def named(index: int, names: Sequence[str]) -> str:
     return f"unit {names[index] or '(root)'!r}" if index < len(names) else f"unit {index}"
 
 
-def unknown_setting(name: str, value: str, kinds: Sequence[str]) -> ConfigError:
-    """The error for an invalid setting; the first of `kinds` is the default."""
-    return ConfigError(
-        f"Invalid value for {name}.",
-        expected=" or ".join(map(repr, kinds)),
-        got=repr(value),
-        remedy=f"omit it for the default, {kinds[0]!r}",
-    )
-
-
 # stale.py
 
 
@@ -170,20 +215,6 @@ def changed_unseen(parameters: Iterable[str], rank: int) -> UsageError:
         got="values that differ from the gathered ones, although no operation changed the parameter",
         remedy="change p instead of p.data, or call reshard() on the unit before or after the change",
         topic="weights-changed-in-a-step",
-    )
-
-
-# start_alike.py
-
-
-def split_over_these_ranks(parameter: str, placements: Any, mesh: Any) -> ConfigError:
-    """The error for a DTensor whose parts differ between the ranks that would receive them."""
-    return ConfigError(
-        "sync_module_states=True cannot broadcast a tensor that is split over the ranks that would receive it.",
-        parameter=parameter,
-        expected="tensors that these ranks hold whole, or split over other ranks in the same way",
-        got=f"a DTensor with placements {placements} on {mesh}",
-        remedy="omit sync_module_states, or make the tensor a DTensor on the tensor-parallel ranks only",
     )
 
 
@@ -269,51 +300,4 @@ def changed_before_backward(unit: str, parameters: Iterable[str], rank: int) -> 
         remedy="call zero_grad() and repeat the step; run the backward before the weights change, or run the "
         "forward again after the change",
         topic="weights-changed-in-a-step",
-    )
-
-
-# weights.py
-
-
-def _unlike(ranks: Sequence[int], more: int, count: int) -> str:
-    return f"different values on ranks {ranks[0]} and {ranks[1]}, here and in {more} more of {count} parameters"
-
-
-def drawn_apart(parameter: str, ranks: Sequence[int], more: int, count: int) -> str:
-    """The warning for ranks that drew different random weights.
-
-    Args:
-        parameter: the first that differs.
-        ranks: two ranks on which it differs.
-        more: the number of further parameters that differ, of `count`.
-    """
-    return message(
-        "Ranks start from different weights (compared at the first forward), and each trains its slice of its "
-        "own weights: harmless for weights that every rank drew at random, wrong for weights that ranks loaded.",
-        parameter=parameter,
-        got=_unlike(ranks, more, count),
-        remedy="call torch.manual_seed(0) on all ranks before the model is built, or pass sync_module_states=True in "
-        "every call that shards a part of it, to make them equal; random weights need no change",
-        topic="weights-differ",
-    )
-
-
-def loaded_apart(parameter: str, ranks: Sequence[int], more: int, count: int, wrote: bool) -> DivergenceError:
-    """The error for ranks that start from different weights, not drawn at random.
-
-    Args:
-        parameter, ranks, more, count: see `drawn_apart`.
-        wrote: whether some ranks wrote to it more often than others.
-    """
-    return DivergenceError(
-        "ranks start from different weights (compared at the first forward): each would train its slice of a different "
-        "model.",
-        parameter=parameter,
-        expected="the same values on all ranks",
-        got=_unlike(ranks, more, count) + (", written to more often on some ranks, as by a load" if wrote else ""),
-        remedy="call torch.manual_seed with the same seed on all ranks before building the model, load the same "
-        "checkpoint on all, or pass sync_module_states=True, which broadcasts rank 0's weights, to every call that "
-        "shards a part of the model: a call for the model cannot restore weights that earlier calls for its blocks "
-        "have cut",
-        topic="weights-differ",
     )

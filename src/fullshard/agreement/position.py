@@ -19,7 +19,7 @@ from typing import get_args
 import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import DivergenceError
+from ..errors import DivergenceError, invalid_argument
 from ..mesh import MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
@@ -38,9 +38,9 @@ from ..watcher import (
     step_word,
     word,
 )
-from .aside import agree_on
+from .exchange import agree_on
 from .log import MODEL, MOST_UNITS, NOTHING, SIZES, VERB, Log
-from .messages import compared_alone, goes_on_differently, other_forward_order, unknown_setting
+from .messages import compared_alone, goes_on_differently, other_forward_order
 
 _MOST_TURNS = (1 << 31) * TURN
 _MOVES = attrgetter("touched.moves")
@@ -251,7 +251,8 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
     """
     for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
         if value not in kinds:
-            raise unknown_setting(name, value, kinds)
+            expected = " or ".join(map(repr, kinds))
+            raise invalid_argument(name, value, expected, f"omit it for the default, {kinds[0]!r}")
     return check, unused  # type: ignore[return-value]
 
 

@@ -26,7 +26,7 @@ from ..comm import Comm
 from ..forms import Member
 from ..mesh import MeshAxes
 from ..watcher import END, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
-from .aside import rows_of_all
+from .exchange import rows_of_all
 from .log import ENTER, LEAVE, VERB
 from .messages import out_of_shared_order
 

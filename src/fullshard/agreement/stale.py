@@ -10,9 +10,8 @@ from torch.nn.functional import pad
 from ..comm import Comm, has_streams
 from ..forms import Member
 from ..shard import Unit
-from .aside import rows_of_all
+from .exchange import LateSums, rows_of_all
 from .first_pass import differing, largest
-from .late import LateSums
 from .messages import changed_unseen
 
 

@@ -16,8 +16,7 @@ from ..errors import DivergenceError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from ..torch_private.local_tensor import read_requires_grad
-from .aside import raise_on_all, rows_of_all, texts_of_all
-from .late import LateSums, sum_over
+from .exchange import LateSums, first_different, raise_on_all, ranks_of, rows_of_all, sum_over, texts_of_all
 from .messages import (
     changed_before_backward,
     different_parameters_train,
@@ -171,12 +170,12 @@ class UseAgreement:
     def _refuse_flags(self, group: Sequence[Delivery], axes: MeshAxes) -> None:
         """Raise if ranks differ in `requires_grad`. Collective."""
         rows = rows_of_all([[*_requires_grad(group)]], axes.all, self.comm, axes.device)
-        other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
+        other = first_different(rows)
         if other is not None:
             names = [member.name for delivery in group for member in delivery.bucket.members]
             first, second = rows[0], rows[other]
             at = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-            ranks = axes.mesh.mesh.flatten().tolist()
+            ranks = ranks_of(axes)
             raise different_parameters_train(names[at], (ranks[0], ranks[other]), (bool(first[at]), bool(second[at])))
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
@@ -186,7 +185,7 @@ class UseAgreement:
         error: DivergenceError | None = None
         for axis in axes.all:
             texts = texts_of_all(local, axis, self.comm, axes.device) if axis.size > 1 else [local]
-            other = next((i for i, text in enumerate(texts) if text != texts[0]), None)
+            other = first_different(texts)
             if other is not None and error is None:
                 first, second = (texts[i].partition(" ")[2] for i in (0, other))
                 error = different_steps((axis.ranks[0], axis.ranks[other]), (first, second))

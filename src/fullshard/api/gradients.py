@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm import Comm, HookComm, PowerSGDState, powerSGD_hook
+from ..errors import invalid_argument
 from ..runtime import Runner, runners_in
-from ..shard import REDUCTIONS, TokenCount
+from ..shard import REDUCTIONS, TokenCount, Unit
 from . import messages
 from .units import runners_of
 
@@ -56,7 +58,7 @@ def _tops(runners: list[Runner]) -> list[Runner]:
     tops = [runner for runner in runners if id(runner) not in inner]
     for top in tops:
         if top.root is not None and not top.is_top:
-            raise messages.counted_below_root(top.unit.name)
+            raise messages.method_of_root("set_token_count", top.unit.name, topic="token-counts")
         if top.root is not None and top.root.in_backward:
             raise messages.counted_within_backward()
     return tops
@@ -85,9 +87,10 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
         else:
             fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
         if not fits:
-            raise messages.not_a_count(count)
+            expected = "an int of at least 0, an integer tensor of one element, or a sequence of them"
+            raise invalid_argument("set_token_count(counts=)", count, expected)
     if not values:
-        raise messages.no_counts()
+        raise invalid_argument("set_token_count(counts=)", counts, "a count for each backward of the step")
     return values
 
 
@@ -99,6 +102,34 @@ def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch
         if isinstance(count, torch.Tensor):
             total += count.detach().to(device, torch.int64, non_blocking=True).view(1)
     return total
+
+
+@contextmanager
+def without_sync(runners: Sequence[Runner], shards_of_hybrid: bool = False) -> Iterator[None]:
+    """Context in which backwards accumulate gradients without communication; the next one after it reduces all.
+
+    Contexts may be nested. Their end restores the settings of their beginning.
+
+    Args:
+        runners: of the model's units.
+        shards_of_hybrid: True: units on a mesh (replicate, shard) reduce over the shard axis nevertheless, so that
+            accumulated gradients take the memory of a shard, and defer the all-reduce over the replicate axis, which
+            is the slow one.
+    """
+    previous = [runner.settings.reduce for runner in runners]
+    for runner in runners:
+        runner.set(reduce_sync=shards_of_hybrid and _is_hybrid(runner.unit), reduce_all_reduce=False)
+    try:
+        yield
+    finally:
+        for runner, before in zip(runners, previous, strict=True):
+            runner.set(reduce_sync=before.sync, reduce_all_reduce=before.all_reduce)
+
+
+def _is_hybrid(unit: Unit) -> bool:
+    """Whether all parameters of a unit are split along one axis and repeated along another."""
+    axes = [bucket.axes for bucket in unit.buckets]
+    return bool(axes) and all(a.shard.size > 1 and a.replicate is not None and a.replicate.size > 1 for a in axes)
 
 
 def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
@@ -128,7 +159,7 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
         ConfigError: the name is unknown; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
-        raise messages.unknown_reduction(REDUCTIONS, reduction)
+        raise invalid_argument("reduction=", reduction, f"one of {REDUCTIONS}", 'omit it for "mean"')
     if reduction != "mean" and getattr(comm, "scales_itself", False):
         raise messages.reduction_beside_scaling(reduction, comm.kind)
     return str(reduction)
@@ -147,7 +178,12 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
             other ranks, or units with `all_reduce_dtype`.
     """
     if not callable(hook):
-        raise messages.hook_not_callable(hook)
+        raise invalid_argument(
+            "register_comm_hook(hook=)",
+            hook,
+            "a function of (state, gradient, slice); of (state, gradient) without sharding",
+            "pass one of fullshard.comm_hooks, for example",
+        )
     between = isinstance(state, PowerSGDState)
     if hook is powerSGD_hook and not between:
         raise messages.power_sgd_without_state(state)

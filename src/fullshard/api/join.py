@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Comm, Pending
+from ..errors import invalid_argument
 from ..mesh import MeshAxes
 from ..names import plain_class
 from ..shard import Share
@@ -57,7 +58,7 @@ class join(Generic[Batch]):
         if not meshes:
             raise messages.no_units("join", plain_class(model).__name__, has_parameters=False)
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
-            raise messages.not_batches(batches)
+            raise invalid_argument("join(batches=)", batches, "this rank's batches, as an iterable")
         self._axes: MeshAxes = max(meshes, key=lambda axes: axes.world)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example
@@ -117,17 +118,15 @@ class Count:
         on_host = not any([aside is axis for aside, axis in zip(asides, spread, strict=True)])
         self._value = torch.tensor([int(yes)], dtype=torch.int64, device="cpu" if on_host else axes.device)
         self._axes, self._comm = asides if on_host else spread, comm
-        self._pending: list[Pending] = []
-        if self._axes:
-            self._pending = [comm.all_reduce(self._axes[0], self._value, False)]
+        self._pending: Pending | None = comm.all_reduce(self._axes[0], self._value, False) if self._axes else None
 
     def read(self) -> int:
         """Wait, and return the number of ranks (0 or 1 on a single rank)."""
-        while self._pending:
-            self._pending.pop().wait()
-            self._axes.pop(0)
-            if self._axes:
-                self._pending = [self._comm.all_reduce(self._axes[0], self._value, False)]
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for axis in self._axes[1:]:
+                self._comm.all_reduce(axis, self._value, False).wait()
         return int(self._value)
 
 

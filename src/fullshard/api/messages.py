@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import ConfigError, PhaseError, UsageError
+from ..errors import ArgumentTypeError, ConfigError, PhaseError, UsageError, message
 
 # gathered.py
 
@@ -47,44 +48,10 @@ def counted_within_a_step(unit: str) -> UsageError:
     )
 
 
-def counted_below_root(unit: str) -> PhaseError:
-    """The error for `set_token_count` of a unit below the root."""
-    return PhaseError(
-        "set_token_count is for the root.",
-        got=f"unit {unit!r} below it",
-        remedy="pass the model whose forward is called",
-        topic="token-counts",
-    )
-
-
 def counted_within_backward() -> PhaseError:
     """The error for `set_token_count` within a backward."""
     return PhaseError(
         "set_token_count was called during a backward; call it before the step's first backward", topic="token-counts"
-    )
-
-
-def not_a_count(count: object) -> ConfigError:
-    """The error for an invalid token count."""
-    return ConfigError(
-        "set_token_count takes the number of tokens in each micro-batch of this rank.",
-        expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
-        got=repr(count),
-    )
-
-
-def no_counts() -> ConfigError:
-    """The error for an empty list of counts."""
-    return ConfigError("set_token_count was called without counts", expected="a count for each backward of the step")
-
-
-def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
-    """The error for an invalid `reduction`."""
-    return ConfigError(
-        "reduction= has an invalid value.",
-        expected=f"one of {reductions}",
-        got=repr(reduction),
-        remedy='omit it for "mean"',
     )
 
 
@@ -113,16 +80,6 @@ def divisor_beside_hook(what: str, unit: str) -> ConfigError:
         f"{what} cannot be combined with a communication hook, which averages.",
         got=f"a hook on unit {unit!r}",
         remedy="omit one of the two; the loss can be scaled as well",
-    )
-
-
-def hook_not_callable(hook: object) -> ConfigError:
-    """The error for an invalid communication hook."""
-    return ConfigError(
-        "a communication hook must be callable.",
-        expected="a function of (state, gradient, slice); of (state, gradient) without sharding",
-        got=repr(hook),
-        remedy="pass one of fullshard.comm_hooks, for example",
     )
 
 
@@ -186,11 +143,6 @@ def hook_beside_all_reduce_dtype(parameter: str) -> ConfigError:
 # join.py
 
 
-def not_batches(batches: object) -> ConfigError:
-    """The error for batches that are not iterable."""
-    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
-
-
 def joined_twice() -> ConfigError:
     """The error for nested `join`s of the same model."""
     return ConfigError("join is used inside another join of the same model.", remedy="iterate over them in turn")
@@ -209,10 +161,10 @@ def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
 # parking.py
 
 
-def parked_already(parked: Sequence[str]) -> PhaseError:
-    """The error for `park` of a model with these units parked already."""
+def parked_already(function: str, parked: Sequence[str]) -> PhaseError:
+    """The error for `park` or `offload_by_budget` of a model of which these units are parked."""
     return PhaseError(
-        "park was called for a model that is already parked.",
+        f"{function} was called for a model that is already parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,
         remedy="call fullshard.resume first",
     )
@@ -260,27 +212,6 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
 # offloading.py
 
 
-def not_a_number_of_bytes(argument: str, value: object) -> ConfigError:
-    """The error for a budget, or bytes of state, that is not a number of at least 0."""
-    return ConfigError(f"offload_by_budget({argument}=) is invalid.", expected="bytes, at least 0", got=repr(value))
-
-
-def not_a_cpu_offload_policy(policy: object) -> ConfigError:
-    """The error for a policy that offloads nothing."""
-    return ConfigError(
-        "offload_by_budget(policy=) has an invalid type.", expected="a CPUOffloadPolicy or None", got=repr(policy)
-    )
-
-
-def offloaded_while_parked(parked: Sequence[str]) -> PhaseError:
-    """The error for `offload_by_budget` of a model with these units parked."""
-    return PhaseError(
-        "offload_by_budget was called for a model that is parked.",
-        got=f"parked units {', '.join(parked)}",
-        remedy="call fullshard.resume first",
-    )
-
-
 def offloaded_late(unit: str, stepped: bool) -> ConfigError:
     """The error for `offload_by_budget` of a model that has trained; `stepped`: an optimizer has stepped it."""
     return ConfigError(
@@ -322,6 +253,15 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
 # units.py
 
 
+def method_of_root(method: str, unit: str, topic: str | None = None) -> PhaseError:
+    """The error for a method or function that acts on a root, called on a unit below it."""
+    return PhaseError(
+        f"{method} is for the root; unit {unit!r} is below it.",
+        remedy="call it on the module whose forward is called from outside",
+        topic=topic,
+    )
+
+
 def takes_a_module(function: str, kind: str) -> ConfigError:
     """The error for an argument that is not a module."""
     return ConfigError(f"{function} takes a module, got {kind}")
@@ -345,4 +285,44 @@ def called_within_a_pass(function: str, unit: str) -> PhaseError:
         f"{function} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
         remedy=f"call {function} between steps",
         topic="called-in-a-step",
+    )
+
+
+# wrapping.py
+
+
+def not_classes(policy: object) -> ConfigError:
+    """The error for an `auto_wrap_policy` that contains anything but classes."""
+    return ConfigError(
+        f"auto_wrap_policy must contain module classes, got {policy!r}",
+        remedy="pass the classes of the model's blocks, {Block}, not instances or names of classes",
+    )
+
+
+def not_a_policy(policy: Any, is_class: bool) -> ArgumentTypeError:
+    """The error for an invalid `auto_wrap_policy`; `is_class`: it is a class rather than a set of classes."""
+    return ArgumentTypeError(
+        'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
+        f"got {policy!r}",
+        remedy=f"pass a set: {{{policy.__name__}}}" if is_class else 'pass "auto", or {Block}',
+    )
+
+
+def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
+    """The warning for a policy that chose no module; `auto`: the policy is "auto"."""
+    chose = 'Units are the repeated blocks of a model ("auto"), but this one repeats none' if auto else ""
+    return message(
+        f"{chose or 'auto_wrap_policy matched no module'}: the model becomes a single unit, gathered whole.",
+        expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
+        got=f"{kind}, in which the largest classes are: {largest}",
+        remedy="name the class of the model's blocks, {Block}; nothing, if a single unit is intended",
+    )
+
+
+def no_answer(kind: str, answer: object) -> ConfigError:
+    """The error for a `CustomPolicy` whose function returns neither a bool nor a dict."""
+    return ConfigError(
+        f"CustomPolicy's lambda_fn returned an invalid value for a {kind}.",
+        expected="False, True or a dict of arguments",
+        got=repr(answer),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import invalid_argument
 from ..names import size
 from ..policies import CPUOffloadPolicy
 from ..runtime import Runner, runner_of
@@ -87,10 +88,10 @@ def offload_by_budget(
     for name, value in (("budget", budget), ("state_bytes", state_bytes)):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
         if not is_number or (name == "state_bytes" and not math.isfinite(value)):
-            raise messages.not_a_number_of_bytes(name, value)
+            raise invalid_argument(f"offload_by_budget({name}=)", value, "bytes, at least 0")
     policy = CPUOffloadPolicy() if policy is None else policy
     if not isinstance(policy, CPUOffloadPolicy):
-        raise messages.not_a_cpu_offload_policy(policy)
+        raise invalid_argument("offload_by_budget(policy=)", policy, "a CPUOffloadPolicy or None")
     names = _names(model)
     _refuse_late(runners, names)
     movable = [runner for runner in reversed(runners) if not _at_home(runner.unit)]
@@ -155,7 +156,7 @@ def _refuse_late(runners: Sequence[Runner], names: dict[int, str]) -> None:
     refuse_running(list(runners), "offload_by_budget")
     parked = [names[id(runner)] for runner in runners if is_parked(runner.unit)]
     if parked:
-        raise messages.offloaded_while_parked(parked)
+        raise messages.parked_already("offload_by_budget", parked)
     for runner in runners:
         unit: Any = runner.unit
         refuse_contexts(runner, names[id(runner)], "offload_by_budget")

@@ -88,7 +88,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     refuse_running(runners, "park")
     parked = [runner.unit.name or "(root)" for runner in runners if is_parked(runner.unit)]
     if parked or model in _parked:
-        raise messages.parked_already(parked)
+        raise messages.parked_already("park", parked)
     for runner in runners:
         refuse_contexts(runner, runner.unit.name, "park")
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")

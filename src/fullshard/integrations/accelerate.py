@@ -32,6 +32,7 @@ from ..store.save import save
 from . import messages
 from .hf.saving import write_weights
 from .sharding import (
+    accumulating,
     check_sharding,
     explain_step_errors,
     is_sharded,
@@ -39,7 +40,6 @@ from .sharding import (
     shard,
     steps,
     unwrapped,
-    without_sync,
 )
 
 FOLDER = "fullshard"
@@ -155,7 +155,7 @@ class FullshardAccelerator(Accelerator):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them; `accumulate` enters it between steps."""
-        return without_sync(model) if isinstance(model, FSDPModule) else super().no_sync(model)
+        return accumulating(model) if isinstance(model, FSDPModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """`fullshard.clip_grad_norm_`: exact for shards of every layout, mixed with plain parameters or not."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..api import wrapping
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import (
     FSDPModule,
@@ -29,7 +30,6 @@ from ..api.functional.module import (
 from ..api.functional.reduce_dtype import follow_torch
 from ..api.wrapper import settings
 from ..api.wrapper.fsdp import FullyShardedDataParallel
-from ..api.wrapping import policies
 from ..checkpoint import functions
 from ..forms import FlatParameter
 from ..mesh.data_parallel import DataParallelMeshDims
@@ -55,11 +55,11 @@ PUBLIC = (
 OURS: Mapping[str, Any] = {
     **{
         name: value
-        for module in (functions, policies, settings)
+        for module in (functions, settings, wrapping)
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     },
-    "_or_policy": policies.or_policy,
+    "_or_policy": wrapping.or_policy,
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,

@@ -33,7 +33,7 @@ from ..optim import clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .sharding import ARGUMENTS, check_sharding, shard, without_sync
+from .sharding import ARGUMENTS, accumulating, check_sharding, shard
 
 NAME = "fullshard"
 STATE = "lightning"
@@ -221,7 +221,7 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Reduce nothing in this context, which the Trainer enters for all micro-batches but the last."""
-        return without_sync(self.model)
+        return accumulating(self.model)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, of DTensors."""
@@ -252,7 +252,7 @@ class _SyncControl(_BackwardSyncControl):
                 f"no_backward_sync needs a module that Fabric has set up, got {type(module).__name__}.",
                 remedy="pass the module that fabric.setup_module returned",
             )
-        return without_sync(module, enabled)
+        return accumulating(module, enabled)
 
 
 class FullshardFabricStrategy(_ShardingStrategy, FabricParallelStrategy):

@@ -46,15 +46,6 @@ def memory_tracker() -> PrivateNameError:
 # sharding.py
 
 
-def invalid_sharding(sharding: object) -> ConfigError:
-    """The error for a `sharding=` that is not a dictionary."""
-    return ConfigError(
-        "sharding must be a dictionary of arguments for fullshard.integrations.hf.shard.",
-        expected='a dictionary such as {"reshard_after_forward": True}',
-        got=repr(sharding),
-    )
-
-
 def unknown_argument(name: object, value: object, allowed: Collection[str]) -> ArgumentTypeError:
     """The error for an argument that `fully_shard` does not have, or that the integration sets itself."""
     similar = ["units"] if name == "auto_wrap_policy" else difflib.get_close_matches(str(name), allowed, 1)
@@ -74,11 +65,6 @@ def no_such_class(name: Any, classes: Iterable[type]) -> ConfigError:
         got=getattr(name, "__name__", str(name)),
         remedy="omit units to use the model's own plan (_no_split_modules)",
     )
-
-
-def unknown_precision(precision: object, allowed: Iterable[str]) -> ConfigError:
-    """The error for an invalid mixed_precision."""
-    return ConfigError(f"mixed_precision must be {' or '.join(map(repr, allowed))}.", got=repr(precision))
 
 
 def two_precisions(precision: str, policy: object) -> ConfigError:

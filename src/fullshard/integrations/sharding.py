@@ -2,7 +2,7 @@
 
 units, precision      shard, unit_classes
 optimizers            unwrapped, repoint, steps, explain_step_errors
-gradients             without_sync
+gradients             accumulating
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
+from ..api.gradients import without_sync
 from ..checkpoint import values
-from ..errors import PhaseError
+from ..errors import PhaseError, invalid_argument
 from ..forms import successor_of
 from ..policies import MixedPrecisionPolicy
 from ..runtime import runners_in
-from ..shard import Unit
 from . import messages
 from .quantised import by_rows
 
@@ -43,7 +43,8 @@ def check_sharding(sharding: Any, allowed: Collection[str] = ARGUMENTS | {"mixed
     """
     sharding = sharding or {}
     if not isinstance(sharding, Mapping):
-        raise messages.invalid_sharding(sharding)
+        expected = 'a dictionary of arguments for hf.shard, such as {"reshard_after_forward": True}'
+        raise invalid_argument("sharding", sharding, expected)
     for name, value in sharding.items():
         if name not in allowed:
             raise messages.unknown_argument(name, value, allowed)
@@ -115,7 +116,7 @@ def plan_sharding(
     """
     settings = check_sharding(settings)
     if mixed_precision not in _DTYPES:
-        raise messages.unknown_precision(mixed_precision, _DTYPES)
+        raise invalid_argument("mixed_precision", mixed_precision, " or ".join(map(repr, _DTYPES)))
     if (dtype := _DTYPES[mixed_precision]) is not None:
         if "mp_policy" in settings:
             raise messages.two_precisions(mixed_precision, settings["mp_policy"])
@@ -149,26 +150,9 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(runners_in(model))
 
 
-@contextmanager
-def without_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Accumulate gradients without reducing them, if `enabled`; the next backward after the context reduces them.
-
-    Units on a mesh (replicate, shard) reduce over the shard axis, so that accumulated gradients take the memory of a
-    shard, and defer the all-reduce over the replicate axis, which is the slow one.
-    """
-    for runner in runners_in(model):
-        runner.set(reduce_sync=not enabled or _is_hybrid(runner.unit), reduce_all_reduce=not enabled)
-    try:
-        yield
-    finally:
-        for runner in runners_in(model):
-            runner.set(reduce_sync=True, reduce_all_reduce=True)
-
-
-def _is_hybrid(unit: Unit) -> bool:
-    """Whether all parameters of a unit are split along one axis and repeated along another."""
-    axes = [bucket.axes for bucket in unit.buckets]
-    return bool(axes) and all(a.shard.size > 1 and a.replicate is not None and a.replicate.size > 1 for a in axes)
+def accumulating(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+    """Context in which gradients accumulate, if `enabled`; units on a hybrid mesh reduce over their shard axis."""
+    return without_sync(runners_in(model), shards_of_hybrid=True) if enabled else nullcontext()
 
 
 # Optimizers: built before the model was sharded, for another model, or unable to step shards.

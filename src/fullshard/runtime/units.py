@@ -129,7 +129,7 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
         ignored: ignored parameters, with their names.
 
     Raises:
-        DivergenceError: ranks have different units; see `agreement/model.py` and `agreement/weights.py`.
+        DivergenceError: ranks have different units; see `agreement/start.py`.
     """
     units, settings, comm = root.units, root.top.settings, root.comm
     root.position.begin_model()

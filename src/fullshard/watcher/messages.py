@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from ..errors import ConfigError, DivergenceError, message
+from ..errors import DivergenceError, message
 from .judge import (
     Status,
     Verdict,
@@ -216,26 +216,6 @@ def stuck_ranks(report: str) -> DivergenceError:
         "fullshard.join(model, loader); end all ranks when one fails; fullshard.watch(limit=...) sets the time allowed",
         topic="rank-gone",
     )
-
-
-def not_a_time(name: str, value: object) -> ConfigError:
-    """The error for a `limit` or `grace` that is not a positive time."""
-    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
-
-
-def not_a_bool(enabled: object) -> ConfigError:
-    """The error for `enabled` that is not a bool."""
-    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled))
-
-
-def not_a_path(folder: object) -> ConfigError:
-    """The error for `folder` that is not a path."""
-    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=repr(folder))
-
-
-def is_a_file(path: str) -> ConfigError:
-    """The error for `folder` that is a file."""
-    return ConfigError("watch() takes the path of a folder, which is created when needed.", got=f"the file {path}")
 
 
 def reported_earlier(report: str) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..errors import DivergenceError, FullshardError
+from ..errors import DivergenceError, FullshardError, invalid_argument
 from . import messages
 from .log import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
 from .process import frames_of_trace
@@ -320,14 +320,16 @@ def watch(
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not fits and not (name == "limit" and value is None):
-            raise messages.not_a_time(name, value)
+            raise invalid_argument(f"watch({name}=)", value, "seconds, a positive number")
     if not isinstance(enabled, bool):
-        raise messages.not_a_bool(enabled)
-    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
-        raise messages.not_a_path(folder)
-    path = None if folder is None else os.path.abspath(folder)
-    if path is not None and os.path.exists(path) and not os.path.isdir(path):
-        raise messages.is_a_file(path)
+        raise invalid_argument("watch(enabled=)", enabled, "True or False")
+    path = None
+    if folder is not None:
+        is_path = isinstance(folder, (str, os.PathLike)) and bool(os.fspath(folder))
+        if not is_path or (os.path.exists(folder) and not os.path.isdir(folder)):
+            expected = "the path of a folder (not of a file), which is created when needed, or None"
+            raise invalid_argument("watch(folder=)", folder, expected)
+        path = os.path.abspath(folder)
     RANK.settings = WatchSettings(enabled, limit, grace, path)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...errors import invalid_argument
 from ...layout import Blocks
 from ...mesh import check_smaller_groups
 from ...names import plain_class
@@ -25,10 +26,15 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
-def check_policy(mp_policy: Any) -> None:
+def check_policy(mp_policy: Any, argument: str = "fully_shard(mp_policy=)") -> None:
     """Raise unless `mp_policy` is Fullshard's `MixedPrecisionPolicy`."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise messages.mixed_precision_policy_type(mp_policy)
+        raise invalid_argument(
+            argument,
+            mp_policy,
+            "a fullshard.MixedPrecisionPolicy",
+            "from fullshard import MixedPrecisionPolicy, and build it from that class",
+        )
 
 
 def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
@@ -43,11 +49,19 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
         if is_unit(module) or any(module is earlier for earlier in modules[:index]):
             raise messages.applied_twice(plain_class(module).__name__)
     if not isinstance(offload_policy, OffloadPolicy):
-        raise messages.offload_policy_type(offload_policy)
+        raise invalid_argument(
+            "fully_shard(offload_policy=)",
+            offload_policy,
+            "a fullshard.OffloadPolicy or CPUOffloadPolicy",
+            "from fullshard import CPUOffloadPolicy, and pass CPUOffloadPolicy()",
+        )
     if not isinstance(layout, Blocks) and layout not in LAYOUTS:
-        raise messages.unknown_layout(LAYOUTS, layout)
+        expected = f"one of {LAYOUTS}, or Blocks(granule)"
+        remedy = 'omit layout, or use "rows" for optimizers that need whole tensors'
+        raise invalid_argument("fully_shard(layout=)", layout, expected, remedy)
     if not isinstance(prefetch, int) or prefetch < 0:
-        raise messages.prefetch_not_a_count(prefetch)
+        remedy = "omit prefetch, or pass the number of units to gather ahead; 0 turns it off"
+        raise invalid_argument("fully_shard(prefetch=)", prefetch, "an int of at least 0", remedy)
 
 
 def blocks_of(model: nn.Module, policy: Any, ignored: Iterable[nn.Parameter] = ()) -> list[Planned]:
@@ -62,15 +76,14 @@ def blocks_of(model: nn.Module, policy: Any, ignored: Iterable[nn.Parameter] = (
         unknown = sorted(set(overrides) - set(PER_UNIT))
         if unknown:
             raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, unknown)
-        mp_policy = overrides.get("mp_policy")
-        if "mp_policy" in overrides and not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise messages.block_precision_type(name, mp_policy)
+        if "mp_policy" in overrides:
+            check_policy(overrides["mp_policy"], f"mp_policy for {name!r}")
         if is_unit(block) or not has_forward(block):
             continue
         check_arguments([block], OffloadPolicy(), overrides.get("layout", LAYOUTS[0]), overrides.get("prefetch", 0))
         reshard = overrides.get("reshard_after_forward")
         if reshard is not None and not isinstance(reshard, bool):
-            raise messages.block_reshard_type(name, reshard)
+            raise invalid_argument(f"reshard_after_forward for {name!r}", reshard, "a bool or None")
         blocks.append((name, block, overrides))
     return blocks
 
@@ -87,7 +100,12 @@ def reshard_of(reshard: bool | int | None, ranks: int) -> tuple[bool | None, int
     if reshard is None or isinstance(reshard, bool):
         return reshard, 0
     if not isinstance(reshard, int):
-        raise messages.reshard_type(reshard)
+        raise invalid_argument(
+            "fully_shard(reshard_after_forward=)",
+            reshard,
+            "a bool, an int or None",
+            "omit it; True frees parameters after forward, False keeps them for backward",
+        )
     if reshard in (1, ranks):
         return reshard != 1, 0
     check_smaller_groups(reshard, ranks)

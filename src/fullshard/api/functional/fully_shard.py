@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
+from ...errors import invalid_argument
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import Axis, DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -53,9 +54,8 @@ from ..gradients import check_reduction
 from ..whole import saving_methods
 from . import messages
 from .arguments import blocks_of, check_arguments, check_ignored, check_policy, reshard_of
-from .module import FSDPModule
+from .module import FSDPModule, state_of
 from .reduce_dtype import log_difference, reduces_as_computed
-from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
@@ -156,7 +156,7 @@ def fully_shard(
     check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
-        raise messages.sync_not_a_bool(sync_module_states)
+        raise invalid_argument("fully_shard(sync_module_states=)", sync_module_states, "True or False")
     check_policy(mp_policy)
     spmd = None
     if dp_mesh_dims is None:

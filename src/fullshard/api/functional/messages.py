@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import ArgumentTypeError, AssertedError, ConfigError, PhaseError, class_and_value, message
+from ...errors import ArgumentTypeError, AssertedError, ConfigError, PhaseError, message
 
 # arguments.py
-
-
-def mixed_precision_policy_type(mp_policy: object) -> ConfigError:
-    """The error for an `mp_policy` of a different class."""
-    return ConfigError(
-        "fully_shard(mp_policy=) has an invalid type.",
-        expected="a fullshard.MixedPrecisionPolicy",
-        got=class_and_value(mp_policy),
-        remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
-    )
 
 
 def no_modules() -> ConfigError:
@@ -49,36 +39,6 @@ def applied_twice(kind: str) -> AssertedError:
     )
 
 
-def offload_policy_type(offload_policy: object) -> ConfigError:
-    """The error for an `offload_policy` of a different class."""
-    return ConfigError(
-        "fully_shard(offload_policy=) has an invalid type.",
-        expected="a fullshard.OffloadPolicy or CPUOffloadPolicy",
-        got=class_and_value(offload_policy),
-        remedy="from fullshard import CPUOffloadPolicy, and pass CPUOffloadPolicy()",
-    )
-
-
-def unknown_layout(layouts: Sequence[str], layout: object) -> ConfigError:
-    """The error for an invalid `layout`."""
-    return ConfigError(
-        "fully_shard(layout=) has an invalid value.",
-        expected=f"one of {layouts}, or Blocks(granule)",
-        got=repr(layout),
-        remedy='omit layout, or use "rows" for optimizers that need whole tensors',
-    )
-
-
-def prefetch_not_a_count(prefetch: object) -> ConfigError:
-    """The error for an invalid `prefetch`."""
-    return ConfigError(
-        "fully_shard(prefetch=) must be a count.",
-        expected="an int of at least 0",
-        got=repr(prefetch),
-        remedy="omit prefetch, or pass the number of units to gather ahead; 0 turns it off",
-    )
-
-
 def ignored_not_parameters(invalid: object) -> ArgumentTypeError:
     """The error for `ignored_params` that contains anything but parameters."""
     return ArgumentTypeError(
@@ -90,11 +50,6 @@ def ignored_not_parameters(invalid: object) -> ArgumentTypeError:
 
 
 # fully_shard.py
-
-
-def sync_not_a_bool(sync_module_states: object) -> ConfigError:
-    """The error for `sync_module_states` that is not a bool."""
-    return ConfigError("sync_module_states must be True or False.", got=repr(sync_module_states)[:80])
 
 
 def policy_for_a_list() -> ConfigError:
@@ -109,16 +64,6 @@ def unknown_block_arguments(name: str, kind: str, allowed: Sequence[str], unknow
         expected=f"any of {', '.join(allowed)}",
         got=", ".join(unknown),
     )
-
-
-def block_precision_type(name: str, mp_policy: object) -> ConfigError:
-    """The error for a block's `mp_policy` of a different class."""
-    return ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
-
-
-def block_reshard_type(name: str, reshard: object) -> ConfigError:
-    """The error for a block's `reshard_after_forward` that is not a bool."""
-    return ConfigError(f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}")
 
 
 def parameters_taken(kind: str, parameter: str) -> ConfigError:
@@ -140,16 +85,6 @@ def mesh_dims_without_mesh(mesh: object, dims: object) -> ConfigError:
         "dp_mesh_dims names the dims of mesh= that are data-parallel.",
         expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
         got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
-    )
-
-
-def reshard_type(reshard: object) -> ConfigError:
-    """The error for a `reshard_after_forward` of a different type."""
-    return ConfigError(
-        "fully_shard(reshard_after_forward=) has an invalid type.",
-        expected="a bool, an int or None",
-        got=repr(reshard),
-        remedy="omit it; True frees parameters after forward, False keeps them for backward",
     )
 
 
@@ -185,16 +120,6 @@ def no_manual_finalization() -> PhaseError:
     )
 
 
-def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a root-only method that was called on a unit below the root."""
-    return PhaseError(f"{method} is for the root unit; {unit!r} is below it")
-
-
-def reshard_not_a_bool(reshard_after_forward: object) -> ConfigError:
-    """The error for `set_reshard_after_forward` of anything but a bool."""
-    return ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
-
-
 def invalid_collective(what: str, comm: object) -> ConfigError:
     """The error for a custom collective that is not callable or has no `allocate`."""
     return ConfigError(
@@ -202,45 +127,13 @@ def invalid_collective(what: str, comm: object) -> ConfigError:
     )
 
 
-def collective_beside_group_memory(what: str) -> ConfigError:
-    """The error for a custom collective of a unit that communicates through its group's memory."""
-    return ConfigError(
-        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) are mutually exclusive: "
-        "call the latter with False first"
-    )
-
-
-def group_memory_beside_collective() -> ConfigError:
-    """The error for memory from the process group in a unit with custom collectives."""
+def collective_beside_group_memory() -> ConfigError:
+    """The error for a unit with both a custom collective and memory from the process group."""
     return ConfigError(
         "memory from the process group and custom collectives are mutually exclusive",
-        remedy="omit either: a custom collective allocates its own memory",
+        remedy="omit either: a custom collective allocates its own memory; to use one after "
+        "set_allocate_memory_from_process_group_for_comm(True), call that with False first",
     )
-
-
-def not_an_event(kind: str) -> ConfigError:
-    """The error for `set_post_optim_event` with an object that has no `wait`."""
-    return ConfigError(f"set_post_optim_event takes a torch.Event, got {kind}")
-
-
-def event_below_root(unit: str) -> ConfigError:
-    """The error for `set_post_optim_event` below the root."""
-    return ConfigError(f"set_post_optim_event is for the root unit; {unit!r} is below it")
-
-
-def divide_factor_not_positive(factor: object) -> ConfigError:
-    """The error for an invalid `set_gradient_divide_factor`."""
-    return ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
-
-
-def max_buffers_type(max_input_buffers: object) -> ArgumentTypeError:
-    """The error for `max_input_buffers` that is not an int."""
-    return ArgumentTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
-
-
-def max_buffers_too_few(max_input_buffers: int) -> ConfigError:
-    """The error for `max_input_buffers` below 1."""
-    return ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
 
 
 def not_units(what: str, kind: str) -> ConfigError:
@@ -260,11 +153,3 @@ def not_a_root(kind: str, unit: str) -> ConfigError:
 def no_such_method(name: str, method_name: str) -> ConfigError:
     """The error for registering a method that the module does not have."""
     return ConfigError(f"{name} has no method {method_name!r} to register as a forward")
-
-
-# state.py
-
-
-def reduced_by_root(unit: str) -> PhaseError:
-    """The error for a unit below the root that is asked to reduce the accumulated gradients of all units."""
-    return PhaseError(f"gradients are reduced by the root; {unit!r} is below it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,7 @@ from ...comm import (
     custom,
     separate_group,
 )
+from ...errors import ArgumentTypeError, ConfigError, invalid_argument
 from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
@@ -31,10 +33,10 @@ from ...runtime import (
     runner_of,
     runners_in,
 )
-from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
+from ...runtime.reduce_kept import GradientReductionHandle, finalize, reduce_kept, reset_iteration
 from ..gradients import refuse_divisor, register_hook
+from ..messages import method_of_root
 from . import messages
-from .state import UnitState
 
 logger = logging.getLogger("fullshard")
 _logged_symm_mem: list[str] = []  # logged once per process
@@ -90,7 +92,7 @@ class FSDPModule:
         return runner
 
     def _get_fsdp_state(self) -> UnitState:
-        """The unit under the names that PyTorch's libraries use; see `state.py`."""
+        """The unit under the names that PyTorch's libraries use."""
         return UnitState(self._runner())
 
     def _units(self, recurse: bool = True) -> Iterator[Runner]:
@@ -185,7 +187,7 @@ class FSDPModule:
     def _root_runner(self, method: str) -> Runner:
         runner = self._runner()
         if runner.root is not None and not runner.is_top:
-            raise messages.method_of_root(method, runner.unit.name)
+            raise method_of_root(method, runner.unit.name)
         return runner
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -204,7 +206,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
         if not isinstance(reshard_after_forward, bool):
-            raise messages.reshard_not_a_bool(reshard_after_forward)
+            raise invalid_argument("set_reshard_after_forward()", reshard_after_forward, "True or False")
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
             runner.unit.drop_kept()
@@ -272,9 +274,7 @@ class FSDPModule:
             comm: called as `comm(output_tensor, input_tensor, group, async_op=True)`; returns a work or None. Its
                 `allocate(size, *, dtype, device)` makes the output, which is then copied into the unit's own buffer.
         """
-        self._check_callable(comm, "all-gather")
-        runner = self._runner()
-        runner.set(comm=custom(runner.settings.comm, all_gather=comm))
+        self._set_custom("all-gather", comm, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over the shard axis with `comm`, from memory it allocates; not recursive.
@@ -283,15 +283,15 @@ class FSDPModule:
             comm: called as `comm(output_tensor, input_tensor, group, op, async_op=True)`; returns a work or None. Its
                 `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
         """
-        self._check_callable(comm, "reduce-scatter")
-        runner = self._runner()
-        runner.set(comm=custom(runner.settings.comm, reduce_scatter=comm))
+        self._set_custom("reduce-scatter", comm, reduce_scatter=comm)
 
-    def _check_callable(self, comm: Any, what: str) -> None:
+    def _set_custom(self, what: str, comm: Any, **collective: Any) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise messages.invalid_collective(what, comm)
-        if self._runner().settings.group_memory:
-            raise messages.collective_beside_group_memory(what)
+        runner = self._runner()
+        if runner.settings.group_memory:
+            raise messages.collective_beside_group_memory()
+        runner.set(comm=custom(runner.settings.comm, **collective))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
@@ -311,7 +311,7 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise messages.group_memory_beside_collective()
+            raise messages.collective_beside_group_memory()
         axes = runner.unit.buckets[0].axes
         gather, reduce = [kind(axes.shard, axes.device) for kind in (GatherInGroupMemory, ReduceInGroupMemory)]
         runner.set(comm=custom(comm, all_gather=gather, reduce_scatter=reduce), group_memory=True)
@@ -345,14 +345,12 @@ class FSDPModule:
         The event is used once.
 
         Raises:
-            ConfigError: not an event; or this is not the root.
+            ConfigError: not an event.
+            PhaseError: this is not the root.
         """
         if not callable(getattr(event, "wait", None)):
-            raise messages.not_an_event(type(event).__name__)
-        runner = self._runner()
-        if runner.root is not None and not runner.is_top:
-            raise messages.event_below_root(runner.unit.name)
-        runner.post_optim_event = event
+            raise invalid_argument("set_post_optim_event()", event, "a torch.Event")
+        self._root_runner("set_post_optim_event()").post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of data-parallel ranks.
@@ -361,7 +359,7 @@ class FSDPModule:
             ConfigError: not a positive number; or the unit's `reduction` is not "mean".
         """
         if not factor > 0:
-            raise messages.divide_factor_not_positive(factor)
+            raise invalid_argument("the gradient divide factor", factor, "a positive number")
         refuse_divisor(self._runner(), "a gradient divide factor")
         self._runner().set(reduce_divide_factor=float(factor))
 
@@ -393,10 +391,10 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many units may be in reduction at once; 1 by default. Each has a full gradient buffer."""
-        if type(max_input_buffers) is not int:
-            raise messages.max_buffers_type(max_input_buffers)
-        if max_input_buffers < 1:
-            raise messages.max_buffers_too_few(max_input_buffers)
+        is_int = type(max_input_buffers) is int
+        if not is_int or max_input_buffers < 1:
+            kind = ConfigError if is_int else ArgumentTypeError
+            raise invalid_argument("max_input_buffers", max_input_buffers, "an int of at least 1", kind=kind)
         for runner in self._units(recurse):
             runner.set(reduce_max_in_flight=max_input_buffers)
 
@@ -483,3 +481,61 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         name = plain_class(module).__name__
         raise messages.no_such_method(name, method_name)
     run_method(module, module._runner(), method_name)
+
+
+# The state that PyTorch's pipeline stages and libraries read from a unit, by `fully_shard.state(module)`. A stage keeps
+# gradients through the backwards of all micro-batches, then asks each unit of its module in turn to reduce its own, and
+# the root to wait for them (`torch.distributed.pipelining.stage`). Here the root does both.
+
+
+class UnitState:
+    """A stateless view of a unit, with the attribute names of PyTorch's module state."""
+
+    __slots__ = ("_runner",)
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def _fsdp_param_groups(self) -> tuple[()]:
+        """Empty: the root reduces everything itself, in `_root_post_backward_final_callback`."""
+        return ()
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the unit's forward is called from outside; None until the first forward decides."""
+        return None if self._runner.root is None else self._runner.is_top
+
+    @property
+    def _state_ctx(self) -> Any:
+        """The state that all units below a root share: `all_states`."""
+        return SimpleNamespace(
+            all_states=[UnitState(unit) for unit in self._runner.rooted().units if isinstance(unit, Runner)]
+        )
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The communication context: the same object for roots that `share_comm_ctx` joined."""
+        root, in_flight = self._runner.root, self._runner.settings.in_flight
+        return root.reducer.in_flight if root is not None else self._runner if in_flight is None else in_flight
+
+    def _lazy_init(self) -> None:
+        """Determine the root, as the first forward does. Collective."""
+        self._runner.rooted()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that the units below the root accumulated without sync. Collective.
+
+        Raises:
+            PhaseError: the unit is not the root, or is running.
+        """
+        root = self._runner.rooted()
+        if not self._runner.is_top:
+            raise method_of_root("_root_post_backward_final_callback()", self._runner.unit.name)
+        reduce_kept(root)
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The state of a unit's module; None for other modules."""
+    runner = runner_of(module)
+    return None if runner is None else UnitState(runner)

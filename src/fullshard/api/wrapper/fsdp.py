@@ -36,31 +36,31 @@ from ...runtime import (
     run,
     shown_part,
 )
-from ..gradients import register_hook
+from ..gradients import register_hook, without_sync
+from ..messages import method_of_root
 from . import messages
 from .instances import (
     Plan,
+    check_arguments,
     check_plans,
     flat_of,
-    mixed_precision_of,
+    materialise,
     plan_blocks,
-    policy_of,
     put_in_place,
+    warn_of_host,
     without_iterators,
 )
 from .markers import Markers, mark_wrapped
-from .model_state import StateDictMethods, default_settings
-from .optimizer_state import OptimizerStateMethods
-from .precision import Buffers, use_full_precision
+from .precision import FullPrecision, cast_buffers, policy_of, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from .setup import check_arguments, materialise, warn_of_host
+from .state_dicts import StateDictMethods, default_settings
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 
 _OF_ROOT = ("self", "__class__", "module", "auto_wrap_policy", "full_precision_in_eval", "check", "unused")
 """Local names of the constructor that are not arguments of the instances that `auto_wrap_policy` makes."""
 
 
-class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
+class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
     """A module wrapper that shards its parameters, gradients and optimizer state over ranks.
 
     It has the interface of `torch.distributed.fsdp.FullyShardedDataParallel`: a program written for that runs with its
@@ -147,13 +147,11 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
         self._fullshard_settings = default_settings(StateDictType.FULL_STATE_DICT)
-        self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
             warn_of_host(module, arguments)
-        settings = plan.build_settings()
-        unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
-        self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
+        unit_settings = plan.unit_settings()
+        self.__dict__[RUNNER_KEY] = Runner(plan.build(), [self], unit_settings, _find_root)
         self._guard()
         name_members([self])
         move_buffers(own_modules(module, arguments.ignored_modules), arguments.axes.device)
@@ -178,8 +176,9 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The mixed precision in force."""
-        return mixed_precision_of(self._arguments)
+        """The mixed precision in force: none for a module exempt from it."""
+        mixed = self._arguments.mixed_precision
+        return MixedPrecision() if isinstance(mixed, FullPrecision) else mixed
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -279,7 +278,6 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
         copied = deepcopy_module(self, memo)
         for instance in self.fsdp_modules(self):
-            memo[id(instance)]._buffers_cast.follow(memo)
             if RUNNER_KEY in memo[id(instance)].__dict__:  # missing while an instance around it is being copied
                 memo[id(instance)]._guard()
         return copied
@@ -331,15 +329,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             PhaseError: this is not the root.
         """
         self._must_be_root("no_sync()")
-        runners = [child._runner() for child in self.fsdp_modules(self)]
-        previous = [runner.settings.reduce.sync for runner in runners]
-        for runner in runners:
-            runner.set(reduce_sync=False)
-        try:
+        with without_sync([child._runner() for child in self.fsdp_modules(self)]):
             yield
-        finally:
-            for runner, sync in zip(runners, previous, strict=True):
-                runner.set(reduce_sync=sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
@@ -383,7 +374,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
     def _must_be_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise messages.method_of_root(method, self._runner().unit.name)
+            raise method_of_root(method, self._runner().unit.name)
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -436,8 +427,8 @@ def _find_root(top: Runner) -> Root:
     is_new = top.root is None
     root = find_root(top)
     for instance in new_instances:
-        instance._buffers_cast.cast(instance)
+        cast_buffers(instance)
     for module in top.modules if is_new else ():
         if isinstance(module, FullyShardedDataParallel):
-            top.set(policy=policy_of(module._arguments, module.module, root=True))
+            top.set(policy=policy_of(module._arguments.mixed_precision, module.module, root=True))
     return root

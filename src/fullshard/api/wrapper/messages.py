@@ -12,7 +12,6 @@ from ...errors import (
     PhaseError,
     ReplacementError,
     UsageError,
-    class_and_value,
     message,
 )
 
@@ -39,15 +38,6 @@ def hook_below_root() -> UsageError:
     return UsageError("register_comm_hook can only be called on a root instance.")
 
 
-def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a root-only method that was called on an instance below the root."""
-    return PhaseError(
-        f"{method} is for the root instance.",
-        got=f"the instance {unit!r} below it",
-        remedy=f"call {method} on the outermost FullyShardedDataParallel",
-    )
-
-
 def called_past_instance(name: str) -> UsageError:
     """The error for a call of the wrapped module that bypasses its instance."""
     return UsageError(
@@ -63,44 +53,6 @@ def called_past_instance(name: str) -> UsageError:
 
 
 # instances.py
-
-
-def wrapped_already(name: str, kind: str) -> ConfigError:
-    """The error for `auto_wrap_policy` with a model that contains instances."""
-    return ConfigError(
-        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
-        got=f"{name or 'the module itself'}, a {kind}",
-        remedy="wrap by policy or by hand, not both",
-        topic="sharded-already",
-    )
-
-
-def without_mixed_precision(exempt: Iterable[str]) -> str:
-    """The warning for classes that are exempt from mixed precision."""
-    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
-
-
-def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
-    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
-    return ArgumentTypeError(
-        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
-        got=", ".join(unknown),
-    )
-
-
-def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
-    """The error for a `FlatParameter` of parameters that differ in `trait`."""
-    return ConfigError(
-        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
-        parameter=parameter,
-        expected=f"{expected}, as {like}",
-        got=got,
-        remedy="set use_orig_params=True, or wrap these modules separately",
-        topic="mixed-dtypes" if trait == "dtype" else None,
-    )
-
-
-# setup.py
 
 
 def not_a_module(kind: str) -> ConfigError:
@@ -141,15 +93,6 @@ def no_accelerator(device_id: int) -> ConfigError:
     )
 
 
-def not_a_device(device_id: object) -> ConfigError:
-    """The error for an invalid `device_id`."""
-    return ConfigError(
-        "device_id is not a device.",
-        expected="an accelerator's index, a torch.device, or the name of one",
-        got=repr(device_id),
-    )
-
-
 def ignored_twice() -> ConfigError:
     """The error for `ignored_modules` together with `ignored_states`."""
     return ConfigError("ignored_modules and ignored_states are mutually exclusive: ignored_states takes modules too")
@@ -183,11 +126,6 @@ def copied_from_host(device: object) -> str:
     )
 
 
-def init_not_callable(init: object) -> ConfigError:
-    """The error for an invalid `param_init_fn`."""
-    return ConfigError(f"param_init_fn must be callable, got {init!r}")
-
-
 def no_reset_parameters(kind: str) -> ConfigError:
     """The error for a module on meta that nothing can initialise."""
     return ConfigError(
@@ -202,6 +140,41 @@ def left_on_meta(kind: str) -> ConfigError:
     return ConfigError(f"param_init_fn left {kind} on the meta device", topic="weights-on-meta")
 
 
+def wrapped_already(name: str, kind: str) -> ConfigError:
+    """The error for `auto_wrap_policy` with a model that contains instances."""
+    return ConfigError(
+        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
+        got=f"{name or 'the module itself'}, a {kind}",
+        remedy="wrap by policy or by hand, not both",
+        topic="sharded-already",
+    )
+
+
+def without_mixed_precision(exempt: Iterable[str]) -> str:
+    """The warning for classes that are exempt from mixed precision."""
+    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
+
+
+def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
+    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
+    return ArgumentTypeError(
+        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
+        got=", ".join(unknown),
+    )
+
+
+def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
+    """The error for a `FlatParameter` of parameters that differ in `trait`."""
+    return ConfigError(
+        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
+        parameter=parameter,
+        expected=f"{expected}, as {like}",
+        got=got,
+        remedy="set use_orig_params=True, or wrap these modules separately",
+        topic="mixed-dtypes" if trait == "dtype" else None,
+    )
+
+
 # markers.py
 
 
@@ -210,7 +183,15 @@ def root_not_settable() -> UsageError:
     return UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
 
 
-# model_state.py
+# settings.py
+
+
+def unknown_field(kind: str, name: str) -> ConfigError:
+    """The error for a field that settings do not have."""
+    return ConfigError(f"{kind} has no field {name!r}")
+
+
+# state_dicts.py
 
 
 def config_of_another_type(name: str, expected: str, got: str, kind: str) -> CheckpointError:
@@ -242,9 +223,6 @@ def loaded_while_summoned() -> PhaseError:
     )
 
 
-# optimizer_state.py
-
-
 def unknown_key(key: str, example: object, count: int) -> CheckpointError:
     """The error for a key of optimizer state that the optimizer does not have."""
     return CheckpointError(
@@ -265,24 +243,6 @@ def deprecated_method(old: str, new: str) -> str:
 def deprecated_input() -> str:
     """The warning for `optim_input`."""
     return message("The `optim_input` argument is deprecated: pass the optimizer itself, as `optim`.")
-
-
-# settings.py
-
-
-def unknown_field(kind: str, name: str) -> ConfigError:
-    """The error for a field that settings do not have."""
-    return ConfigError(f"{kind} has no field {name!r}")
-
-
-def invalid_field(kind: str, name: str, expected: str, value: object, dtype: str) -> ConfigError:
-    """The error for the invalid value of a field."""
-    return ConfigError(
-        f"{kind}.{name} has an invalid value.",
-        expected=expected,
-        got=class_and_value(value),
-        remedy=f"pass torch.{dtype}" if dtype else "",
-    )
 
 
 # summon.py

@@ -1,66 +1,72 @@
-"""Mixed precision that only the wrapper has: buffers in a different dtype, and full precision in eval mode."""
+"""The wrapper's mixed precision: what of it is the engine's policy, and what is not (buffers, eval mode)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...forms import successor_of
+from ...policies import MixedPrecisionPolicy
 from ...runtime import own_modules, runner_of
+from .settings import MixedPrecision
 
 
-class Buffers:
-    """The floating-point buffers of an instance, and their original dtypes.
+@dataclass
+class FullPrecision(MixedPrecision):
+    """The setting of modules exempt from mixed precision: inputs are cast up, outputs are cast back."""
 
-    Args:
-        dtype: the dtype to cast them to; None: do not cast.
+    cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = False
+    output_dtype: torch.dtype | None = None
+
+
+def policy_of(mixed: MixedPrecision, module: nn.Module, root: bool = False) -> MixedPrecisionPolicy:
+    """The engine's policy for an instance around `module`.
+
+    `cast_root_forward_inputs` decides for the root, `cast_forward_inputs` for others.
     """
+    if isinstance(mixed, FullPrecision):
+        dtype = next((p.dtype for p in map(successor_of, module.parameters()) if p.is_floating_point()), torch.float32)
+        return MixedPrecisionPolicy(dtype, None, mixed.output_dtype, True)
+    cast = mixed.cast_root_forward_inputs if root else mixed.cast_forward_inputs
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
-        self.original: dict[tuple[int, str], torch.dtype] = {}
 
-    def cast(self, instance: nn.Module) -> None:
-        """Cast the buffers of the instance's own modules (not instances below, not ignored modules) to `dtype`."""
-        if self.dtype is None:
-            return
-        runner = runner_of(instance)
-        for owner in own_modules(instance, runner.settings.ignored.modules if runner is not None else ()):
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    self.original.setdefault((id(owner), name), buffer.dtype)
-                    owner._buffers[name] = buffer.to(self.dtype)
+_DTYPES_KEY = "_fullshard_buffer_dtypes"
+"""The key in a module's `__dict__` of its buffers' dtypes before they were cast, by name."""
 
-    def restore(self, instance: nn.Module) -> None:
-        """Cast the buffers back to their original dtypes."""
-        for owner in own_modules(instance, ()):
-            for name, buffer in owner._buffers.items():
-                dtype = self.original.get((id(owner), name))
-                if buffer is not None and dtype is not None:
-                    owner._buffers[name] = buffer.to(dtype)
 
-    def follow(self, copies: dict[Any, Any]) -> None:
-        """After a deep copy, refer to the copied modules. May be called again by each instance around this one.
+def cast_buffers(instance: Any) -> None:
+    """Cast the floating-point buffers of the instance's own modules (not instances below, not ignored modules)."""
+    dtype = instance.mixed_precision.buffer_dtype
+    if dtype is None:
+        return
+    runner = runner_of(instance)
+    for owner in own_modules(instance, runner.settings.ignored.modules if runner is not None else ()):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner.__dict__.setdefault(_DTYPES_KEY, {}).setdefault(name, buffer.dtype)
+                owner._buffers[name] = buffer.to(dtype)
 
-        Args:
-            copies: deepcopy's memo: id of a module -> its copy.
-        """
-        self.original = {
-            (id(copies[owner]) if owner in copies else owner, name): dtype
-            for (owner, name), dtype in self.original.items()
-        }
 
-    def originals_by_name(self, instance: nn.Module) -> dict[str, torch.dtype]:
-        """The original dtypes of cast buffers, by qualified name within the instance."""
-        dtypes = {}
-        for path, owner in instance.named_modules():
-            for name in owner._buffers:
-                dtype = self.original.get((id(owner), name))
-                if dtype is not None:
-                    dtypes[f"{path}.{name}" if path else name] = dtype
-        return dtypes
+def restore_buffers(instance: nn.Module) -> None:
+    """Cast the buffers of the instance's own modules back to their original dtypes."""
+    for owner in own_modules(instance):
+        for name, dtype in owner.__dict__.get(_DTYPES_KEY, {}).items():
+            if (buffer := owner._buffers.get(name)) is not None:
+                owner._buffers[name] = buffer.to(dtype)
+
+
+def original_dtypes(instance: nn.Module) -> dict[str, torch.dtype]:
+    """The original dtypes of buffers that were cast, by qualified name within the instance."""
+    return {
+        f"{path}.{name}" if path else name: dtype
+        for path, owner in instance.named_modules()
+        for name, dtype in owner.__dict__.get(_DTYPES_KEY, {}).items()
+    }
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -75,11 +81,11 @@ def use_full_precision(root: Any, full: bool) -> None:
             continue
         instance._in_full_precision = full
         if full:
-            instance._buffers_cast.restore(instance)
+            restore_buffers(instance)
             instance._policy_before = runner.settings.policy
             runner.set(policy=replace(runner.settings.policy, param_dtype=None, output_dtype=None))
         else:
-            instance._buffers_cast.cast(instance)
+            cast_buffers(instance)
             runner.set(policy=instance._policy_before)
         if (dtype := instance.mixed_precision.param_dtype) is not None:
             runner.reshard()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...errors import ConfigError, class_and_value
+from ...errors import ConfigError, invalid_argument
 from . import messages
 
 T = TypeVar("T")
@@ -113,7 +113,8 @@ class _Checked:
             raise messages.unknown_field(type(self).__name__, name)
         if not fits:
             dtype = _DTYPES.get(value, "") if isinstance(value, str) else ""
-            raise messages.invalid_field(type(self).__name__, name, expected, value, dtype)
+            remedy = f"pass torch.{dtype}" if dtype else None
+            raise invalid_argument(f"{type(self).__name__}.{name}", value, expected, remedy)
         return value
 
 
@@ -344,12 +345,7 @@ def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = 
             names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
             if cls.__name__ == name and all(hasattr(value, field) for field in names):
                 return cls(**{field: getattr(value, field) for field in names})
-    raise error(
-        f"{argument} has an invalid type.",
-        expected=f"fullshard.{kind.__name__}",
-        got=class_and_value(value),
-        remedy=_remedy(kind, value),
-    )
+    raise invalid_argument(argument, value, f"fullshard.{kind.__name__}", _remedy(kind, value), error)
 
 
 def _remedy(kind: type[Any], value: Any) -> str:

@@ -9,9 +9,8 @@ class ShardedTrainer(hf.ShardedTrainerMixin, Trainer): ...
 """
 
 from ..sharding import shard, unit_classes
-from .monitor import MonitorCallback
 from .pretrained import from_pretrained
 from .saving import save_pretrained
-from .trainer import ShardedTrainerMixin
+from .trainer import MonitorCallback, ShardedTrainerMixin
 
 __all__ = ["MonitorCallback", "ShardedTrainerMixin", "from_pretrained", "save_pretrained", "shard", "unit_classes"]

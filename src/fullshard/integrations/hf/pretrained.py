@@ -25,7 +25,7 @@ from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import plan_wrapping
 from ...checkpoint.fit import check_shape
 from ...checkpoint.functions import set_model_state_dict
-from ...errors import CheckpointError, ConfigError, message
+from ...errors import CheckpointError, ConfigError, invalid_argument, message
 from ...runtime import runners_in
 from ...store.formats.safetensors_folder import SafetensorsSource
 from ...store.hugging_face import load_safetensors
@@ -88,11 +88,8 @@ def from_pretrained(
     if isinstance(dtype, str):  # as in Transformers
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(
-            "dtype must be a floating-point dtype, or None.",
-            got=repr(dtype),
-            remedy="pass torch.bfloat16, for example; None or 'auto' uses the configuration's dtype",
-        )
+        remedy = "pass torch.bfloat16, for example; None or 'auto' uses the configuration's dtype"
+        raise invalid_argument("dtype", dtype, "a floating-point dtype, or None", remedy)
     base = build_on_meta(source, path, dtype)
     rename = match_names(base, path, strict)
     model = base if prepare is None else _prepared(base, prepare)

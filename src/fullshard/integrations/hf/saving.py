@@ -12,7 +12,7 @@ from accelerate.utils import convert_file_size_to_int
 from torch import nn
 
 from ...api.whole import gathered
-from ...errors import ConfigError
+from ...errors import invalid_argument
 from ...store.hugging_face import save_safetensors
 from ...store.in_place import put_weights
 from ...store.lora import is_peft_model
@@ -113,7 +113,5 @@ def bytes_of(size: int | str) -> int:
     except (ValueError, AttributeError):
         value = 0
     if value <= 0:
-        raise ConfigError(
-            "max_shard_size must be a number of bytes, or a string.", expected="5GB, 200MB, 1GiB", got=repr(size)
-        )
+        raise invalid_argument("max_shard_size", size, 'a number of bytes, or a string such as "5GB", "200MB", "1GiB"')
     return value

@@ -1,4 +1,4 @@
-"""A mixin that shards Transformers' `Trainer`, or a class derived from it."""
+"""A mixin that shards Transformers' `Trainer`, or a class derived from it; and its callback for `fullshard.Monitor`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
 from ...errors import CheckpointError, ConfigError, message
+from ...insight.monitor import Monitor
 from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.ranks import Ranks
@@ -195,3 +197,37 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
                 stacklevel=3,
             )
     return None
+
+
+class MonitorCallback(TrainerCallback):
+    """Reports each step of a `Trainer`: `Trainer(..., callbacks=[hf.MonitorCallback(tokens_per_step=4096)])`.
+
+    Each report shows the loss and the gradient norm that the Trainer logged last.
+
+    Args:
+        **settings: arguments of `fullshard.Monitor`, apart from model, optimizer and `start_step`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.monitor: Monitor | None = None
+        self._logged: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Create the monitor: now the model is sharded, and its optimizer exists."""
+        optimizer = unwrapped(objects["optimizer"])
+        self.monitor = Monitor(objects["model"], optimizer, start_step=state.global_step, **self.settings)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **objects: Any) -> None:
+        """Remember the logged values for later reports."""
+        self._logged |= logs or {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Report an optimizer step."""
+        if self.monitor is not None:
+            self.monitor.step(loss=self._logged.get("loss"), grad_norm=self._logged.get("grad_norm"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Close the monitor's files."""
+        if self.monitor is not None:
+            self.monitor.close()
