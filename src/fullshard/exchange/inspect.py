@@ -96,14 +96,11 @@ def _tensor(name: str, entry: Entry, files: Iterable[str]) -> TensorInfo:
     return TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
 
 
-def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
-    """The bytes whose hashes were verified (None without a manifest), and a line for each damaged file."""
-    manifest = files.manifest
-    if manifest is None:
-        return None, []
-    total, done = sum(facts.nbytes for facts in manifest.files.values()), 0
+def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int, list[str]]:
+    """The bytes whose hashes were verified, and a line for each damaged file."""
+    total, done = sum(facts.nbytes for facts in files.manifest.files.values()), 0
     damage: list[str] = []
-    for name, facts in manifest.files.items():
+    for name, facts in files.manifest.files.items():
         if progress is not None:
             progress(name, done, total)
         try:

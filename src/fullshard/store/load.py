@@ -122,8 +122,7 @@ def _plan(
     values = _Values(request, reader, contents, ranks)
     values.plan()
     untouched = reader.close(contents, request.strict)
-    manifest = files.manifest
-    step, world = (0, 0) if manifest is None else (manifest.step, manifest.world)
+    step, world = files.manifest.step, files.manifest.world
     if name and step != folder.step_of(name):
         raise DamagedCheckpointError(
             f"A checkpoint's folder is named after a different step: the checkpoint is of step {step}.",
@@ -131,7 +130,7 @@ def _plan(
             got=f"step {step} in {folder.at(name)}",
             remedy="rename the folder back; or load this checkpoint by its own path",
         )
-    if manifest is None and request.hashes and ranks.is_first:
+    if files.is_foreign and request.hashes and ranks.is_first:
         warnings.warn(
             message(
                 "This checkpoint has no manifest.json, so its values could not be verified: there are no hashes.",
@@ -156,9 +155,8 @@ class _Values:
 
     def __init__(self, request: _Request, reader: Reader, contents: Contents, ranks: Ranks) -> None:
         self.request, self.reader, self.contents, self.ranks = request, reader, contents, ranks
-        manifest = reader.files.manifest
-        self.common: dict[str, Any] = {} if manifest is None else manifest.values.get("state", {})
-        self.ranks_values: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
+        self.common: dict[str, Any] = reader.files.manifest.values.get("state", {})
+        self.ranks_values: list[dict[str, Any]] = reader.files.manifest.ranks
         self.plain: dict[str, Any] = {}
         self.of_ranks: dict[str, list[Any]] = {}
 
