@@ -20,12 +20,11 @@ from ..layout import dense_strides
 from .entries import name_of_rank
 from .hashed import BLOCK, CHUNK, new_hash
 from .manifest import Manifest, no_manifest, parse
-from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
 from .record import TensorRecord, value_in
 from .source import OPTIMIZER, Entry, state_path
-from .storage import MANIFEST, Storage, Stored, extent, read_strided
+from .storage import MANIFEST, METADATA, Storage, Stored, extent, read_strided
 from .tree import from_json
 from .write import bytes_of
 
@@ -257,6 +256,10 @@ class Files:
         """Read a rank's own tensor of a name, or that of all ranks."""
         own_name = name_of_rank(rank, name)
         return self.read(own_name if own_name in self.index.entries else name)
+
+    def files_of(self, name: str) -> list[str]:
+        """The names of the files that contain a tensor."""
+        return [part.file for part in self.index.stored.get(name, [])]
 
     def value(self, name: str) -> Any:
         """Read a value that is not a tensor, from a DCP folder."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
+from ..checkpoint.fit import check_names, check_shape
 from ..checkpoint.names import Named
 from ..checkpoint.optimizer import add_scalar, blank_states, check_complete, described_state, has_settings_of
 from ..checkpoint.settings import put, settings_to_load
 from ..errors import CheckpointError
 from .contents import Contents, StateOf, add_states
-from .piece import Piece
+from .piece import Piece, check_fits
 from .read import Copy, Files, copies_for
 from .source import MODEL, OPTIMIZER
 from .storage import Stored
@@ -66,7 +66,7 @@ class Reader:
         """Plan to read a piece, saved under its own name or one of `names`; returns whether the checkpoint has it.
 
         Raises:
-            CheckpointError: the piece is an expanded tensor; see also `check_shape`, `check_cast` and `check_tied`.
+            CheckpointError: the piece is an expanded tensor; see also `check_fits`.
             DamagedCheckpointError: the checkpoint lacks elements of the piece.
         """
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
@@ -78,18 +78,12 @@ class Reader:
             )
         index = self.files.index
         present = [name for name in map(self._saved_name, (piece.name, *names)) if name in index.entries]
-        for name in present:
-            entry = index.entries[name]
-            check_shape(piece.name, piece.shape, entry.shape)
-            check_cast(piece.name, piece.dtype, entry.dtype, self._cast)
         if not present:
             return False
         first, *aliases = present
         self._asked.add(first)
-        for alias in aliases:
-            if piece.tensor.numel() and _places(index.stored[alias]) != _places(index.stored[first]):
-                parts = [self.files.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
-                check_tied(piece.name, (first.removeprefix(MODEL), parts[0]), (alias.removeprefix(MODEL), parts[1]))
+        aliases = [alias for alias in aliases if _places(index.stored[alias]) != _places(index.stored[first])]
+        check_fits(piece, [first, *aliases], index.entries, self.files.read, self._cast)
         self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
 

@@ -56,11 +56,6 @@ class RemoteFolder(Folder):
         fs, path = self._resolve()
         return bool(fs.isdir(path))
 
-    @property
-    def is_checkpoint(self) -> bool:
-        fs, path = self._resolve()
-        return any(fs.isfile(f"{path}/{name}") for name in (MANIFEST, ".metadata"))
-
     def _entries(self) -> Iterable[str]:
         fs, path = self._resolve()
         fs.invalidate_cache()  # other processes may have saved

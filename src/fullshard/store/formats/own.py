@@ -94,7 +94,7 @@ class CheckpointSource(Source):
         return self.files.read(name.removeprefix(self._prefix), offsets, sizes)
 
     def files_of(self, name: str) -> list[str]:
-        return [piece.file for piece in self.files.index.stored.get(name.removeprefix(self._prefix), [])]
+        return self.files.files_of(name.removeprefix(self._prefix))
 
     def close(self) -> None:
         self.files.close()
