@@ -73,7 +73,7 @@ class Folder:
     @property
     def is_checkpoint(self) -> bool:
         """Whether the folder itself contains a checkpoint's manifest or metadata."""
-        return not {MANIFEST, METADATA}.isdisjoint(self._entries())
+        return any((self.path / name).is_file() for name in (MANIFEST, METADATA))
 
     def has(self, name: str) -> bool:
         """Whether a checkpoint of this name exists; "" is the folder itself."""
