@@ -46,8 +46,8 @@ def saved(content: object, **how: Any) -> Callable[[Path], None]:
 WHOLE = two_layers().state_dict()
 OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
 ASKED = [
-    (lambda f: converted(f, dtype=torch.int8), "ConfigError: Weights can only be cast to a floating-point dtype"),
-    (lambda f: converted(f, dtype="bf16"), "ConfigError: Weights can only be cast to a floating-point dtype ... bf16"),
+    (lambda f: converted(f, dtype=torch.int8), "ConfigError: dtype must be a floating-point dtype, or None"),
+    (lambda f: converted(f, dtype="bf16"), "ConfigError: dtype must be a floating-point dtype, or None ... bf16"),
     (
         save_small,
         lambda f: fullshard.convert(next(f.glob("**/rank-0.safetensors")), f / "b.pt"),

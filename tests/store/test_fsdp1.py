@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from files import Runs, same
 from fullshard import CheckpointError, convert
-from fullshard.store.formats.built import Sharded, Stored
 from fullshard.store.formats.fsdp1 import PerRankSource
+from fullshard.store.formats.pickled import Sharded, Stored
 
 WORLD = 2
 

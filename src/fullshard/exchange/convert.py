@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
+from ..store.full_parameters import check_dtype
+from ..store.in_place import check_room
 from ..store.source import MODEL, OPTIMIZER, Entry, Source
 from .detect import kind_of, kind_to_write, open_sink, open_source
 
@@ -70,8 +71,7 @@ def convert(
     """
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
+    check_dtype(dtype)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists, and is not overwritten.", remedy="choose a different path")
     if not target.absolute().parent.is_dir():
@@ -79,11 +79,7 @@ def convert(
     with open_source(source, model_only) as opened:
         selection = _selected(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in selection.entries.values())
-        free = shutil.disk_usage(target.absolute().parent).free
-        if total > free:
-            raise CheckpointError(
-                f"There is not enough disk space for {target}.", expected=f"{total:,} bytes", got=f"{free:,}"
-            )
+        check_room(target.absolute().parent, total, target)
         try:
             _write(opened, selection, target, kind, total, progress)
         except OSError as error:

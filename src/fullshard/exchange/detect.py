@@ -23,9 +23,8 @@ from ..store.formats.fsdp1 import PerRankSource, is_per_rank
 from ..store.formats.own import CheckpointSink, CheckpointSource
 from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
 from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSink, TorchFileSource
-from ..store.metadata import NAME as METADATA
 from ..store.source import Entry, Sink, Source
-from ..store.storage import MANIFEST
+from ..store.storage import MANIFEST, METADATA
 from ..store.write import RANK_FILE, file_of
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,29 +81,25 @@ def inspect(
         with Files(storage_at(root)) as files:
             checked, damage = _verified(files, progress)
             if damage:  # values that are not tensors may be damaged too, so they are not read
-                stored = files.index.stored
-                tensors = [
-                    _tensor(name, entry, [piece.file for piece in stored.get(name, [])])
-                    for name, entry in files.index.entries.items()
-                ]
-                return Inspection(root, kind, tuple(tensors), {}, {}, checked, tuple(damage))
+                tensors = _tensors(files.index.entries, files.files_of)
+                return Inspection(root, kind, tensors, {}, {}, checked, tuple(damage))
     with open_source(root, hashes=hashes) as source:
-        tensors = [_tensor(name, entry, source.files_of(name)) for name, entry in source.entries.items()]
-        return Inspection(root, kind, tuple(tensors), source.ties, source.values, checked, ())
+        tensors = _tensors(source.entries, source.files_of)
+        return Inspection(root, kind, tensors, source.ties, source.values, checked, ())
 
 
-def _tensor(name: str, entry: Entry, files: Iterable[str]) -> TensorInfo:
-    return TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
+def _tensors(entries: Mapping[str, Entry], files_of: Callable[[str], list[str]]) -> tuple[TensorInfo, ...]:
+    return tuple(
+        TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files_of(name))))
+        for name, entry in entries.items()
+    )
 
 
-def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
-    """The bytes whose hashes were verified (None without a manifest), and a line for each damaged file."""
-    manifest = files.manifest
-    if manifest is None:
-        return None, []
-    total, done = sum(facts.nbytes for facts in manifest.files.values()), 0
+def _verified(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int, list[str]]:
+    """The bytes whose hashes were verified, and a line for each damaged file."""
+    total, done = sum(facts.nbytes for facts in files.manifest.files.values()), 0
     damage: list[str] = []
-    for name, facts in manifest.files.items():
+    for name, facts in files.manifest.files.items():
         if progress is not None:
             progress(name, done, total)
         try:

@@ -58,23 +58,24 @@ class Generators:
 
     def check(self, state_dict: dict[str, Any]) -> None:
         """Raise any exception if `load_state_dict` would."""
-        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"))
-        if "accelerator" in state_dict and torch.accelerator.is_available():
-            torch.Generator(torch.accelerator.current_accelerator()).set_state(state_dict["accelerator"])
+        device = torch.accelerator.current_accelerator(check_available=True)
+        of_device = None if device is None else torch.Generator(device).set_state
+        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"), of_device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._fill(state_dict, random, np.random, torch.default_generator)
-        if "accelerator" in state_dict and torch.accelerator.is_available():
-            module = torch.get_device_module(torch.accelerator.current_accelerator())
-            module.set_rng_state(state_dict["accelerator"])
+        device = torch.accelerator.current_accelerator(check_available=True)
+        of_device = None if device is None else torch.get_device_module(device).set_rng_state
+        self._fill(state_dict, random, np.random, torch.default_generator, of_device)
 
     @staticmethod
-    def _fill(state_dict: dict[str, Any], python: Any, numpy: Any, of_torch: torch.Generator) -> None:
+    def _fill(state_dict: dict[str, Any], python: Any, numpy: Any, of_torch: torch.Generator, of_device: Any) -> None:
         version, internal, gauss = state_dict["python"]
         python.setstate((version, tuple(internal.tolist()), gauss))
         name, keys, position, has_gauss, cached = state_dict["numpy"]
         numpy.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         of_torch.set_state(state_dict["torch"])
+        if of_device is not None and "accelerator" in state_dict:
+            of_device(state_dict["accelerator"])
 
 
 Digest = tuple[str, int]

@@ -33,7 +33,7 @@ from typing import IO, Any
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from .in_place import placed, replace_file, sync, write_synced
 from .manifest import time_in
-from .storage import MANIFEST, LocalStorage, Storage, open_file
+from .storage import MANIFEST, METADATA, LocalStorage, Storage, open_file
 
 LATEST = "latest"
 LOCK = "lock"
@@ -73,7 +73,7 @@ class Folder:
     @property
     def is_checkpoint(self) -> bool:
         """Whether the folder itself contains a checkpoint's manifest or metadata."""
-        return any((self.path / name).is_file() for name in (MANIFEST, ".metadata"))
+        return any((self.path / name).is_file() for name in (MANIFEST, METADATA))
 
     def has(self, name: str) -> bool:
         """Whether a checkpoint of this name exists; "" is the folder itself."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
+from ..checkpoint.fit import check_names
 from ..checkpoint.names import Named, Table
 from ..checkpoint.whole import BATCH_BYTES, Wanted
 from ..errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ from .contents import row_pieces, table_of
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import check_dtype, exports_of, stream
 from .lora import Export, adapted, is_peft_model
-from .piece import Piece
+from .piece import Piece, check_fits
 from .ranks import Ranks
 from .source import MODEL, Entry
 
@@ -271,13 +271,7 @@ def _reads_of(
             remedy="load each block, convert its parameters to that class, and only then shard it "
             "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
         )
-    first, *aliases = file_names
     pieces = row_pieces(row, row.name, 0, is_first)
     for piece in pieces:
-        for name in file_names:
-            check_shape(row.name, piece.shape, source.entries[name].shape)
-            check_cast(row.name, piece.dtype, source.entries[name].dtype, cast)
-        for alias in aliases if piece.tensor.numel() else ():
-            parts = [source.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
-            check_tied(piece.name, (first.removeprefix(MODEL), parts[0]), (alias.removeprefix(MODEL), parts[1]))
-    return [(piece, first) for piece in pieces if piece.tensor.numel()]
+        check_fits(piece, file_names, source.entries, source.read, cast)
+    return [(piece, file_names[0]) for piece in pieces if piece.tensor.numel()]

@@ -7,8 +7,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from ..errors import CheckpointError
 
 _INDEX = ".index.json"
 _WEIGHTS = re.compile(r"(model|adapter_model)(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -30,6 +33,19 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def check_room(folder: Path, nbytes: int, path: Path) -> None:
+    """Check that the disk of a folder has room for a new file or folder at `path`.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise CheckpointError(
+            f"There is not enough disk space for {path}.", expected=f"{nbytes:,} bytes", got=f"{free:,}"
+        )
 
 
 def make_folders(path: Path) -> list[Path]:

@@ -54,8 +54,10 @@ class Loaded:
 
 @dataclass
 class _Request:
-    """Arguments of `load`."""
+    """The checked arguments of `load`."""
 
+    folder: Folder
+    ranks: Ranks
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     state: dict[str, Any]
@@ -65,19 +67,18 @@ class _Request:
     cast: bool
 
 
-def _load(request: _Request, folder: Folder, name: str, ranks: Ranks) -> Loaded:
+def _load(request: _Request, name: str) -> Loaded:
     """Load a checkpoint. Collective.
 
     Raises:
         DamagedCheckpointError: the checkpoint is damaged; nothing was changed.
         CheckpointError: it does not fit the model; nothing was changed.
     """
+    ranks = request.ranks
     lacking = lacking_state(request.optimizers, ranks)
     with ExitStack() as opened:
         reader, loaded = ranks.together(
-            "comparing a checkpoint with the model",
-            lambda: _plan(request, opened, folder, name, ranks, lacking),
-            files=True,
+            "comparing a checkpoint with the model", lambda: _plan(request, opened, name, lacking), files=True
         )
         _compare_checkpoints(reader.files, loaded, ranks)
         ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
@@ -108,10 +109,9 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
         )
 
 
-def _plan(
-    request: _Request, opened: ExitStack, folder: Folder, name: str, ranks: Ranks, lacking: set[tuple[int, int]]
-) -> tuple[Reader, Loaded]:
+def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[int, int]]) -> tuple[Reader, Loaded]:
     """Open a checkpoint's files until `opened` closes, and compare them with the model and its optimizers."""
+    folder, ranks = request.folder, request.ranks
     files = opened.enter_context(Files(folder.storage(name), request.hashes))
     reader = Reader(files, request.cast)
     settle(request.model)
@@ -119,11 +119,10 @@ def _plan(
     reader.model(contents)
     reader.add_new_states(contents, request.optimizers, lacking, ranks.is_first)
     reader.optimizers(contents, request.strict)
-    values = _Values(request, reader, contents, ranks)
+    values = _Values(request, reader, contents)
     values.plan()
     untouched = reader.close(contents, request.strict)
-    manifest = files.manifest
-    step, world = (0, 0) if manifest is None else (manifest.step, manifest.world)
+    step, world = files.manifest.step, files.manifest.world
     if name and step != folder.step_of(name):
         raise DamagedCheckpointError(
             f"A checkpoint's folder is named after a different step: the checkpoint is of step {step}.",
@@ -131,7 +130,7 @@ def _plan(
             got=f"step {step} in {folder.at(name)}",
             remedy="rename the folder back; or load this checkpoint by its own path",
         )
-    if manifest is None and request.hashes and ranks.is_first:
+    if files.is_foreign and request.hashes and ranks.is_first:
         warnings.warn(
             message(
                 "This checkpoint has no manifest.json, so its values could not be verified: there are no hashes.",
@@ -154,11 +153,10 @@ class _Values:
         plain, of_ranks: see `Loaded`.
     """
 
-    def __init__(self, request: _Request, reader: Reader, contents: Contents, ranks: Ranks) -> None:
-        self.request, self.reader, self.contents, self.ranks = request, reader, contents, ranks
-        manifest = reader.files.manifest
-        self.common: dict[str, Any] = {} if manifest is None else manifest.values.get("state", {})
-        self.ranks_values: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
+    def __init__(self, request: _Request, reader: Reader, contents: Contents) -> None:
+        self.request, self.reader, self.contents, self.ranks = request, reader, contents, request.ranks
+        self.common: dict[str, Any] = reader.files.manifest.values.get("state", {})
+        self.ranks_values: list[dict[str, Any]] = reader.files.manifest.ranks
         self.plain: dict[str, Any] = {}
         self.of_ranks: dict[str, list[Any]] = {}
 
@@ -309,7 +307,7 @@ def load(
     """
     ranks = Ranks(process_group)
 
-    def check_arguments() -> tuple[Folder, _Request]:
+    def check_arguments() -> _Request:
         where = folder_at(folder)
         listed = checked_optimizers("load", model, optimizers, state)
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
@@ -319,9 +317,9 @@ def load(
                 got=repr(step),
                 remedy="pass an int, as in step=1, or omit it",
             )
-        return where, _Request(model, listed, dict(state or {}), rng, strict, check, cast)
+        return _Request(where, ranks, model, listed, dict(state or {}), rng, strict, check, cast)
 
-    where, request = ranks.together("checking the arguments", check_arguments)
+    request = ranks.together("checking the arguments", check_arguments)
     settle_background(ranks)
     steps = ranks.all(step)
     if different := next((rank for rank, step_of_rank in enumerate(steps) if step_of_rank != steps[0]), 0):
@@ -336,11 +334,11 @@ def load(
         )
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
-        find = partial(_candidates, where, step, fall_back, missing_ok, removed)
+        find = partial(_candidates, request.folder, step, fall_back, missing_ok, removed)
         candidates = ranks.first("looking for a checkpoint", find, files=True)
         if not candidates:
             return Loaded(None, 0, 0)
-        loaded, removed = _first_intact(request, where, candidates, ranks)
+        loaded, removed = _first_intact(request, candidates)
         if loaded is not None:
             return loaded
     assert removed is not None
@@ -351,9 +349,7 @@ _RESTARTS = 20
 """How often `load` starts again because the checkpoint was removed during the read: another job saved each time."""
 
 
-def _first_intact(
-    request: _Request, where: Folder, candidates: list[str], ranks: Ranks
-) -> tuple[Loaded | None, CheckpointError | None]:
+def _first_intact(request: _Request, candidates: list[str]) -> tuple[Loaded | None, CheckpointError | None]:
     """Load the first of these checkpoints that is intact. Collective.
 
     Returns:
@@ -363,9 +359,10 @@ def _first_intact(
     Raises:
         DamagedCheckpointError: none is intact.
     """
+    where, ranks = request.folder, request.ranks
     for number, name in enumerate(candidates):
         try:
-            return _load(request, where, name, ranks), None
+            return _load(request, name), None
         except DamagedCheckpointError as error:
             if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
                 return None, CheckpointError(

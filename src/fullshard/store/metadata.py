@@ -17,8 +17,6 @@ from .pickles import read_pickle
 from .source import MOST_NAME, Entry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 
-NAME = ".metadata"
-
 
 @dataclass(frozen=True)
 class Index:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -86,12 +85,12 @@ class Ranks:
         failures = torch.tensor([int(error is not None)], device="cpu")
         if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, _WHAT)):
             return
-        own = None if error is None else _Failure.of(error, action, self.rank)
-        failed: list[_Failure] = [failure for failure in self.all(own) if failure is not None]
-        first = next((failure for failure in failed if not failure.damaged), failed[0])
-        if isinstance(error, FullshardError) and (own is None or own.damaged == first.damaged):
+        own = None if error is None else _to_send(error, action, self.rank)
+        failed: list[FullshardError] = [failure for failure in self.all(own) if failure is not None]
+        first = next((failure for failure in failed if not _is_damage(failure)), failed[0])
+        if isinstance(error, FullshardError) and _is_damage(error) == _is_damage(first):
             raise error
-        raise first.error() from error
+        raise first from error
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. For small values."""
@@ -118,33 +117,17 @@ class Ranks:
         return object_from(0, value, self._group, _WHAT)
 
 
-@dataclass
-class _Failure:
-    """An error of a rank, in a form to send to the others.
+def _to_send(error: Exception, action: str, rank: int) -> FullshardError:
+    """The same error for other ranks to raise: it names the rank, and its facts can be pickled."""
+    if not isinstance(error, FullshardError):
+        return _failed(action, rank, error)
+    facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "topic")}
+    facts |= {name: str(facts[name]) for name in ("expected", "got") if facts[name] is not None}
+    return type(error)(**facts, rank=rank if error.rank is None else error.rank)
 
-    Attributes:
-        kind: its class.
-        facts: the arguments of `FullshardError`.
-    """
 
-    kind: type[FullshardError]
-    facts: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: Exception, action: str, rank: int) -> _Failure:
-        if not isinstance(error, FullshardError):
-            error = _failed(action, rank, error)
-        facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "topic")}
-        facts |= {name: str(facts[name]) for name in ("expected", "got") if facts[name] is not None}
-        return cls(type(error), facts | {"rank": rank if error.rank is None else error.rank})
-
-    @property
-    def damaged(self) -> bool:
-        return issubclass(self.kind, DamagedCheckpointError)
-
-    def error(self) -> FullshardError:
-        """The same error, for another rank to raise."""
-        return self.kind(**self.facts)
+def _is_damage(error: FullshardError) -> bool:
+    return isinstance(error, DamagedCheckpointError)
 
 
 _REMEDIES = {

@@ -19,13 +19,13 @@ from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
 from .entries import name_of_rank
 from .hashed import BLOCK, CHUNK, new_hash
-from .manifest import Manifest, parse
-from .metadata import NAME as METADATA
+from .manifest import Manifest, no_manifest, parse
 from .metadata import Index, read_index
 from .piece import Piece
 from .record import TensorRecord, value_in
 from .source import OPTIMIZER, Entry, state_path
-from .storage import MANIFEST, Storage, Stored, extent, read_strided
+from .storage import MANIFEST, METADATA, Storage, Stored, extent, read_strided
+from .tree import from_json
 from .write import bytes_of
 
 GROUPS = ("optimizer", "param_groups")
@@ -110,7 +110,8 @@ class Files:
         hashes: whether to verify the hashes of bytes that are read.
 
     Attributes:
-        manifest: Fullshard's; None in a folder that another program wrote.
+        is_foreign: whether another program wrote the folder, by DCP: there are no hashes.
+        manifest: Fullshard's; empty in a foreign folder.
         index: where everything is stored.
         digest: a hash of the manifest, which has hashes of all other files, or of the metadata.
 
@@ -123,10 +124,11 @@ class Files:
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray(CHUNK))
         self._records: dict[tuple[Stored, torch.dtype], TensorRecord] = {}
-        self.manifest: Manifest | None = None
+        self.manifest = no_manifest()
         sizes = storage.sizes
+        self.is_foreign = MANIFEST not in sizes
         try:
-            name = MANIFEST if MANIFEST in sizes else METADATA
+            name = METADATA if self.is_foreign else MANIFEST
             if name not in sizes:
                 raise DamagedCheckpointError(
                     f"A folder is not a complete checkpoint: it has no {MANIFEST} or {METADATA}, written last.",
@@ -136,11 +138,11 @@ class Files:
             text = self._small(name)
             self.digest = hashlib.sha256(text).hexdigest()
             self.index: Index
-            if name == METADATA:
+            if self.is_foreign:
                 self.index = read_index(text, sizes, storage.location(METADATA))
             else:
                 self.manifest = parse(text, storage.location(MANIFEST))
-                self._check_sizes(self.manifest)
+                self._check_sizes()
                 self.index = _index_of(self.manifest)
         except BaseException:
             self.close()
@@ -157,10 +159,10 @@ class Files:
             )
         return self.storage.read(name, 0, nbytes)
 
-    def _check_sizes(self, manifest: Manifest) -> None:
+    def _check_sizes(self) -> None:
         """Compare the sizes of all files with the manifest."""
         sizes = self.storage.sizes
-        for name, facts in manifest.files.items():
+        for name, facts in self.manifest.files.items():
             if name not in sizes:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is missing.", expected=self.storage.location(name), got="no such file"
@@ -179,7 +181,7 @@ class Files:
         Raises:
             DamagedCheckpointError: they differ.
         """
-        if self.manifest is None or not nbytes or not self._hashes:
+        if self.is_foreign or not nbytes or not self._hashes:
             return
         facts = self.manifest.files[name]
         for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1):
@@ -209,7 +211,7 @@ class Files:
         """
         for copy in copies:
             self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
-            if self.manifest is None:
+            if self.is_foreign:
                 self._record(copy)  # raises here, not when it is read
 
     def fill(self, copies: Iterable[Copy]) -> None:
@@ -220,7 +222,7 @@ class Files:
         """
         for copy in copies:
             target, sizes = copy.target, tuple(copy.target.shape)
-            if self.manifest is None:
+            if self.is_foreign:
                 target.copy_(self._record(copy).read(copy.begin, sizes))
                 continue
             dtype, read_into = copy.entry.dtype, partial(self.storage.read_into, copy.stored.file)
@@ -255,12 +257,36 @@ class Files:
         own_name = name_of_rank(rank, name)
         return self.read(own_name if own_name in self.index.entries else name)
 
+    def files_of(self, name: str) -> list[str]:
+        """The names of the files that contain a tensor."""
+        return [part.file for part in self.index.stored.get(name, [])]
+
     def value(self, name: str) -> Any:
         """Read a value that is not a tensor, from a DCP folder."""
         return value_in(self.storage, self.index.values[name])
 
+    def scalars(self, tensor: Callable[[str], torch.Tensor]) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is neither a tensor nor one value per element, by parameter and key.
+
+        Args:
+            tensor: returns a tensor by its name.
+
+        Raises:
+            DamagedCheckpointError: it is not of that form.
+        """
+        scalars: Any = {}
+        if not self.is_foreign:
+            scalars = from_json(self.manifest.values.get("optimizer", {}).get("scalars", {}), tensor)
+        if not isinstance(scalars, dict) or not all(isinstance(values, dict) for values in scalars.values()):
+            raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(scalars)[:80])
+        for name in self.index.values:
+            path = self.index.paths.get(name, ())
+            if path[:2] == ("optimizer", "state") and len(path) == 4:
+                scalars.setdefault(str(path[2]), {})[str(path[3])] = self.value(name)
+        return scalars
+
     def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
-        """The settings of optimizers in a DCP folder: by group, or flattened, by parameter.
+        """The settings of optimizers: by group; in a DCP folder perhaps by parameter.
 
         Args:
             tensor: returns a tensor by its name.
@@ -268,6 +294,8 @@ class Files:
         Raises:
             DamagedCheckpointError: a group does not list its parameters.
         """
+        if not self.is_foreign:
+            return _checked_groups(from_json(self.manifest.values.get("optimizer", {}).get("param_groups", []), tensor))
         by_number: dict[int, dict[str, Any]] = {}
         by_parameter: dict[str, dict[str, Any]] = {}
         for name, path in self.index.paths.items():
@@ -279,8 +307,7 @@ class Files:
             else:
                 continue
             group[key] = tensor(name) if name in self.index.entries else self.value(name)
-        groups = [*(by_number[number] for number in sorted(by_number)), *by_parameter.values()]
-        return checked_groups(groups)
+        return _checked_groups([*(by_number[number] for number in sorted(by_number)), *by_parameter.values()])
 
     def _record(self, copy: Copy) -> TensorRecord:
         """DCP's record of a rectangle."""
@@ -326,7 +353,7 @@ def _index_of(manifest: Manifest) -> Index:
     return Index(entries, stored, {}, paths)
 
 
-def checked_groups(groups: Any) -> list[dict[str, Any]]:
+def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     """An optimizer's saved groups, unchanged.
 
     Raises:

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
+from ..checkpoint.fit import check_names, check_shape
 from ..checkpoint.names import Named
 from ..checkpoint.optimizer import add_scalar, blank_states, check_complete, described_state, has_settings_of
 from ..checkpoint.settings import put, settings_to_load
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError
 from .contents import Contents, StateOf, add_states
-from .piece import Piece
-from .read import Copy, Files, checked_groups, copies_for
+from .piece import Piece, check_fits
+from .read import Copy, Files, copies_for
 from .source import MODEL, OPTIMIZER
 from .storage import Stored
-from .tree import from_json
 
 
 class Reader:
@@ -44,24 +43,12 @@ class Reader:
         self._missing: dict[str, None] = {}
         entries = files.index.entries
         self._bare = bool(entries) and not any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
-        self._ties = _tied_names({} if files.manifest is None else files.manifest.ties)
-        self._plain = self._plain_scalars()
+        self._ties = _tied_names(files.manifest.ties)
+        self._plain = files.scalars(self.tensor)
         self._saved = self._saved_states()
-        self._groups = self._read_groups()
-
-    def _plain_scalars(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
-        if self.files.manifest is not None:
-            scalars = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
-            if not isinstance(scalars, dict) or not all(isinstance(values, dict) for values in scalars.values()):
-                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(scalars)[:80])
-            return scalars
-        scalars = {}
-        for name in self.files.index.values:
-            path = self.files.index.paths.get(name, ())
-            if path[:2] == ("optimizer", "state") and len(path) == 4:
-                scalars.setdefault(str(path[2]), {})[str(path[3])] = self.files.value(name)
-        return scalars
+        self._groups = files.groups(self.tensor)
+        for group in self._groups:  # tied parameters are listed under all their names
+            group["params"] = [alias for name in group["params"] for alias in (name, *self._ties.get(name, ()))]
 
     def _saved_states(self) -> dict[str, set[str]]:
         """The keys of the optimizer state in the checkpoint, by parameter."""
@@ -79,7 +66,7 @@ class Reader:
         """Plan to read a piece, saved under its own name or one of `names`; returns whether the checkpoint has it.
 
         Raises:
-            CheckpointError: the piece is an expanded tensor; see also `check_shape`, `check_cast` and `check_tied`.
+            CheckpointError: the piece is an expanded tensor; see also `check_fits`.
             DamagedCheckpointError: the checkpoint lacks elements of the piece.
         """
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
@@ -91,18 +78,12 @@ class Reader:
             )
         index = self.files.index
         present = [name for name in map(self._saved_name, (piece.name, *names)) if name in index.entries]
-        for name in present:
-            entry = index.entries[name]
-            check_shape(piece.name, piece.shape, entry.shape)
-            check_cast(piece.name, piece.dtype, entry.dtype, self._cast)
         if not present:
             return False
         first, *aliases = present
         self._asked.add(first)
-        for alias in aliases:
-            if piece.tensor.numel() and _places(index.stored[alias]) != _places(index.stored[first]):
-                parts = [self.files.read(name, piece.offsets, piece.sizes) for name in (first, alias)]
-                check_tied(piece.name, (first.removeprefix(MODEL), parts[0]), (alias.removeprefix(MODEL), parts[1]))
+        aliases = [alias for alias in aliases if _places(index.stored[alias]) != _places(index.stored[first])]
+        check_fits(piece, [first, *aliases], index.entries, self.files.read, self._cast)
         self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
 
@@ -256,16 +237,6 @@ class Reader:
             check_shape(name, getattr(like, "shape", ()), entry.shape)
         return self.tensor(name)
 
-    def _read_groups(self) -> list[dict[str, Any]]:
-        """The saved settings of all groups; tied parameters are listed under all their names."""
-        manifest = self.files.manifest
-        if manifest is None:
-            return self.files.groups(self.tensor)
-        groups = checked_groups(from_json(manifest.values.get("optimizer", {}).get("param_groups", []), self.tensor))
-        for group in groups:
-            group["params"] = [alias for name in group["params"] for alias in (name, *self._ties.get(name, ()))]
-        return groups
-
     def take_over(self) -> None:
         """Assign the optimizers their state, whose tensors were read in place, and their settings; fill the objects."""
         for state_of, scalars in self.states:
@@ -289,8 +260,7 @@ class Reader:
         Raises:
             CheckpointError: `strict`, and a parameter, buffer or state exists only in the model or the checkpoint.
         """
-        manifest = self.files.manifest
-        asked = self._asked | set({} if manifest is None else manifest.ties)
+        asked = self._asked | self.files.manifest.ties.keys()
         names = [name for name in self.files.index.entries if self._bare or name.startswith((MODEL, OPTIMIZER))]
         untouched = [name for name in names if not any(part in asked for part in _prefixes(name))]
         unexpected = [name for name in untouched if contents.states or not name.startswith(OPTIMIZER)]

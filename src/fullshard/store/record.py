@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .formats.archive import Records
-from .formats.built import Stored as Tensor
+from .formats.pickled import Stored as Tensor
 from .formats.state import State
 from .source import Entry
 from .storage import Storage, Stored

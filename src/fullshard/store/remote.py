@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ..errors import ConfigError
 from .folder import LATEST, START, Folder, step_and_turn
-from .storage import MANIFEST, RemoteStorage, Storage, file_system
+from .storage import MANIFEST, METADATA, RemoteStorage, Storage, file_system
 
 _SAVING = "saving"
 _OLD = 24 * 3600.0  # seconds after which a save counts as interrupted
@@ -59,7 +59,7 @@ class RemoteFolder(Folder):
     @property
     def is_checkpoint(self) -> bool:
         fs, path = self._resolve()
-        return any(fs.isfile(f"{path}/{name}") for name in (MANIFEST, ".metadata"))
+        return any(fs.isfile(f"{path}/{name}") for name in (MANIFEST, METADATA))
 
     def _entries(self) -> Iterable[str]:
         fs, path = self._resolve()

@@ -22,6 +22,8 @@ from .source import Entry
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint complete; see manifest.py."""
+METADATA = ".metadata"
+"""The file that makes a DCP folder complete; see metadata.py."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ import torch
 
 from ...errors import CheckpointError
 from ..storage import extent, open_file, read_into, read_strided
-from .built import Stored
-from .pickled import decode
+from .pickled import Stored, decode
 
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
 from ..in_place import sync, write_synced
-from ..metadata import NAME as METADATA
 from ..source import MODEL, OPTIMIZER, Entry, state_path
+from ..storage import METADATA
 from .own import OneFileSink
 
 _FILE = "__0_0.distcp"

@@ -30,7 +30,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..source import MODEL, OPTIMIZER, Entry, checked_shape
 from .archive import Archive
-from .built import Call, Stored
+from .pickled import Call, Stored
 from .pieced import Piece, PiecedSource
 from .state import State
 

@@ -20,7 +20,7 @@ import torch
 from ...errors import CheckpointError
 from ..source import MODEL, Entry
 from .archive import Archive
-from .built import Call, Sharded, Stored
+from .pickled import Call, Sharded, Stored
 from .pieced import Piece, PiecedSource
 from .state import State
 from .torch_file import SUFFIXES

@@ -60,13 +60,12 @@ class CheckpointSource(Source):
         index, manifest = self.files.index, self.files.manifest
         prefixes = (MODEL, OPTIMIZER)
         self._prefix = "" if any(n.startswith(prefixes) for n in index.entries) else MODEL
-        ties: Mapping[str, str] = {} if manifest is None else manifest.ties
-        self.ties = {self._prefix + name: self._prefix + first for name, first in ties.items()}
-        if manifest is None:
+        self.ties = {self._prefix + name: self._prefix + first for name, first in manifest.ties.items()}
+        if self.files.is_foreign:
             self.entries = {self._prefix + n: entry for n, entry in index.entries.items()}
             self.values = self._nested()
         else:
-            self.entries = {n: e for n, e in index.entries.items() if n.startswith(prefixes) and n not in ties}
+            self.entries = {n: e for n, e in index.entries.items() if n.startswith(prefixes) and n not in manifest.ties}
             ranks = [from_json(v, partial(self.files.read_of_rank, r)) for r, v in enumerate(manifest.ranks)]
             self.values = {"step": manifest.step, **from_json(manifest.values, self.files.read)}
             self.values |= {"ranks": ranks} if ranks else {}
@@ -95,7 +94,7 @@ class CheckpointSource(Source):
         return self.files.read(name.removeprefix(self._prefix), offsets, sizes)
 
     def files_of(self, name: str) -> list[str]:
-        return [piece.file for piece in self.files.index.stored.get(name.removeprefix(self._prefix), [])]
+        return self.files.files_of(name.removeprefix(self._prefix))
 
     def close(self) -> None:
         self.files.close()

@@ -18,7 +18,7 @@ import torch
 from ...errors import CheckpointError
 from ..source import Entry, Source
 from .archive import Archive
-from .built import Stored
+from .pickled import Stored
 
 
 @dataclass(frozen=True)

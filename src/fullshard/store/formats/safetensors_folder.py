@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...layout import dense_strides
-from ..in_place import sync
+from ..in_place import check_room, sync
 from ..source import MODEL, Entry, Source
 from ..storage import open_file, read_into, read_strided
 from ..write import bytes_of
@@ -222,22 +220,6 @@ def _index_differs(path: Path, name: str, expected: str, got: str) -> DamagedChe
     )
 
 
-@dataclass(frozen=True)
-class _PlannedFile:
-    """A file to be written.
-
-    Attributes:
-        entries: its tensors, in the order of their elements.
-        header: its first bytes.
-        starts: by name, the position of the first element in the file, in bytes.
-    """
-
-    name: str
-    entries: dict[str, Entry]
-    header: bytes
-    starts: dict[str, int]
-
-
 class SafetensorsSink(FolderSink):
     """Writes a folder of safetensors files, with one tensor in memory at a time. See `FolderSink`.
 
@@ -259,32 +241,26 @@ class SafetensorsSink(FolderSink):
         max_file_bytes: int = MAX_FILE_BYTES,
         stem: str = "model",
     ) -> None:
-        files = [
-            _PlannedFile(name, tensors, *make_header(tensors, {"format": "pt"}))
-            for name, tensors in _split(entries, max_file_bytes, stem)
-        ]
-        self._files = {name: file for file in files for name in file.entries}
+        headers: dict[str, bytes] = {}  # by file
+        self._places: dict[str, tuple[str, int]] = {}  # by tensor: its file, and where it begins there, in bytes
+        for file, tensors in _split(entries, max_file_bytes, stem):
+            headers[file], starts = make_header(tensors, {"format": "pt"})
+            self._places |= {name: (file, start) for name, start in starts.items()}
         super().__init__(path, entries)
         try:
-            self._begin(files, f"{stem}{INDEX}")
+            self._begin(headers, f"{stem}{INDEX}")
         except BaseException:
             self.abort()
             raise
 
-    def _begin(self, files: Sequence[_PlannedFile], index: str) -> None:
+    def _begin(self, headers: Mapping[str, bytes], index: str) -> None:
         """Write headers and index."""
-        elements = sum(entry.nbytes for file in files for entry in file.entries.values())
-        expected, free = elements + sum(len(file.header) for file in files), shutil.disk_usage(self.folder).free
-        if free < expected:
-            raise CheckpointError(
-                "There is not enough disk space for the safetensors files.",
-                expected=f"{expected} bytes free at {self._path.parent}",
-                got=f"{free}",
-            )
-        for file in files:
-            (self.folder / file.name).write_bytes(file.header)
-        if len(files) > 1:
-            weight_map = dict(sorted((name, file.name) for name, file in self._files.items()))
+        elements = sum(entry.nbytes for entry in self._unwritten.values())
+        check_room(self.folder, elements + sum(map(len, headers.values())), self._path)
+        for file, header in headers.items():
+            (self.folder / file).write_bytes(header)
+        if len(headers) > 1:
+            weight_map = {name: file for name, (file, _) in sorted(self._places.items())}
             text = json.dumps({"metadata": {"total_size": elements}, "weight_map": weight_map}, indent=2)
             (self.folder / index).write_text(f"{text}\n")
 
@@ -298,10 +274,9 @@ class SafetensorsSink(FolderSink):
             )
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        key = name.removeprefix(MODEL)
-        file = self._files[key]
-        with (self.folder / file.name).open("r+b") as opened:
-            opened.seek(file.starts[key])
+        file, start = self._places[name.removeprefix(MODEL)]
+        with (self.folder / file).open("r+b") as opened:
+            opened.seek(start)
             opened.write(bytes_of(tensor))
 
     def _end(self) -> None:

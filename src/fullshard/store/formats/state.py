@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
 from ..source import MODEL, MOST_NAME, OPTIMIZER, state_path
-from .built import Call, Global, Sharded, Stored
+from .pickled import Call, Global, Sharded, Stored
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
