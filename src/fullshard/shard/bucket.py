@@ -314,6 +314,12 @@ class Bucket:
         self.turns.take()
         return self.full.differs(self._source())
 
+    def checksum(self) -> int:
+        """Return the sum of the shard's bytes read as 64-bit integers; 0 if the shard is not plain."""
+        if not self.form.plain or not self.shard.numel():
+            return 0
+        return int(self.shard.view(torch.uint8)[: self.shard.nbytes // 8 * 8].view(torch.int64).sum())
+
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Gather in `dtype` from now on; None: in the storage dtype. The bucket must be sharded."""
         self.own_compute_dtype, self.compute_dtype = dtype, dtype or self.storage_dtype
