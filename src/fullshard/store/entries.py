@@ -51,19 +51,18 @@ class Generators:
             "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
             "torch": torch.get_rng_state(),
         }
-        if torch.accelerator.is_available():
-            module = torch.get_device_module(torch.accelerator.current_accelerator())
-            state["accelerator"] = module.get_rng_state()
+        if (device := _accelerator()) is not None:
+            state["accelerator"] = torch.get_device_module(device).get_rng_state()
         return state
 
     def check(self, state_dict: dict[str, Any]) -> None:
         """Raise any exception if `load_state_dict` would."""
-        device = torch.accelerator.current_accelerator(check_available=True)
+        device = _accelerator()
         of_device = None if device is None else torch.Generator(device).set_state
         self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"), of_device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)
+        device = _accelerator()
         of_device = None if device is None else torch.get_device_module(device).set_rng_state
         self._fill(state_dict, random, np.random, torch.default_generator, of_device)
 
@@ -76,6 +75,10 @@ class Generators:
         of_torch.set_state(state_dict["torch"])
         if of_device is not None and "accelerator" in state_dict:
             of_device(state_dict["accelerator"])
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 Digest = tuple[str, int]
