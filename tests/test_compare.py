@@ -212,7 +212,7 @@ def test_all_models_are_compared_after_all_optimizers(capfd, tmp_path, parts, un
 
 
 REFUSED = [
-    ("", [], "ended before its first optimizer step on PyTorch's FSDP and on Fullshard"),
+    ("dist.barrier()\n", [], "ended before its first optimizer step on PyTorch's FSDP and on Fullshard"),
     (FUNCTIONAL + TRAIN, ["--steps", "0"], "--steps must be at least 1, got 0"),
     (FUNCTIONAL + TRAIN, ["--ranks", "65"], "--ranks must be from 1 to 64, got 65"),
     (
