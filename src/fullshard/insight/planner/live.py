@@ -113,7 +113,7 @@ def plan_changes(
     with without_units(model):
         now = planned(base)
         peaks, failed = {}, {}
-        for words, strategy in _smaller(base, chosen, optimizer is not None).items():
+        for words, strategy in _smaller(base, chosen, optimizer is not None and not planner.steps_shards()).items():
             try:
                 peaks[words] = planned(strategy).peak
             except FullshardError as error:  # a change that this model, or its inputs, cannot make
@@ -241,7 +241,7 @@ def _smaller(base: Strategy, chosen: _Chosen, steps: bool) -> dict[str, Strategy
     Args:
         base: the strategy now.
         chosen: the units.
-        steps: whether the program has an optimizer.
+        steps: whether the program has an optimizer that steps parameters one by one.
     """
     changes = {}
     if any(map(_prefetch, chosen.blocks)) or base.prefetch:

@@ -603,7 +603,10 @@ class Planner:
 
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether to plan a refinement at all: one unit is gathered whole, and owners step all parameters at once."""
-        if ("step_in_backward" in change and self.steps_shards()) or ("units" in change and not plan.fits):
+        in_parts = "step_in_backward" in change or "state_on_host" in change
+        if (in_parts and self.steps_shards()) or ("state_on_host" in change and plan.fits):
+            return False
+        if "units" in change and not plan.fits:
             return False
         whole = sum(costs.gathered for costs in plan.units)
         return "units" not in change or self.device_memory is None or whole < self.device_memory
