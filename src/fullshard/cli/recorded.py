@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..insight.outer_steps import OuterSteps
+from ..optim.outer_steps import OuterSteps
 from . import adopt
 from .ranks import TURN
 

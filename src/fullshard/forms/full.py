@@ -138,7 +138,7 @@ class Full(ABC):
 
     def cut(self, axis: Axis) -> torch.Tensor:
         """This rank's slice, among the ranks of `axis`, of the gathered buffers. Between `fills` and `ends`."""
-        raise NotImplementedError("extensions are freed as a whole, see Unit.keep_among")
+        raise AssertionError("extensions are freed as a whole, see Unit.keep_among")
 
     @abstractmethod
     def differs(self, source: torch.Tensor) -> torch.Tensor:

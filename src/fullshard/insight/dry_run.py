@@ -20,12 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import ConfigError
 from ..events import Event, stream
 from ..names import size
+from ..optim.outer_steps import OuterSteps
 from ..runtime import all_roots
 from ..torch_private.fake_group import pretended, unwritten
 from ..torch_private.root_mesh import ranks_around
 from .describe import describe
 from .memory import memory_use
-from .outer_steps import OuterSteps
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
 differences between ranks, or the time that communication takes. Tensor-parallel collectives and the exchanges of an

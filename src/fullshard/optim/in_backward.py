@@ -101,6 +101,12 @@ class StepsInBackward:
                 got=f"max_norm={self.max_norm}, clip={self.clip!r}",
                 topic="step-in-backward",
             )
+        if self._measuring:
+            raise PhaseError(
+                "measure() was called inside measure(): gradients are measured already.",
+                remedy="measure one pass at a time",
+                topic="step-in-backward",
+            )
         self._measuring, self._norms = True, {}
         try:
             with restored_generators():
@@ -253,6 +259,17 @@ class StepsInBackward:
         """Clip the rest, which `optimizer.step()` steps: parameters in no unit, or that some ranks did not use."""
         if self._in_step:
             return
+        state = optimizer.__dict__.get(ON_HOST_KEY)
+        if state is not None:
+            state.forget_hidden()
+        if len(args) > 2 or kwargs.keys() - {"closure"}:
+            raise ConfigError(
+                "optimizer.step() got arguments, but with step_in_backward units have stepped without them.",
+                expected="no argument but a closure",
+                got=", ".join([*map(repr, args[2:]), *(name for name in kwargs if name != "closure")])[:200],
+                remedy="call remove() of what step_in_backward returned, or set what the arguments say in the groups",
+                topic="step-in-backward",
+            )
         self._finish()
         if self.max_norm is not None and sum([len(g["params"]) for g in optimizer.param_groups]) > len(
             self._parameters
@@ -276,7 +293,7 @@ class StepsInBackward:
                     self._redo()
             if remaining:
                 self._clip(remaining)
-        if (state := optimizer.__dict__.get(ON_HOST_KEY)) is not None:
+        if state is not None:
             state.step_all()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

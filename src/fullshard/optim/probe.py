@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..containers import tensors_in
 from ..generators import restored_generators
 from ..torch_private.step_hooks import step_part, without_step_hooks
 
@@ -137,9 +138,16 @@ def group_settings(group: Settings) -> dict[str, Any]:
 
 def arguments_of(optimizer_class: type[torch.optim.Optimizer], defaults: Settings) -> dict[str, Any]:
     """The arguments with which a class makes an optimizer that has these `defaults`."""
-    accepted = inspect.signature(optimizer_class).parameters
-    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    return {key: value for key, value in defaults.items() if accepts_all or key in accepted}
+    accepted: set[str] = set()
+    for kind in optimizer_class.__mro__:  # one with **kwargs may pass them on to its base
+        constructor: Any = vars(kind).get("__init__")
+        if kind is torch.optim.Optimizer or constructor is None:
+            continue
+        parameters = inspect.signature(constructor).parameters
+        accepted |= parameters.keys()
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return {key: value for key, value in defaults.items() if key in accepted}
+    return dict(defaults)
 
 
 def _distinct(groups: Sequence[Settings]) -> list[Settings]:
@@ -174,26 +182,32 @@ def _of_group(
             [mean + torch.randn(mean.shape, generator=generator, device="cpu") for mean in means] for _ in range(STEPS)
         ]
 
-        def flat(cut: Cut, seed: int, take: Take, values: Any = values, gradients: Any = gradients) -> torch.Tensor:
-            """All elements after the steps."""
+        def flat(
+            cut: Cut, seed: int, take: Take, values: Any = values, gradients: Any = gradients
+        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            """All elements after the steps, and the tensors of the optimizers' states."""
             each = zip(cut(values), *map(cut, gradients), strict=True)
             stepped = [_stepped(optimizer_class, arguments, group, seed, take, values, *tensors) for tensors in each]
-            return torch.cat([tensor.reshape(-1) for tensors in stepped for tensor in tensors])
+            elements = torch.cat([tensor.reshape(-1) for tensors, _ in stepped for tensor in tensors])
+            return elements, [tensor for _, state in stepped for tensor in state]
 
         try:
-            whole = flat(_together, 0, _at_once)
-            if not torch.equal(whole, flat(_together, 1, _at_once)):
+            whole, state = flat(_together, 0, _at_once)
+            if not torch.equal(whole, flat(_together, 1, _at_once)[0]):
                 return None  # random
         except Exception:  # any error of the user's class: try the next shapes
             continue
         try:
-            other = flat(cut, 0, take)
+            other, other_state = flat(cut, 0, take)
         except Exception:  # it fails on anything but whole parameters
             return False
         moved = (whole - torch.cat([value.reshape(-1) for value in values])).norm()
         if not (moved > 0 and moved.isfinite()):
             return None
-        return torch.equal(whole, other) if take is _in_parts else bool((whole - other).norm() <= SAME * moved)
+        if take is _in_parts:
+            same = len(state) == len(other_state) and all(map(torch.equal, state, other_state))
+            return same and torch.equal(whole, other)
+        return bool((whole - other).norm() <= SAME * moved)
     return None
 
 
@@ -206,8 +220,11 @@ def _stepped(
     all_values: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor | None],
     *gradients: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor]:
-    """The `values` after the steps of a new optimizer. Where a value is None, it has that of `all_values` unstepped."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The `values` after the steps of a new optimizer, and the tensors of its state.
+
+    Where a value is None, it has that of `all_values`, unstepped.
+    """
     parameters = [nn.Parameter((all_values[at] if value is None else value).clone()) for at, value in enumerate(values)]
     arguments, group = tree_map_only(torch.Tensor, torch.clone, (dict(arguments), dict(group)))  # it may count in place
     with _unseen(seed):
@@ -220,7 +237,8 @@ def _stepped(
                 for parameter, gradient in zip(parameters, each, strict=True):
                     parameter.grad = None if gradient is None else gradient.clone()
                 take(optimizer, parameters)
-    return [parameter.detach() for parameter, value in zip(parameters, values, strict=True) if value is not None]
+    state = [tensor for parameter in parameters for tensor in tensors_in(optimizer.state.get(parameter) or {})]
+    return [p.detach() for p, value in zip(parameters, values, strict=True) if value is not None], state
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ they stay the same objects. At most four units' copies exist: one that arrives, 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..torch_private.local_tensor import follow_local, plain_access, read_grad, 
 from ..torch_private.step_hooks import step_part
 from .clip import STEPPED_KEY
 from .in_backward import ON_HOST_KEY, why_not_in_parts
+from .outer_steps import OuterSteps
 from .state_file import AFTER_STEP_KEY, ALIGN, Place, elementwise
 
 logger = logging.getLogger("fullshard")
@@ -92,11 +93,13 @@ class StateOnHost:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that have stepped, and their gradients
         with lanes.inward:
             self._turns = turns_on(device)  # device copies return to this lane's memory: it waits for their copies out
+        self._outer = OuterSteps()
+        self._takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
         optimizer.__dict__[ON_HOST_KEY] = self
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        after = optimizer.register_step_post_hook(self._after_step)
+        table: Any = optimizer._optimizer_step_post_hooks
+        table.move_to_end(after.id, last=False)  # other hooks see gradients
+        self._handles = [optimizer.register_step_pre_hook(self._before_step), after]
 
     @property
     def nbytes(self) -> int:
@@ -111,9 +114,9 @@ class StateOnHost:
         for handle in self._handles:
             handle.remove()
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or optimizer.__dict__.get(ON_HOST_KEY) is not self:
             return
-        optimizer.__dict__.pop(ON_HOST_KEY, None)
+        del optimizer.__dict__[ON_HOST_KEY]
         self._finish()
         with plain_access(), torch.no_grad():
             for part in self._parts.values():
@@ -122,44 +125,63 @@ class StateOnHost:
         self._parts = {}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step unit by unit, after the closure if there is one; then `optimizer.step()` finds no gradients."""
+        """Have a closure step unit by unit: it runs after all hooks, and `optimizer.step()` finds no gradients then."""
+        is_outer = self._outer.begin()
         if STEPPED_KEY in optimizer.__dict__:  # `StepsInBackward` calls `step_all` itself, after clipping
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self.step_all()
+        if is_outer:
+            self.forget_hidden()
+        closure, rest = kwargs.get("closure"), args[1:]
+        if closure is None and rest and self._takes_closure:
+            closure, rest = rest[0], rest[1:]
+        if isinstance(closure, _Stepping):  # torch runs hooks twice if a step calls `super().step`
             return None
-        then = partial(_call_and_step, closure, self)
-        return (args, {**kwargs, "closure": then}) if "closure" in kwargs else ((args[0], then, *args[2:]), kwargs)
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        stepping = _Stepping(self, closure, (None, *rest) if rest and self._takes_closure else rest, others)
+        if not self._takes_closure:
+            stepping()
+            return None
+        if len(args) > 1 and "closure" not in kwargs:
+            return (args[0], stepping, *args[2:]), kwargs
+        return args, {**kwargs, "closure": stepping}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Show the gradients again, and let the host wait until all state has arrived."""
-        with plain_access():
-            for parameter, grad in self._hidden:
-                write_grad(parameter, grad)
+        """Show the gradients again."""
+        if self._outer.end():
+            with plain_access():
+                for parameter, grad in self._hidden:
+                    write_grad(parameter, grad)
+            self._hidden = []
+
+    def forget_hidden(self) -> None:
+        """Drop gradients that were hidden by a step that raised."""
         self._hidden = []
-        self._finish()
 
     @torch.no_grad()
-    def step_all(self) -> None:
-        """Step all parameters that have gradients, unit by unit, and hide their gradients until the end of the step."""
+    def step_all(self, *args: Any, **kwargs: Any) -> None:
+        """Step all parameters that have gradients, unit by unit, and hide their gradients until the end of the step.
+
+        Args:
+            args, kwargs: of the optimizer's step.
+        """
         optimizer: Any = self._optimizer()
         by_part: dict[Any, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if read_grad(parameter) is not None:
                     by_part.setdefault(_key(parameter), []).append(parameter)
-        for parameters in by_part.values():
-            self.step(parameters)
-        # torch runs hooks twice if a step calls `super().step`; those of a step that raised have gradients again.
-        self._hidden = [(parameter, grad) for parameter, grad in self._hidden if read_grad(parameter) is None]
+        try:
+            for parameters in by_part.values():
+                self.step(parameters, *args, **kwargs)
+        finally:
+            self._finish()
         for parameter in chain.from_iterable(by_part.values()):
             if (grad := read_grad(parameter)) is not None:
                 self._hidden.append((parameter, grad))
                 write_grad(parameter, None)
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+    def step(self, parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         """Step these parameters of one unit; start to copy in the state of the unit that stepped after it last time."""
         optimizer: Any = self._optimizer()
         key = _key(parameters[0])
@@ -174,7 +196,7 @@ class StateOnHost:
                 following = self._parts.get(self._following.get(key))
                 if following is not None and following is not part:
                     self._copy_in(following)
-            step_part(optimizer, parameters)
+            step_part(optimizer, parameters, *args, **kwargs)
         except BaseException:
             with plain_access():
                 self._leave(part)
@@ -250,10 +272,16 @@ class StateOnHost:
         self._lanes.settle()
 
 
-def _call_and_step(closure: Callable[[], Any], state: StateOnHost) -> Any:
-    result = closure()
-    state.step_all()
-    return result
+class _Stepping:
+    """A step's closure, followed by the step of all units; and the step's other arguments."""
+
+    def __init__(self, state: StateOnHost, closure: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._state, self._closure, self._args, self._kwargs = state, closure, args, kwargs
+
+    def __call__(self) -> Any:
+        result = self._closure() if callable(self._closure) else None
+        self._state.step_all(*self._args, **self._kwargs)
+        return result
 
 
 def _key(parameter: torch.Tensor) -> Any:
@@ -268,9 +296,10 @@ def optimizer_state_on_host(optimizer: torch.optim.Optimizer, *, keep: int = 0) 
         fullshard.optimizer_state_on_host(optimizer)
 
     Parameters and gradients stay on the device, where they step, one unit after another. Copies run beside the steps of
-    other units, and the state of at most four units is on the device. At the end of `optimizer.step()` the host waits
-    until the state is back. Results are the same bits; checkpoints (`save`, `state_dict`) work as without. With
-    `step_in_backward`, units step, and their state is copied, during the backward. To offload parameters and gradients
+    other units, and the state of at most four units is on the device. In `optimizer.step()` the host waits until the
+    state is back. Results are the same bits; checkpoints (`save`, `state_dict`) work as without. With
+    `step_in_backward`, units step, and their state is copied, during the backward: do not read it before
+    `optimizer.step()`. To offload parameters and gradients
     too, use `CPUOffloadPolicy` or `offload_by_budget`.
 
     What moves are state tensors with an element for each element of a parameter: moments, but not step counts. A step

@@ -40,8 +40,10 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 table.update(hooks)
 
 
-def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     """Step only these parameters, with the optimizer's state, without hooks; its groups and attributes do not change.
+
+    Passes `args` and `kwargs` to the step.
 
     Any number of threads may, for different parameters. The step is that of a second object with the same attributes.
     Whether all parameters, part by part, then step as in one step: `optim/probe.py`.
@@ -58,9 +60,9 @@ def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
     free = getattr(getattr(inspect.unwrap(step), "__code__", None), "co_freevars", ("__class__",))
     if "__class__" in free:  # it calls `super().step`, which runs hooks too
         with without_step_hooks(part):
-            step(part)
+            step(part, *args, **kwargs)
     else:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(part)
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(part, *args, **kwargs)
 
 
 def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
