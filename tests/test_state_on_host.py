@@ -244,6 +244,63 @@ def test_a_step_that_raises_leaves_state_on_the_host(run_ranks: Callable) -> Non
     assert run_ranks(broken, world=2) == [[], []]
 
 
+class Scaled(torch.optim.AdamW):
+    """Its step takes an argument, and looks at gradients before that of its base does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        step: Any = torch.optim.AdamW.step
+        return getattr(step, "__wrapped__", step)(self, closure)  # without hooks, which would run twice
+
+
+def hooked() -> list[str]:
+    """Steps with an argument, and hooks of before and after: the first may change gradients, the second reads state."""
+    problems, results = [], []
+    with by_nccl(), simulated():
+        for hosted in (True, False):
+            torch.manual_seed(0)
+            model = sharded("rows")
+            optimizer = Scaled(model.parameters(), lr=0.01)
+            seen: list[Any] = []
+
+            def read(optimizer: Any, args: Any, kwargs: Any, seen: list[Any] = seen) -> None:
+                seen.append(sum(float(plain.square().sum()) for plain in state_of(optimizer)))
+                seen.append(sum(p.grad is not None for group in optimizer.param_groups for p in group["params"]))
+
+            def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad.mul_(0.5)
+                optimizer.param_groups[0]["lr"] *= 0.9
+
+            def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+                raise RuntimeError("planted")
+
+            optimizer.register_step_post_hook(read)
+            if hosted:
+                fullshard.optimizer_state_on_host(optimizer)
+            optimizer.register_step_pre_hook(halve)
+            for step in range(4):
+                loss_of(model, step).backward()
+                if step == 2:  # a batch is left out
+                    handle = optimizer.register_step_pre_hook(refuse)
+                    with pytest.raises(RuntimeError, match="planted"):
+                        optimizer.step(scale=0.3)
+                    handle.remove()
+                else:
+                    optimizer.step(scale=0.3)
+                optimizer.zero_grad()
+            results.append([*parts(model, optimizer), torch.tensor(seen)])
+    return problems + [str(i) for i, pair in enumerate(zip(*results, strict=True)) if not torch.equal(*pair)]
+
+
+def test_hooks_and_arguments_are_those_of_a_step(run_ranks: Callable) -> None:
+    assert run_ranks(hooked, world=2) == [[], []]
+
+
 def refusals() -> dict[str, str]:
     """The errors, and what is done on a CPU."""
     texts: dict[str, str] = {}

@@ -449,7 +449,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "not clipped": (step(usual, max_norm=0.01), "gradient", "tokens.weight", "gradients are not clipped"),
     "clipped more": (
         step(partial(usual, after=partial(clipped_at, norm=0.003)), max_norm=0.01),
-        *("gradient", "tokens.weight", "gradients are 0.3 times the expected ones"),
+        *(
+            "gradient",
+            "tokens.weight",
+            "gradients are 0.3 times the expected ones: the step clips them to another norm",
+        ),
     ),
     "stepped twice": (step(twice_by_closure), "parameter", "tokens.weight", "or more than one step"),
     "frozen late": (

@@ -70,6 +70,10 @@ def _below(top: Runner) -> Sequence[Any]:
     return runners if top.root is None else [runner for runner in runners if runner.root in (None, top.root)]
 
 
+MOST_TOKENS = 2**48
+"""Of a rank in a micro-batch; a sum over ranks has to fit 64 bits."""
+
+
 def _checked(counts: Any) -> list[int | torch.Tensor]:
     """The counts as a list, a count for each micro-batch.
 
@@ -85,9 +89,9 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
             kind = count.dtype
             fits = count.numel() == 1 and not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
         else:
-            fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+            fits = isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST_TOKENS
         if not fits:
-            expected = "an int of at least 0, an integer tensor of one element, or a sequence of them"
+            expected = "an int from 0 to 2**48, an integer tensor of one element, or a sequence of them"
             raise invalid_argument("set_token_count(counts=)", count, expected)
     if not values:
         raise invalid_argument("set_token_count(counts=)", counts, "a count for each backward of the step")

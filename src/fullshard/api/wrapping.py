@@ -9,6 +9,7 @@ decide whether the module becomes an instance, with the parameters that none of 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections import Counter
@@ -312,6 +313,15 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return CustomPolicy(policy._lambda_fn).choose
     is_class = isinstance(policy, type)  # callable, but as a constructor
     if callable(policy) and not is_class:
+        with contextlib.suppress(ValueError):  # of functions in C, which have no signature
+            try:
+                inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+            except TypeError:
+                expected = "a function policy(module=, recurse=, nonwrapped_numel=), which returns a bool"
+                remedy = (
+                    "functools.partial(lambda_auto_wrap_policy, lambda_fn=...) takes a function of the module alone"
+                )
+                raise invalid_argument("auto_wrap_policy", policy, expected, remedy) from None
         return None
     raise messages.not_a_policy(policy, is_class)
 

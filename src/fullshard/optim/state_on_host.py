@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -99,7 +100,9 @@ class StateOnHost:
         after = optimizer.register_step_post_hook(self._after_step)
         table: Any = optimizer._optimizer_step_post_hooks
         table.move_to_end(after.id, last=False)  # other hooks see gradients
-        self._handles = [optimizer.register_step_pre_hook(self._before_step), after]
+        before = optimizer.register_step_pre_hook(self._before_step)
+        self._handles = [before, after]
+        optimizer.register_step_pre_hook = partial(_register_before, optimizer, before.id)  # type: ignore[method-assign]
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +120,7 @@ class StateOnHost:
         if optimizer is None or optimizer.__dict__.get(ON_HOST_KEY) is not self:
             return
         del optimizer.__dict__[ON_HOST_KEY]
+        optimizer.__dict__.pop("register_step_pre_hook", None)
         self._finish()
         with plain_access(), torch.no_grad():
             for part in self._parts.values():
@@ -125,25 +129,25 @@ class StateOnHost:
         self._parts = {}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Have a closure step unit by unit: it runs after all hooks, and `optimizer.step()` finds no gradients then."""
+        """Step unit by unit, after the closure if there is one; then `optimizer.step()` finds no gradients."""
         is_outer = self._outer.begin()
         if STEPPED_KEY in optimizer.__dict__:  # `StepsInBackward` calls `step_all` itself, after clipping
             return None
         if is_outer:
             self.forget_hidden()
         closure, rest = kwargs.get("closure"), args[1:]
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
         if closure is None and rest and self._takes_closure:
-            closure, rest = rest[0], rest[1:]
+            closure, rest = rest[0], (None, *rest[1:])
         if isinstance(closure, _Stepping):  # torch runs hooks twice if a step calls `super().step`
             return None
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        stepping = _Stepping(self, closure, (None, *rest) if rest and self._takes_closure else rest, others)
-        if not self._takes_closure:
-            stepping()
+        if not callable(closure):
+            self.step_all(*rest, **others)
             return None
-        if len(args) > 1 and "closure" not in kwargs:
-            return (args[0], stepping, *args[2:]), kwargs
-        return args, {**kwargs, "closure": stepping}
+        stepping = _Stepping(self, closure, rest, others)
+        return (
+            (args, {**kwargs, "closure": stepping}) if "closure" in kwargs else ((args[0], stepping, *args[2:]), kwargs)
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Show the gradients again."""
@@ -275,13 +279,21 @@ class StateOnHost:
 class _Stepping:
     """A step's closure, followed by the step of all units; and the step's other arguments."""
 
-    def __init__(self, state: StateOnHost, closure: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, state: StateOnHost, closure: Callable[[], Any], args: Sequence[Any], kwargs: Any) -> None:
         self._state, self._closure, self._args, self._kwargs = state, closure, args, kwargs
 
     def __call__(self) -> Any:
-        result = self._closure() if callable(self._closure) else None
+        result = self._closure()
         self._state.step_all(*self._args, **self._kwargs)
         return result
+
+
+def _register_before(optimizer: torch.optim.Optimizer, last: int, hook: Any) -> Any:
+    """Register a hook before every step, which runs before units step: that of number `last` stays the last one."""
+    handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+    table: Any = optimizer._optimizer_step_pre_hooks
+    table.move_to_end(last)
+    return handle
 
 
 def _key(parameter: torch.Tensor) -> Any:

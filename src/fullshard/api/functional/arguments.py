@@ -59,7 +59,7 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
         expected = f"one of {LAYOUTS}, or Blocks(granule)"
         remedy = 'omit layout, or use "rows" for optimizers that need whole tensors'
         raise invalid_argument("fully_shard(layout=)", layout, expected, remedy)
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         remedy = "omit prefetch, or pass the number of units to gather ahead; 0 turns it off"
         raise invalid_argument("fully_shard(prefetch=)", prefetch, "an int of at least 0", remedy)
 

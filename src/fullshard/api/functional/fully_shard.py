@@ -157,6 +157,10 @@ def fully_shard(
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
         raise invalid_argument("fully_shard(sync_module_states=)", sync_module_states, "True or False")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise invalid_argument(
+            "fully_shard(shard_placement_fn=)", shard_placement_fn, "a function of a Parameter, or None"
+        )
     check_policy(mp_policy)
     spmd = None
     if dp_mesh_dims is None:

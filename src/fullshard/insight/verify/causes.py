@@ -209,7 +209,10 @@ def _scale_cause(scale: float, ranks: int, micro_batches: int, clipped: float) -
     """The cause for a gradient of the right direction and `scale` times the size of the reference's before clipping."""
     if clipped < 1 and abs(scale - 1) < FIT:
         return "gradients are not clipped: max_norm= says that the step clips them, and the reference's were clipped"
-    scale /= clipped
+    scale, before = scale / clipped, scale
+    if clipped < 1 and before < 1:  # what is clipped has lost its own scale
+        reason = "the step clips them to another norm than max_norm=, or scales them after clipping"
+        return f"gradients are {scale:.5g} times the expected ones: {reason}"
     usual_scales = (
         (ranks, "gradients are summed over ranks where their mean is expected: divide by the number of ranks"),
         (1 / ranks, "gradients are divided by the number of ranks one time too many"),
