@@ -163,8 +163,8 @@ def test_a_program_that_shards_nothing_here(tmp_path, text, words):
 def test_a_program_of_pytorchs_is_adopted(tmp_path):
     """With `--` before its arguments or without."""
     (tmp_path / "train.py").write_text(PYTORCHS)
-    for words in (["5"], ["--", "5"]):
-        ran = dry_run("--world=16", "--adopt", f"{tmp_path}/train.py", *words)
+    for flags, words in (([], ["5"]), (["--lenient"], ["--", "5"])):
+        ran = dry_run("--world=16", "--adopt", *flags, f"{tmp_path}/train.py", *words)
         assert ran.returncode == 0 and "arguments ['5']" in ran.stdout, ran.stderr
         assert "16 ranks: sharded 16 ways" in ran.stdout
 

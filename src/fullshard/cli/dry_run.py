@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .main import own_arguments, refuse
 
-USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] [--adopt] SCRIPT ARGS...
+USAGE = """usage: fullshard dry-run [--world N] [--ranks-per-node N] [--steps N] [--adopt [--lenient]] SCRIPT ARGS...
 
 Run one rank of a training program as if there were N ranks, to find errors in shapes, placements, layouts and memory
 before booking a cluster. The script runs unchanged, on its own device, but its process groups are fake: collectives do
@@ -22,6 +22,7 @@ bytes it sends per step.
   --ranks-per-node N   ranks on one machine (default: 8, or all if there are fewer)
   --steps N            optimizer steps (default: 2)
   --adopt              for a program of PyTorch's FSDP: run it on Fullshard, as `fullshard adopt` does
+  --lenient            with --adopt: as there
 
 Example: fullshard dry-run --world 128 examples/dry_run.py
 
@@ -31,14 +32,14 @@ Exit code: 0 the script took all steps, 1 it raised an error or ended early, 2 b
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = {"--world": 8, "--ranks-per-node": 0, "--steps": 2}
-    words, adopts = list(arguments), False
+    words, flags = list(arguments), {"--adopt": False, "--lenient": False}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
     while words and words[0].startswith("-"):
         name, _, value = words.pop(0).partition("=")
-        if name == "--adopt" and not value:
-            adopts = True
+        if name in flags and not value:
+            flags[name] = True
             continue
         if name not in options:
             return refuse(f"there is no option {name!r} (fullshard dry-run --help)")
@@ -51,15 +52,17 @@ def run(arguments: list[str]) -> int:
     script, world, per_node = Path(words[0]), options["--world"], options["--ranks-per-node"]
     if per_node and per_node < world and world % per_node:
         return refuse(f"--ranks-per-node {per_node} does not divide --world {world}")
-    return _run_script(script, own_arguments(words), world, per_node, options["--steps"], adopts)
+    return _run_script(script, own_arguments(words), world, per_node, options["--steps"], flags)
 
 
-def _run_script(script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int, adopts: bool) -> int:
+def _run_script(
+    script: Path, arguments: list[str], world: int, ranks_per_node: int, steps: int, flags: dict[str, bool]
+) -> int:
     """Run the script and print the report; the exit code."""
-    if adopts:
+    if flags["--adopt"]:
         from ..integrations.adopt import adopt
 
-        adopt()
+        adopt(flags["--lenient"])
     from ..insight.dry_run import UNSEEN, NotSharded, dry_run
 
     sys.argv = [str(script), *arguments]
