@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..containers import tensors_in
 from ..generators import restored_generators
+from ..torch_private.local_tensor import plain_tensors
 from ..torch_private.step_hooks import step_part, without_step_hooks
 
 STEPS = 30  # some need whole tensors only in later steps
@@ -237,7 +238,12 @@ def _stepped(
                 for parameter, gradient in zip(parameters, each, strict=True):
                     parameter.grad = None if gradient is None else gradient.clone()
                 take(optimizer, parameters)
-    state = [tensor for parameter in parameters for tensor in tensors_in(optimizer.state.get(parameter) or {})]
+    state = [
+        plain
+        for parameter in parameters
+        for tensor in tensors_in(optimizer.state.get(parameter) or {})
+        for plain in plain_tensors(tensor)
+    ]
     return [p.detach() for p, value in zip(parameters, values, strict=True) if value is not None], state
 
 
