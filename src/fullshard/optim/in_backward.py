@@ -453,5 +453,5 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str | None:
     if treats_parameters(kind, optimizer.defaults, groups) is False:
         return "whose step of a parameter depends on other parameters"
     if steps_in_parts(kind, optimizer.defaults, groups) is False:
-        return "which counts steps in place, or only where there are gradients, so that parts of a step count apart"
+        return "whose parts of a step differ from a whole one: it counts steps in place, or treats all parameters alike"
     return None

@@ -80,7 +80,8 @@ def steps_in_parts(
 ) -> bool | None:
     """Whether one step is, bit for bit, a `step_part` of each parameter and a step without gradients.
 
-    That of one which counts steps in place, in what its parts share, is not. None if it cannot be determined.
+    That of one which counts steps in place, in what its parts share, or changes parameters or state without gradients
+    is not. None if it cannot be determined.
     """
     return _verdict(optimizer_class, settings, groups, _together, _in_parts)
 

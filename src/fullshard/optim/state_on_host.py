@@ -14,7 +14,6 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..errors import ConfigError
 from ..forms import NAME_KEY, note_change, owner_of
 from ..names import size
 from ..torch_private.local_tensor import follow_local, plain_access, read_grad, write_grad
-from ..torch_private.step_hooks import step_part
+from ..torch_private.step_hooks import closure_of, hook_closely, step_part, with_closure
 from .clip import STEPPED_KEY
 from .in_backward import ON_HOST_KEY, why_not_in_parts
 from .outer_steps import OuterSteps
@@ -97,12 +96,7 @@ class StateOnHost:
         self._outer = OuterSteps()
         self._takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
         optimizer.__dict__[ON_HOST_KEY] = self
-        after = optimizer.register_step_post_hook(self._after_step)
-        table: Any = optimizer._optimizer_step_post_hooks
-        table.move_to_end(after.id, last=False)  # other hooks see gradients
-        before = optimizer.register_step_pre_hook(self._before_step)
-        self._handles = [before, after]
-        optimizer.register_step_pre_hook = partial(_register_before, optimizer, before.id)  # type: ignore[method-assign]
+        self._unhook = hook_closely(optimizer, self._before_step, self._after_step)  # other hooks see gradients
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +108,11 @@ class StateOnHost:
 
     def remove(self) -> None:
         """Undo `optimizer_state_on_host`: copy the state back to the device."""
-        for handle in self._handles:
-            handle.remove()
+        self._unhook()
         optimizer = self._optimizer()
         if optimizer is None or optimizer.__dict__.get(ON_HOST_KEY) is not self:
             return
         del optimizer.__dict__[ON_HOST_KEY]
-        optimizer.__dict__.pop("register_step_pre_hook", None)
         self._finish()
         with plain_access(), torch.no_grad():
             for part in self._parts.values():
@@ -135,19 +127,14 @@ class StateOnHost:
             return None
         if is_outer:
             self.forget_hidden()
-        closure, rest = kwargs.get("closure"), args[1:]
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        if closure is None and rest and self._takes_closure:
-            closure, rest = rest[0], (None, *rest[1:])
+        closure = closure_of(args, kwargs) if self._takes_closure else None
         if isinstance(closure, _Stepping):  # torch runs hooks twice if a step calls `super().step`
             return None
         if not callable(closure):
-            self.step_all(*rest, **others)
+            self.step_all(*args[1:], **kwargs)
             return None
-        stepping = _Stepping(self, closure, rest, others)
-        return (
-            (args, {**kwargs, "closure": stepping}) if "closure" in kwargs else ((args[0], stepping, *args[2:]), kwargs)
-        )
+        (_, *rest), others = with_closure(args, kwargs, None)
+        return with_closure(args, kwargs, _Stepping(self, closure, rest, others))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Show the gradients again."""
@@ -286,14 +273,6 @@ class _Stepping:
         result = self._closure()
         self._state.step_all(*self._args, **self._kwargs)
         return result
-
-
-def _register_before(optimizer: torch.optim.Optimizer, last: int, hook: Any) -> Any:
-    """Register a hook before every step, which runs before units step: that of number `last` stays the last one."""
-    handle = type(optimizer).register_step_pre_hook(optimizer, hook)
-    table: Any = optimizer._optimizer_step_pre_hooks
-    table.move_to_end(last)
-    return handle
 
 
 def _key(parameter: torch.Tensor) -> Any:

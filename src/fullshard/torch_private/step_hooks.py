@@ -1,17 +1,18 @@
-"""The engine's own steps of an optimizer, without the hooks that programs registered.
+"""The engine's own steps of an optimizer, without the hooks that programs registered; and its hooks inside of theirs.
 
 Private torch API: `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and the same for all
 optimizers in `torch.optim.optimizer`; `hooked`, on a `step` that was wrapped to run them. The public alternative would
-be a step with these hooks, which may count it, log it or wait for other ranks. `tests/test_private_api.py` fails when
-they are gone.
+be a step with these hooks, which may count it, log it or wait for other ranks, and hooks in the order of their
+registration. `tests/test_private_api.py` fails when they are gone.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +64,49 @@ def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
             step(part, *args, **kwargs)
     else:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(part, *args, **kwargs)
+
+
+Hook = Callable[..., Any]
+
+
+def hook_closely(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> Callable[[], None]:
+    """Register a hook that runs after all others before a step, and one that runs before all others after it.
+
+    Returns:
+        A function that removes both.
+    """
+    reference = weakref.ref(optimizer)
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    tables[1].move_to_end(handles[1].id, last=False)
+
+    def register(hook: Hook) -> Any:
+        own: Any = reference()
+        handle = type(own).register_step_pre_hook(own, hook)
+        tables[0].move_to_end(handles[0].id)
+        return handle
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        own = reference()
+        if own is not None and own.__dict__.get("register_step_pre_hook") is register:
+            del own.__dict__["register_step_pre_hook"]
+
+    optimizer.register_step_pre_hook = register  # type: ignore[method-assign]  # keeps ours the last
+    return remove
+
+
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure among the arguments of a step, as its hooks get them; None: there is none."""
+    return kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+
+
+def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """These arguments with another closure in place of `closure_of`."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
 
 
 def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:

@@ -194,7 +194,8 @@ class Timeline:
         self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, for all-reduces
         self.ahead: set[str] = set()  # prefetched in the forward, not yet entered
         self.free_at = 0.0  # when the network has sent all that was issued
-        self.stepped: list[str] = []  # units whose state has been on the device in this step
+        self.waiting = dict(self.hosted)  # that has not been on the device in this step
+        self.leaving: list[int] = []  # bytes of the last two units that stepped
         self.copied_at = 0.0  # when state that was on the device is on the host again
         self.live = NOTHING  # at the current moment
         self.sets_aside = False  # whether slices are not reduced over the replicate axis in this micro-batch
@@ -374,11 +375,11 @@ class Timeline:
         """Step one unit; its state is copied in before and out after, if it is in host memory, both ways at once."""
         alive = self.temporary[unit]
         if self.hosted:
-            following = max((n for name, n in self.hosted.items() if name not in (unit, *self.stepped)), default=0)
-            alive += following + sum(self.hosted.get(name, 0) for name in (unit, *self.stepped[-2:]))
-            self.stepped.append(unit)
+            own = self.waiting.pop(unit, 0)
+            alive += sum(self.leaving) + own + max(self.waiting.values(), default=0)
+            self.leaving = [*self.leaving, own][-2:]
             if self.rates is not None:
-                self.copied_at = max(self.seconds, self.copied_at) + self.hosted.get(unit, 0) / self.rates.host
+                self.copied_at = max(self.seconds, self.copied_at) + own / self.rates.host
         self.now["optimizer"] += alive
         self.note(f"optimizer's step of {unit or 'the root'}", self.live)
         self.now["optimizer"] -= alive

@@ -172,7 +172,8 @@ def gradient_cause(
         total = torch.zeros_like(gradient)
         for of_rank, factors in zip(contributions, combination, strict=True):
             for contribution, factor in zip(of_rank, factors, strict=True):
-                total += factor * contribution
+                if factor:
+                    total += factor * contribution
         return total
 
     if earlier is not None and bool(earlier.any()) and bool(gradient.any()):

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_
 from ...optim.clip import STEPPED_KEY
-from ...torch_private.step_hooks import needs_closure
+from ...torch_private.step_hooks import closure_of, needs_closure, with_closure
 from . import causes
 from .causes import Evidence, Weights
 from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
@@ -246,7 +246,7 @@ class _OptimizerSteps:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A hook before every optimizer's step; replaces a closure by one that copies gradients after it."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        closure = closure_of(args, kwargs)
         if isinstance(closure, _Closure):  # torch runs hooks again if `step` calls `super().step`
             return None
         if is_first := not self.optimizers:
@@ -255,10 +255,7 @@ class _OptimizerSteps:
         self.settings.setdefault(id(optimizer), _settings_of(optimizer))
         if not callable(closure):
             return None
-        replaced = _Closure(closure, partial(self._after_call, optimizer, is_first))
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": replaced}
-        return (args[0], replaced, *args[2:]), kwargs
+        return with_closure(args, kwargs, _Closure(closure, partial(self._after_call, optimizer, is_first)))
 
     def _after_call(self, optimizer: torch.optim.Optimizer, is_first: bool, calls: int) -> None:
         """Copy the gradients that a closure left for the first step, if it is called once, as by most optimizers."""
