@@ -110,12 +110,12 @@ def raise_on_all(error: DivergenceError | None, axes: Iterable[Axis], comm: Comm
             continue
         rows = rows_of_all([[error is not None]], [axis], comm, device)
         if [1] in rows:
-            error = object_from(rows.index([1]), error, axis, comm, device)
+            error = value_from(rows.index([1]), error, axis, comm, device)
     if error is not None:
         raise error
 
 
-def object_from(source: int, value: Any, axis: Axis, comm: Comm, device: torch.device) -> Any:
+def value_from(source: int, value: Any, axis: Axis, comm: Comm, device: torch.device) -> Any:
     """The value of the axis' rank `source`, pickled. Collective over the axis."""
     data = pickle.dumps(value)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)

@@ -44,7 +44,7 @@ from ..torch_private.group_timeout import timeout_of
 from ..torch_private.local_tensor import local_part
 from ..torch_private.store import StoreLine
 from ..watcher import RANK, start, users_level
-from .exchange import object_from, raise_on_all, ranks_of, rows_of_all, texts_of_all
+from .exchange import raise_on_all, ranks_of, rows_of_all, texts_of_all, value_from
 from .messages import different_models, drawn_apart, loaded_apart, split_over_these_ranks
 
 _WATCHED = ("gloo", "nccl", "xccl", "hccl")
@@ -132,13 +132,13 @@ def check_same_model(
         rows = rows_of_all([digest], [axis], comm, device)
         if rows.count(rows[0]) == axis.size:
             continue
-        first = object_from(0, own, axis, comm, device)
+        first = value_from(0, own, axis, comm, device)
         at = _difference(first, own)
         RANK.talks("the same model")
         differences = rows_of_all([[-1 if at is None else at]], [axis], comm, device)
         other = next((i for i, (at,) in enumerate(differences) if at >= 0), None)
         if other is not None:
-            second = object_from(other, own, axis, comm, device)
+            second = value_from(other, own, axis, comm, device)
             (at,), both = differences[other], (first, second)
             counts = [sum(line.facts is not None for line in model) for model in both]
             pairs = zip(both, counts, strict=True)
