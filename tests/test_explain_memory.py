@@ -62,6 +62,23 @@ def test_state_of_every_shape_counts_as_in_one_process(fake_world):
     assert sharded.single_process == 4 * sharded.parameters + sharded.optimizer  # whole on each rank
 
 
+@pytest.mark.parametrize("way", ["parameters", "view", "flat parameter", "original parameters"])
+def test_state_of_views_counts_as_in_one_process(fake_world, way):
+    """AdamW's is twice the parameters, whatever tensors have it."""
+    fake_world(2)
+    built = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))
+    whole = sum(p.nbytes for p in built.parameters())
+    if way in ("parameters", "view"):
+        built = fully_shard(built)
+    else:
+        built = fullshard.FullyShardedDataParallel(built, use_orig_params=way.startswith("original"))
+    optimizer = torch.optim.AdamW(fullshard.optimizer_view(built) if way == "view" else built.parameters())
+    built(torch.ones(2, 16)).square().mean().backward()
+    optimizer.step()
+    counts = 4 * len(optimizer.state)  # of steps, float32
+    assert memory_use(built, optimizer).single_process == pytest.approx(4 * whole + counts, abs=4)
+
+
 def test_between_steps(model):
     optimizer = torch.optim.AdamW(model.parameters())
     model(TOKENS).sum().backward()

@@ -327,18 +327,20 @@ def _unsharded(
     """
     nbytes = 0.0
     for parameter, value in state:
-        own, every = numels.get(id(parameter), (-1, -1))
+        own, every = numels.get(id(parameter), (-1, 0))  # of an optimizer view or a FlatParameter: by `ratio`
         if isinstance(value, DTensor):  # it has the whole shape
             nbytes += value.numel() * value.element_size()
         elif own == every or value.dim() == 0 or value.numel() == every:
             nbytes += _nbytes([value])
         else:
             nbytes += every * value.element_size() if value.numel() == own else ratio * _nbytes([value])
-    if has_owners(optimizer):  # this rank has the state of what it owns; others have as much
-        of_all = {id(p): numels.get(id(p), (0, 0))[1] for p in _parameters_of(optimizer)}
-        owned = sum(of_all.get(key, 0) for key in {id(parameter) for parameter, _ in state})
-        nbytes *= sum(of_all.values()) / owned if owned else 1
-    return nbytes
+    # Only other ranks have state of what they own, and of parameters of which this rank has no elements.
+    here = {id(parameter) for parameter, _ in state}
+    elements = {id(p): numels.get(id(p), (-1, 0)) for p in _parameters_of(optimizer) if p.requires_grad}
+    counted = sum(elements[key][1] for key in here & elements.keys())
+    owners = has_owners(optimizer)
+    others = sum(every for key, (own, every) in elements.items() if key not in here and (owners or own == 0))
+    return nbytes * (1 + others / counted) if counted else nbytes
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
