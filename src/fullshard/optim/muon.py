@@ -152,7 +152,9 @@ class Muon(torch.optim.Optimizer):
             _apply(
                 parameter,
                 group,
-                _orthogonalized_everywhere(parameter, group, piece) if is_split else _orthogonalized(piece, group),
+                _orthogonalized_everywhere(parameter, group, piece)
+                if is_split
+                else _orthogonalized([piece], [group])[0],
             )
         for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
             matrices = [stepped[index] for index in indices]
@@ -165,7 +167,7 @@ class Muon(torch.optim.Optimizer):
                 keep(of_ranks, key, owned)
             agree(owned.token, [parameter for parameter, _ in matrices], ranks, replicas, "", known)
             is_alone = cuts[0].world == 1 and axis is None
-            home = inside(matrices[0][0].detach()).device if is_alone else device_of(ranks)
+            home = inside(matrices[0][0]).device if is_alone else device_of(ranks)
             self._step_batches(owned.batches, matrices, axis, home)
 
     def _step_batches(
@@ -193,8 +195,7 @@ class Muon(torch.optim.Optimizer):
         def orthogonalize(batch: _Batch) -> None:
             mine = batch.owners.mine if batch.owners is not None else []
             groups = [matrices[batch.indices[batch.ours[at]]][1] for at in mine]
-            momenta = wholes.pop(batch)[::-1]
-            wholes[batch] = [_orthogonalized(momenta.pop(), group) for group in groups]  # frees each momentum
+            wholes[batch] = _orthogonalized(wholes.pop(batch), groups)
 
         def scatter(batch: _Batch) -> Finish:
             """Start to return the updates; then send them to other replicas, and update the parameters."""
@@ -204,7 +205,7 @@ class Muon(torch.optim.Optimizer):
             def finish() -> None:
                 ours = dict(zip(batch.ours, arrive(), strict=True))
                 of_batch = [matrices[index] for index in batch.indices]
-                sizes = [inside(parameter.detach()).numel() for parameter, _ in of_batch]
+                sizes = [inside(parameter).numel() for parameter, _ in of_batch]
                 updates = [
                     ours[at] if at in ours else torch.empty(size, dtype=torch.bfloat16, device=home)
                     for at, size in enumerate(sizes)
@@ -364,15 +365,42 @@ def _part_rows(parameter: torch.Tensor, split: Any) -> list[int]:
     return list(parts)
 
 
-def _orthogonalized(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The update of a whole bfloat16 matrix without its learning rate; parts are scaled by their own adjustment."""
+STACK = 2**20
+"""Elements of matrices that are orthogonalized in one batch of products; a larger matrix is a batch by itself."""
+
+
+def _orthogonalized(wholes: list[torch.Tensor], groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """The updates of whole bfloat16 matrices without their learning rates; parts are scaled by their own adjustments.
+
+    Args:
+        wholes: the matrices. The list is emptied, so that each is freed once it is orthogonalized.
+        groups: of each matrix.
+    """
     # .get: state of torch's Muon, which has no split, can be loaded
-    parts = whole.split(_part_rows(whole, group.get("split")))
-    updates = [newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
-    if len(updates) == 1:
-        return updates[0]
-    scales = [_lr_factor(part.shape, group) / _lr_factor(whole.shape, group) for part in parts]
-    return torch.cat([update.mul_(scale) for update, scale in zip(updates, scales, strict=True)])
+    parts = [[*m.split(_part_rows(m, g.get("split")))] for m, g in zip(wholes, groups, strict=True)]
+    shapes = [whole.shape for whole in wholes]
+    wholes.clear()
+    alike: dict[Any, list[tuple[int, int]]] = {}
+    for index, group in enumerate(groups):
+        iteration = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+        for number, part in enumerate(parts[index]):
+            alike.setdefault((part.shape, part.device, iteration), []).append((index, number))
+    for (shape, _, iteration), places in alike.items():
+        most = max(STACK // max(shape.numel(), 1), 1)
+        for some in (places[at : at + most] for at in range(0, len(places), most)):
+            stack = [parts[index][number] for index, number in some]
+            updates = newton_schulz(torch.stack(stack), *iteration) if most > 1 else [newton_schulz(*stack, *iteration)]
+            for (index, number), update in zip(some, updates, strict=True):
+                parts[index][number] = update
+    return [_joined(*each) for each in zip(parts, shapes, groups, strict=True)]
+
+
+def _joined(parts: Sequence[torch.Tensor], shape: torch.Size, group: dict[str, Any]) -> torch.Tensor:
+    """The update of a matrix of `shape` from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    factor = _lr_factor(shape, group)
+    return torch.cat([part * (_lr_factor(part.shape, group) / factor) for part in parts])
 
 
 def newton_schulz(
@@ -381,15 +409,19 @@ def newton_schulz(
     """A matrix with the singular vectors of a bfloat16 `matrix` and singular values near 1.
 
     X <- a X + (b X X^T + c (X X^T)^2) X, from X of Frobenius norm 1 (Jordan et al. 2024, "Newton-Schulz iteration").
+
+    Args:
+        matrix: `[m, n]`, or `[batch, m, n]` for several.
     """
     a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=eps)
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        squared = x @ x.T
-        x = torch.addmm(x, torch.addmm(squared, squared, squared, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        squared = x @ x.mT
+        x = add_product(x, add_product(squared, squared, squared, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def _lr_factor(shape: Sequence[int], group: dict[str, Any]) -> float:
@@ -402,7 +434,7 @@ def _lr_factor(shape: Sequence[int], group: dict[str, Any]) -> float:
 
 def _apply(parameter: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
     """Decay the weights, and add this rank's piece of the update."""
-    local, lr = inside(parameter.detach()), group["lr"]
+    local, lr = inside(parameter).detach(), group["lr"]
     local.mul_(1 - lr * group["weight_decay"])
     local.add_(update.view(local.shape).to(local.device), alpha=-float(lr) * _lr_factor(parameter.shape, group))
     increment_version(parameter)
@@ -414,4 +446,4 @@ def _orthogonalized_everywhere(parameter: Any, group: dict[str, Any], piece: tor
     sharded = DTensor.from_local(
         piece, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return piece_of(parameter, _orthogonalized(sharded.full_tensor(), group))
+    return piece_of(parameter, _orthogonalized([sharded.full_tensor()], [group])[0])

@@ -110,7 +110,7 @@ class _Param:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of the parameter; shares memory."""
-        return inside(self.tensor.detach())
+        return inside(self.tensor).detach()
 
     @property
     def in_replica(self) -> bool:
@@ -560,7 +560,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _why_not(self, parameter: torch.Tensor) -> ConfigError | None:
         """The error for a parameter that this optimizer cannot step; None if it can."""
-        local = inside(parameter.detach())
+        local = inside(parameter).detach()
         is_plain = type(local) in (torch.Tensor, nn.Parameter) or is_fake(local)  # fake: of a planned step
         if self.elementwise and not (is_plain and is_dense(local)):
             what = "OwnerOptimizer(elementwise=True): a parameter's shard cannot be cut into runs of elements."
@@ -600,7 +600,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Parameters for the inner optimizer, one per parameter of a group."""
         wholes = []
         for parameter in group["params"]:
-            local = inside(parameter.detach())
+            local = inside(parameter).detach()
             shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
             param = self._params[id(parameter)] = _Param(parameter, self.elementwise)
             param.whole = nn.Parameter(local.new_zeros((), device=param.device).expand(shape), parameter.requires_grad)
@@ -949,7 +949,7 @@ def _fill(exchange: Exchange, arrive: Callable[[], list[torch.Tensor]]) -> None:
 def _whole(parameter: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Value and gradient of a parameter that is whole on this rank, or which all ranks that share it gather."""
     if cut_of(parameter) is None:
-        return inside(parameter.detach()), inside(parameter.grad)
+        return inside(parameter).detach(), inside(parameter.grad)
     return parameter.detach().full_tensor().clone(), parameter.grad.full_tensor()
 
 
