@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from ..torch_private.collectives import (
     exchange,
     reduce_scatter,
     reduce_scatter_many,
+    swap,
 )
 from .protocol import DONE, Costs, Pending
 from .watched import watched, watched_calls
@@ -97,7 +99,8 @@ class TorchComm:
         if axis.size == 1 and self.local_shortcut:
             return [partial(_copy, out, buffer) for out, buffer in pairs]
         if axis.backend == "gloo":
-            return [partial(_Exchange, axis, as_summed(out), as_summed(buffer), mean) for out, buffer in pairs]
+            kind = _Swap if axis.size == 2 else _Exchange
+            return [partial(kind, axis, as_summed(out), as_summed(buffer), mean) for out, buffer in pairs]
         if axis.backend == "fake":
             return [partial(_done, reduce_scatter(out, buffer, line_of(axis), mean)) for out, buffer in pairs]
         return reduce_scatter_many(outs, buffers, line_of(axis), mean)
@@ -119,7 +122,9 @@ class TorchComm:
         return watched(axis, work) if work else DONE
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
-        return buffer.numel() * buffer.element_size() if axis.backend == "gloo" and axis.size > 1 else 0
+        if axis.backend != "gloo" or axis.size == 1:
+            return 0
+        return buffer.nbytes if axis.size > 2 else buffer.nbytes // 2
 
     def costs(self, axis: Axis) -> Costs:
         """On accelerators parameters share one collective, until measurements there show that several are faster."""
@@ -156,13 +161,33 @@ class _Exchange:
     def wait(self) -> None:
         if self.received is None:
             return
-        if self.work is not None:
-            self.work.wait()
-        slices = self.received.view(self.world, -1)
-        if self.world == 2:
-            torch.add(slices[0], slices[1], out=self.out)
-        else:
-            torch.sum(slices, 0, out=self.out)
+        self.work.wait()
+        torch.sum(self.received.view(self.world, -1), 0, out=self.out)
         if self.mean:
             self.out.mul_(1.0 / self.world)
         self.received = self.work = None
+
+
+class _Swap:
+    """The same over two ranks, without a copy of the slice that a rank has itself: it is summed from the buffer.
+
+    Owns `received` [S] from issue to wait.
+    """
+
+    __slots__ = ("mean", "out", "own", "received", "work")
+
+    def __init__(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
+        slices = buffer.view(2, -1)
+        self.out, self.mean = out, mean
+        self.own: Any = slices[axis.rank]
+        self.received: torch.Tensor | None = torch.empty_like(out)
+        self.work = watched(axis, swap(self.received, slices[1 - axis.rank], line_of(axis), axis.rank))
+
+    def wait(self) -> None:
+        if self.received is None:
+            return
+        self.work.wait()
+        torch.add(self.own, self.received, out=self.out)
+        if self.mean:
+            self.out.mul_(0.5)
+        self.received = self.work = self.own = None

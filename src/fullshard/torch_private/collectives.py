@@ -109,6 +109,21 @@ def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) 
     return dist.all_to_all_single(out, buffer, group=group, async_op=True)
 
 
+def swap(out: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, rank: int) -> Any:
+    """Start to send `sent` to the other rank of a group of two, and to receive `out` from it; returns the work.
+
+    An all-to-all without this rank's own slice, which gloo would copy.
+
+    Args:
+        rank: this rank in the group.
+    """
+    out, sent = as_moved(out), as_moved(sent)
+    splits = [0, out.numel()] if rank == 0 else [out.numel(), 0]
+    if _has(group, _EXCHANGE):
+        return group.alltoall_base(out, sent, splits, splits, _PLAIN_EXCHANGE)
+    return dist.all_to_all_single(out, sent, splits, splits, group=group, async_op=True)
+
+
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
     """Start an all-reduce in place; returns the work."""
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
