@@ -31,6 +31,7 @@ from ..torch_private.collectives import (
     reduce_scatter,
     reduce_scatter_many,
     swap,
+    swap_gather,
 )
 from .protocol import DONE, Costs, Pending
 from .watched import watched, watched_calls
@@ -88,6 +89,8 @@ class TorchComm:
         pairs = zip(outs, shards, strict=True)
         if axis.size == 1 and self.local_shortcut:
             return [partial(_copy, out, shard) for out, shard in pairs]
+        if axis.backend == "gloo" and axis.size == 2:
+            return [watched_calls(axis, swap_gather(out, shard, line_of(axis), axis.rank)) for out, shard in pairs]
         if axis.backend in ("gloo", "fake"):  # issuing several at once saves nothing there
             return [watched_calls(axis, all_gather(out, shard, line_of(axis))) for out, shard in pairs]
         return all_gather_many(outs, shards, line_of(axis))

@@ -23,3 +23,12 @@ def view_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
     with _disable_current_modes():
         return tensor.view_as(tensor)
+
+
+def copy_hidden(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)`, hidden from dispatch modes."""
+    if not modes_active():
+        target.copy_(source)
+        return
+    with _disable_current_modes():
+        target.copy_(source)
