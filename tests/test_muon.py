@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -324,3 +325,59 @@ def test_refused_parameters(fake_world):
         fullshard.Muon(fullshard.optimizer_view(sharded()))
     with pytest.raises(fullshard.ConfigError, match="not a matrix"):
         fullshard.Muon(fullshard.FullyShardedDataParallel(build()).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("split", 5), ("ns_steps", "x"), ("lr", None), ("ns_coefficients", ("a", "b", "c")), ("nesterov", "no")],
+)
+def test_a_setting_that_became_invalid_changes_nothing(name: str, value: Any):
+    matrices = [nn.Parameter(torch.randn(12, 5)) for _ in range(2)]
+    muon = fullshard.Muon([{"params": [matrices[0]]}, {"params": [matrices[1]]}], lr=0.1)
+    for _ in range(2):
+        for matrix in matrices:
+            matrix.grad = torch.randn(12, 5)
+        values = [matrix.detach().clone() for matrix in matrices]
+        momenta = [muon.state[matrix]["momentum_buffer"].clone() for matrix in matrices if muon.state[matrix]]
+        before, muon.param_groups[1][name] = muon.param_groups[1][name], value
+        with pytest.raises(fullshard.ConfigError, match=name):
+            muon.step()
+        assert all(map(torch.equal, values, matrices))
+        assert all(torch.equal(m, muon.state[p]["momentum_buffer"]) for m, p in zip(momenta, matrices, strict=False))
+        muon.param_groups[1][name] = before
+        muon.step()
+
+
+def test_a_parameter_that_is_listed_twice():
+    p, q = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+    for make in (fullshard.Muon, lambda params: fullshard.OwnerOptimizer(params, torch.optim.SGD, lr=0.1)):
+        with warnings.catch_warnings(), pytest.raises(fullshard.ConfigError, match="lists a parameter twice"):
+            warnings.simplefilter("ignore")  # torch's own
+            make([p, q, p])
+
+
+def other_rates(kind: str, mesh: tuple[int, ...]) -> str:
+    model = build()
+    names = ("replicate", "shard")[-len(mesh) :]
+    fullshard.fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    of = matrices(model)
+    optimizer = (
+        fullshard.Muon(of, lr=0.1) if kind == "Muon" else fullshard.OwnerOptimizer(of, torch.optim.Adafactor, lr=0.1)
+    )
+    for step in range(2):
+        for p in of:
+            p.grad = torch.ones_like(p)
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * step * torch.distributed.get_rank()
+        try:
+            optimizer.step()
+        except fullshard.DivergenceError as error:
+            return f"{step}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["Muon", "OwnerOptimizer"])
+@pytest.mark.gloo("processes")
+def test_ranks_with_other_learning_rates(run_ranks, kind, mesh):
+    for error in run_ranks(other_rates, kind, mesh, world=2):
+        assert error.startswith("1: ") and "learning rates [0.1]" in error and "learning rates [0.2]" in error, error

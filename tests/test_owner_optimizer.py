@@ -448,7 +448,7 @@ def train_once(optimizer_class: Any, parameters: Any = lambda model: model.param
 @pytest.mark.gloo("processes")
 def test_what_cannot_be_exact_is_refused_by_name(run_ranks):
     for errors in run_ranks(refused, world=2):
-        assert "Together, whose step of a parameter depends on other parameters" in errors["together"]
+        assert "Together, whose step of a parameter depends on others" in errors["together"]
         assert "NeedsClosure, whose step() computes gradients" in errors["closure"]
         assert "LBFGS" in errors["lbfgs"]
         assert "Adagrad creates state in its constructor" in errors["adagrad"]

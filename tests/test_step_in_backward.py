@@ -332,7 +332,7 @@ def undone() -> list[str]:
         changed = values(model, optimizer)
         if len(changed) == len(before) and all(map(torch.equal, changed, before)):
             problems.append(f"step {step}: no unit had stepped when the backward raised")
-        with pytest.raises(fullshard.PhaseError, match="second backward"):
+        with pytest.raises(fullshard.PhaseError, match="may still be undone"):
             loss_of(model, 7).backward()
         steps.undo()
         after = values(model, optimizer)
@@ -501,6 +501,19 @@ class CountsInPlace(torch.optim.SGD):
                 parameter.sub_(parameter.grad * (group["lr"] / float(group["count"])))
 
 
+class NeedsGradients(torch.optim.Optimizer):
+    """Does not skip parameters without gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
 def refused() -> dict[str, str]:
     model, other = sharded(), sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -539,6 +552,7 @@ def refused() -> dict[str, str]:
             torch.optim.SGD(other.parameters()), max_norm=1.0, clip="undo"
         ),
         "measured": lambda: redoes.measure().__enter__(),
+        "no gradient": lambda: fullshard.step_in_backward(NeedsGradients(other.parameters(), lr=0.1)),
     }
     errors = {}
     for name, attempt in tries.items():
@@ -562,7 +576,8 @@ def test_what_it_refuses(run_ranks):
             assert "gradient is already gone" in errors[clip] and "max_norm" in errors[clip]
         assert "no backward has measured" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
         assert "no sharded parameters" in errors["plain"]
-        assert "depends on other parameters" in errors["together"]
+        assert "depends on others" in errors["together"]
+        assert "or fails where another has no gradient" in errors["no gradient"]
         assert "runs of elements" in errors["view"]
         assert "exchanges all parameters at once" in errors["owners"]
         assert "max_norm is out of range" in errors["norm"]
@@ -605,7 +620,7 @@ def test_frozen_parameters_and_groups_that_come_late(fake_world):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(fullshard.ConfigError, match="needs a max_norm"):
         fullshard.step_in_backward(optimizer, clip="redo")
-    fullshard.step_in_backward(optimizer, max_norm=0.5, clip="redo")
+    steps = fullshard.step_in_backward(optimizer, max_norm=0.5, clip="redo")
     before = model[0].weight.to_local().clone()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -614,3 +629,78 @@ def test_frozen_parameters_and_groups_that_come_late(fake_world):
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(fullshard.ConfigError, match="added to an optimizer that clips"):
         optimizer.step()
+    steps.undo()
+
+
+def used_too_early(folder: str) -> tuple[dict[str, str], bool]:
+    """What is refused while steps may be undone, and whether nothing of it changed the step."""
+    model, plain = sharded(), sharded()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    steps = fullshard.step_in_backward(optimizers[0], max_norm=1e-3, clip="redo")
+    fullshard.save(folder, model, optimizers[0])
+    for number in range(2):
+        loss_of(model, number).backward()
+        tries: dict[str, Callable[[], Any]] = {
+            "save": lambda: fullshard.save(f"{folder}-2", model, optimizers[0]),
+            "load": lambda: fullshard.load(folder, model, optimizers[0]),
+            "state_dict": model.state_dict,
+            "load_state_dict": lambda: model.load_state_dict({}, strict=False),
+            "park": lambda: fullshard.park(model, optimizers[0]),
+            "forward": lambda: loss_of(model, 1),
+            "remove": steps.remove,
+        }
+        errors = {}
+        for name, attempt in tries.items():
+            try:
+                attempt()
+            except fullshard.PhaseError as error:
+                errors[name] = str(error)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        loss_of(plain, number).backward()
+        fullshard.clip_grad_norm_(plain.parameters(), 1e-3)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    same = all(
+        torch.equal(p.to_local(), q.to_local()) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    model.state_dict()
+    steps.remove()
+    return errors, same
+
+
+@pytest.mark.gloo("processes")
+def test_steps_that_may_be_undone_are_not_used(run_ranks, tmp_path):
+    for errors, same in run_ranks(used_too_early, str(tmp_path / "saved"), world=2):
+        assert errors.keys() == {"save", "load", "state_dict", "load_state_dict", "park", "forward", "remove"}
+        assert all("may still be undone" in error and "optimizer.step() first" in error for error in errors.values())
+        assert same
+
+
+def test_a_pass_that_is_measured_and_never_taken(fake_world):
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    steps = fullshard.step_in_backward(optimizer, max_norm=0.5)
+    with steps.measure():
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(fullshard.PhaseError, match=r"after measure\(\) alone"):
+        optimizer.step()
+    before = model.weight.to_local().clone()
+    with steps.measure():
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight.to_local(), before)
+
+
+def test_a_second_backward_before_the_step(fake_world):
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    steps = fullshard.step_in_backward(optimizer, max_norm=0.5, clip="redo")
+    first, second = (model(torch.ones(2, 4)).sum() for _ in range(2))
+    first.backward()
+    with pytest.raises(fullshard.PhaseError, match="second backward"):
+        second.backward()
+    steps.undo()

@@ -15,7 +15,7 @@ from ..containers import leaves_in
 from ..forms import owner_of
 from ..names import size
 from ..runtime import Runner
-from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
+from ..shard import Mover, is_parked, park_unit, refuse_undoable, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
 from .units import refuse_contexts, refuse_running, runners_of
@@ -81,7 +81,8 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     Raises:
         ConfigError: `model` has no units; an optimizer has none of its parameters.
         PhaseError: part of it is parked already; a forward, a backward, `keep_gathered` or `summon_full_params` is
-            running; gradients accumulated without sync are not reduced yet. Nothing has changed then.
+            running; gradients accumulated without sync are not reduced yet, or steps may still be undone
+            (`step_in_backward(clip="redo")`). Nothing has changed then.
     """
     runners = runners_of(model, "park")
     _check_optimizers(model, runners, optimizers)
@@ -89,6 +90,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     parked = [runner.unit.name or "(root)" for runner in runners if is_parked(runner.unit)]
     if parked or model in _parked:
         raise messages.parked_already("park", parked)
+    refuse_undoable([runner.unit for runner in runners])
     for runner in runners:
         refuse_contexts(runner, runner.unit.name, "park")
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")

@@ -89,7 +89,10 @@ def optimizer_state_on_disk(optimizer: torch.optim.Optimizer, folder: str | os.P
             a device. Nothing has changed then.
         OSError: from a later step: state became larger than expected, and the disk is full.
     """
-    where, problem, file = Path(folder), _why_not(optimizer), None
+    problem, file = _why_not(optimizer), None
+    if problem is None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+        problem = f"folder={folder!r}, which is not the path of a directory"
+    where = Path("" if problem else folder)
     expected = 0 if problem else _expected_bytes(optimizer)
     if problem is None:
         try:

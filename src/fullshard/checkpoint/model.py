@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..forms import ATTRIBUTE, Member
 from ..names import WRAPPED, clean_name
 from ..runtime import Phase, Runner, runner_of, take_over_replaced
-from ..shard import Bucket, Unit
+from ..shard import Bucket, Unit, refuse_undoable
 from ..torch_private.assigning import is_assigning
 from ..torch_private.sharded_tensor import slices_sharded_tensor
 from . import values
@@ -287,6 +287,7 @@ def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     runner = runner_of(module)
     if runner is None:
         return
+    refuse_undoable([runner.unit])
     paths: dict[int, list[str]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(inner), []).append(f"{path}." if path else "")

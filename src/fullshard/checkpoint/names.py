@@ -14,7 +14,7 @@ from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
 from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
-from ..shard import Bucket, Unit
+from ..shard import Bucket, Unit, refuse_undoable
 from . import values
 
 
@@ -69,6 +69,7 @@ class Table:
         self.raw: dict[int, str] = {}
         self.by_tensor: dict[int, Named] = {}
         self.units = _units_in(model)
+        refuse_undoable([unit for unit, _ in self.units])
         self._rows: dict[int, Named] = {}  # by the id of the member, or of a parameter that is in no unit
         placed: dict[int, dict[str, tuple[Bucket, Member]]] = {}  # by the id of a module's registry
         flats: set[int] = set()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, PhaseError
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..generators import restored_generators
-from ..shard import Unit, release_all
+from ..shard import UNDOABLE, Unit, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import needs_closure, step_part
@@ -57,6 +57,7 @@ class StepsInBackward:
         self._undos: list[StepUndo] = []  # with the copies of the steps since `optimizer.step()`, in order; then unused
         self._assumed = 0  # how many of `_undos` are in use
         self._measuring = False
+        self._measured = False  # whether gradients were measured that no unit has stepped with yet
         self._in_step = False  # inside `optimizer.step()`: torch runs hooks twice if it calls `super().step`
         self._norms: dict[int, tuple[Groups, torch.Tensor]] = {}  # by id of the parameter
         self._ready: dict[int, torch.Tensor] = {}  # by id: parameters of `_unit` whose gradients are reduced
@@ -76,8 +77,19 @@ class StepsInBackward:
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Undo `step_in_backward`: parameters step in `optimizer.step()` again."""
+        """Undo `step_in_backward`: parameters step in `optimizer.step()` again.
+
+        Raises:
+            PhaseError: units have stepped unclipped since the last `optimizer.step()` (clip="redo").
+        """
         self._finish()
+        if self._assumed:
+            raise PhaseError(
+                "remove() was called while steps that the backward took may still be undone, to clip gradients.",
+                expected="optimizer.step() after the backward",
+                remedy="call optimizer.step() first; or undo(), after a backward that raised",
+                topic="step-in-backward",
+            )
         for handle in self._handles:
             handle.remove()
         for stepped in (self.optimizer, *self._parameters):
@@ -112,7 +124,7 @@ class StepsInBackward:
             with restored_generators():
                 yield
             self._consume([p for p in self._parameters if p.grad is not None])
-            self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
+            self.norm, self._measured = joined_norm(self._by_groups(), 2.0, self._parameters[0].device), True
         finally:
             self._measuring, self._norms, self._ready, self._unit = False, {}, {}, None
 
@@ -136,6 +148,7 @@ class StepsInBackward:
     def _forget_steps(self) -> None:
         for undo in self._undos:
             undo.forget()
+        UNDOABLE.pop(self, None)
         self._assumed, self._norms, self._ready, self._unit = 0, {}, {}, None
 
     def _by_groups(self) -> list[tuple[Groups, torch.Tensor]]:
@@ -198,6 +211,7 @@ class StepsInBackward:
 
     @torch.no_grad()
     def _step_clipped(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._measured = False
         self._clip(parameters)
         self._step(parameters)
 
@@ -216,6 +230,7 @@ class StepsInBackward:
         if self._assumed == len(self._undos):
             self._undos.append(StepUndo())
         self._assumed += 1
+        UNDOABLE.setdefault(self, set()).add(owner_of(parameters[0]))
         return partial(self._recorded_step, self._undos[self._assumed - 1])
 
     def _recorded_step(self, undo: StepUndo, parameters: Sequence[torch.Tensor]) -> None:
@@ -283,14 +298,23 @@ class StepsInBackward:
                 remedy="call remove() of what step_in_backward returned, add the group, and step_in_backward again",
                 topic="step-in-backward",
             )
-        self._in_step, self._ready, self._unit = True, {}, None
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
+        if self._measured and not remaining:
+            self._measured = False
+            raise PhaseError(
+                "optimizer.step() was called after measure() alone: it discards gradients, so nothing has stepped.",
+                expected="a second pass of the same batch, which steps, between measure() and optimizer.step()",
+                remedy="call model(batch).loss.backward() again after measure(); to skip this batch, do not step",
+                topic="step-in-backward",
+            )
+        self._in_step, self._ready, self._unit, self._measured = True, {}, None, False
         with torch.no_grad():
             if self._redoes and self.max_norm is not None:
                 self._note_norms(remaining)
                 self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
                 if clip_scale(self.norm, self.max_norm) != 1:  # NaN too, as clipping makes all gradients NaN then
                     self._redo()
+                UNDOABLE.pop(self, None)
             if remaining:
                 self._clip(remaining)
         if state is not None:
@@ -362,7 +386,8 @@ def step_in_backward(
 
     Or, with clip="redo", each unit steps as if nothing was clipped, and copies of its parameters, gradients and state
     before that stay in host memory (16 bytes per element with AdamW in float32). `optimizer.step()` computes the norm;
-    if it is over `max_norm`, it undoes these steps and takes them again with clipped gradients, unit by unit. That is
+    if it is over `max_norm`, it undoes these steps and takes them again with clipped gradients, unit by unit. Until
+    then forwards, saves, loads and `park` raise an error: the weights may not be those of the step. That is
     for runs in which few steps are clipped, on a device: where parameters are in host memory (a CPU, offloading), the
     copies take more there than the gradients that they replace. If a backward raises, call `steps.undo()`.
 
@@ -451,7 +476,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str | None:
     if needs_closure(kind):
         return "whose step() computes gradients"
     if treats_parameters(kind, optimizer.defaults, groups) is False:
-        return "whose step of a parameter depends on other parameters"
+        return "whose step of a parameter depends on others, or fails where another has no gradient"
     if steps_in_parts(kind, optimizer.defaults, groups) is False:
         return "whose parts of a step differ from a whole one: it counts steps in place, or treats all parameters alike"
     return None

@@ -33,6 +33,7 @@ from .owners import (
     ownership,
     piece_of,
     places_of,
+    refuse_duplicates,
     token_of,
 )
 from .replicas import spread
@@ -102,6 +103,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_settings(group)
+            refuse_duplicates(group["params"], "Muon")
             names = group.get("param_names") or [None] * len(group["params"])
             for parameter, name in zip(group["params"], names, strict=True):
                 _check_matrix(parameter, name)
@@ -122,10 +124,12 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped: list[Matrix] = []
-        for group in self.param_groups:
+        for group in self.param_groups:  # checked again before anything changes: programs and loads change settings
+            _check_settings(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     check_gradient(parameter, parameter.grad)
+                    _part_rows(parameter, group.get("split"))
                     stepped.append((parameter, group))
         if any(id(parameter) not in self._places for parameter, _ in stepped):
             self._places = places_of(parameter for group in self.param_groups for parameter in group["params"])
@@ -165,7 +169,8 @@ class Muon(torch.optim.Optimizer):
             if owned is None or not known:
                 owned = _Owned(cuts, axis, token_of([parameter for parameter, _ in matrices], ""))
                 keep(of_ranks, key, owned)
-            agree(owned.token, [parameter for parameter, _ in matrices], ranks, replicas, "", known)
+            parameters = [parameter for parameter, _ in matrices]
+            agree(owned.token, parameters, ranks, replicas, "", known, self.param_groups)
             is_alone = cuts[0].world == 1 and axis is None
             home = inside(matrices[0][0]).device if is_alone else device_of(ranks)
             self._step_batches(owned.batches, matrices, axis, home)
@@ -329,8 +334,12 @@ def _check_settings(group: dict[str, Any]) -> None:
             expected_by_name[name] = "a number of at least 0"
     if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
         expected_by_name["ns_steps"] = "an integer from 0 to 99"
-    if not (isinstance(group["ns_coefficients"], (tuple, list)) and len(group["ns_coefficients"]) == 3):
+    coefficients = group["ns_coefficients"]
+    is_triple = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    if not (is_triple and all(isinstance(number, (int, float)) for number in coefficients)):
         expected_by_name["ns_coefficients"] = "three numbers"
+    if not isinstance(group["nesterov"], bool):
+        expected_by_name["nesterov"] = "True or False"
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         expected_by_name["adjust_lr_fn"] = '"original", "match_rms_adamw" or None'
     for name, expected in expected_by_name.items():

@@ -44,6 +44,7 @@ from .owners import (
     ownership_of_elements,
     piece_of,
     places_of,
+    refuse_duplicates,
     token_of,
 )
 from .probe import group_settings, steps_in_parts, treats_elements, treats_parameters
@@ -379,6 +380,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._in_order = []
         group = self.param_groups[-1]
+        try:
+            refuse_duplicates(group["params"], "OwnerOptimizer")
+        except ConfigError:
+            self.param_groups.pop()
+            raise
         for parameter in group["params"]:
             if (error := self._why_not(parameter)) is not None:
                 self.param_groups.pop()
@@ -524,7 +530,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         verdict = treats_parameters(self.optimizer_class, settings, self.param_groups)
         if verdict is False:
             raise _not_one_by_one(
-                f"{name}, whose step of a parameter depends on other parameters", "use another optimizer"
+                f"{name}, whose step of a parameter depends on others, or fails where another has no gradient",
+                "skip parameters whose .grad is None, as torch's optimizers do, or use another optimizer",
             )
         if verdict is None:
             warnings.warn(
@@ -672,7 +679,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for token, parameters, group, replicas, how in step.compared:
             # By group: its ranks may share others with different ranks, for which a step is new to some of them alone.
             known = self._known.setdefault((group, replicas), {})
-            agree(token, parameters, group, replicas, how, token in known)
+            agree(token, parameters, group, replicas, how, token in known, self.param_groups)
             if token not in known:
                 keep(known, token, True)
         return step

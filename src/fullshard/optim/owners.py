@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -162,6 +163,23 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         )
 
 
+def refuse_duplicates(parameters: Sequence[torch.Tensor], optimizer: str) -> None:
+    """Refuse a group that lists a parameter twice: it would be stepped twice, by one exchange.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    counts = Counter(map(id, parameters))
+    for parameter in parameters:
+        if counts[id(parameter)] > 1:
+            raise ConfigError(
+                f"{optimizer}: a group lists a parameter twice.",
+                parameter=name_of(parameter),
+                expected="each parameter once",
+                remedy="pass list(dict.fromkeys(parameters))",
+            )
+
+
 def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
     """By id, a sort key for each parameter or view of a unit: the same on all ranks, whatever the optimizer's order."""
     places: dict[int, tuple[int, int]] = {}
@@ -208,8 +226,12 @@ def agree(
     replicas: dist.ProcessGroup | None,
     how: str,
     known: bool,
+    groups: Sequence[dict[str, Any]],
 ) -> None:
     """Check that all ranks of a mesh are about to exchange the same parameters, by `token_of` these. Collective.
+
+    Learning rates are compared too: a scheduler that follows each rank's own loss would step parts of a parameter by
+    different rates.
 
     On CPUs that is one small all-reduce per axis and step. On accelerators, where the host would wait for the device,
     only parameters that are new to this rank are compared.
@@ -217,19 +239,22 @@ def agree(
     Args:
         token: see `token_of`.
         known: whether the ranks of this mesh have compared this token before.
+        groups: the parameters' groups.
 
     Raises:
         DivergenceError: see `check_alike`.
     """
     if isinstance(group, AbsentGroup) or (known and has_streams(device_of(group))):
         return
-    most = torch.tensor([token, -token], dtype=torch.int64, device="cpu")
+    rates = repr([float(rate) for group in groups if (rate := group.get("lr")) is not None])
+    number = token ^ crc32(rates.encode())
+    most = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     for axis in (group, replicas):
         if axis is not None and dist.get_world_size(axis) > 1:
             reduce_value(most, dist.ReduceOp.MAX, axis, "optimizers' state")
     largest, negated = most.tolist()
     if largest != -negated:
-        check_alike(parameters, group, replicas, how)
+        check_alike(parameters, group, replicas, f"{how}, learning rates {rates}")
 
 
 def token_of(parameters: Iterable[torch.Tensor], how: str) -> int:
@@ -275,7 +300,7 @@ def check_alike(
                 expected=f"{expected}, as on rank {first_rank}",
                 got=got,
                 remedy="build the optimizer from the same parameters on every rank; "
-                "set .grad to None on all ranks or on none",
+                "set .grad to None on all ranks or on none; let schedulers follow a loss that is averaged over ranks",
                 topic="ranks-differ",
             )
 

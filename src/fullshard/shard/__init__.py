@@ -10,7 +10,16 @@ from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse
 from .hooks import sees_gradients, shown_empty
 from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
-from .parking import Mover, is_parked, offload_unit, park_unit, refuse_parked, resume_unit
+from .parking import (
+    UNDOABLE,
+    Mover,
+    is_parked,
+    offload_unit,
+    park_unit,
+    refuse_parked,
+    refuse_undoable,
+    resume_unit,
+)
 from .plan import BuildSettings
 from .reduce_buffer import PlannedReduction
 from .scaling import MEAN, REDUCTIONS, ReduceSettings, TokenCount
