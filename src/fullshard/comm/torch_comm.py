@@ -9,6 +9,7 @@ gathered units alternate in the same two blocks. A collective issued before a un
 gloo. Its reduce-scatter is an all-reduce of the whole buffer followed by a slice: twice the bytes needed. An
 all-to-all exchange followed by a local sum moves each byte once and measured 1.9 times as fast on 2 and 2 to 5 times
 on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so the result does not depend on timing.
+Two ranks swap slices, also to gather, since gloo's own collectives copy and relay more.
 """
 
 from __future__ import annotations

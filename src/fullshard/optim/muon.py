@@ -170,7 +170,8 @@ class Muon(torch.optim.Optimizer):
                 owned = _Owned(cuts, axis, token_of([parameter for parameter, _ in matrices], ""))
                 keep(of_ranks, key, owned)
             parameters = [parameter for parameter, _ in matrices]
-            agree(owned.token, parameters, ranks, replicas, "", known, self.param_groups)
+            groups = list({id(group): group for _, group in matrices}.values())
+            agree(owned.token, parameters, ranks, replicas, "", known, groups)
             is_alone = cuts[0].world == 1 and axis is None
             home = inside(matrices[0][0]).device if is_alone else device_of(ranks)
             self._step_batches(owned.batches, matrices, axis, home)

@@ -256,11 +256,11 @@ class _Step:
     Attributes:
         batches: at least one.
         compared: of the parameters that the same ranks compare: token, parameters, both groups, and how they are
-            stepped: the optimizer, and their number of batches. See `agree`.
+            stepped: the optimizer, and their number of batches; then the indices of their parameter groups. See `agree`.
     """
 
     batches: list[_Batch]
-    compared: list[tuple[int, list[torch.Tensor], Any, Any, str]]
+    compared: list[tuple[int, list[torch.Tensor], Any, Any, str, list[int]]]
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -676,10 +676,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if key not in self._plans:
             keep(self._plans, key, self._new_step(stepped))
         step: _Step = self._plans[key]
-        for token, parameters, group, replicas, how in step.compared:
+        for token, parameters, group, replicas, how, settings in step.compared:
             # By group: its ranks may share others with different ranks, for which a step is new to some of them alone.
             known = self._known.setdefault((group, replicas), {})
-            agree(token, parameters, group, replicas, how, token in known, self.param_groups)
+            stepped_groups = [self.param_groups[index] for index in settings]
+            agree(token, parameters, group, replicas, how, token in known, stepped_groups)
             if token not in known:
                 keep(known, token, True)
         return step
@@ -701,7 +702,9 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for (group, replicas), params in by_ranks.items():
             tensors, count = [param.tensor for param in params], len({numbers[param] for param in params})
             how_these = f"{how}, in {count} batches" if count > 1 else how
-            compared.append((token_of(tensors, how_these), tensors, group, replicas, how_these))
+            ids = set(map(id, tensors))
+            settings = [at for at, of in enumerate(self.param_groups) if not ids.isdisjoint(map(id, of["params"]))]
+            compared.append((token_of(tensors, how_these), tensors, group, replicas, how_these, settings))
         batches: list[list[_Param]] = [[] for _ in range(max(numbers.values(), default=0) + 1)]
         for param, number in numbers.items():
             batches[number].append(param)
