@@ -256,7 +256,7 @@ class _Step:
     Attributes:
         batches: at least one.
         compared: of the parameters that the same ranks compare: token, parameters, both groups, and how they are
-            stepped: the optimizer, and their number of batches; then the indices of their parameter groups. See `agree`.
+            stepped (the optimizer, and their number of batches); then indices of their groups. See `agree`.
     """
 
     batches: list[_Batch]
