@@ -56,6 +56,23 @@ def test_a_policys_arguments_train_as_pytorchs(originals: bool) -> None:
     same(found["ours"][2], found["theirs"][2])
 
 
+def layer_used_twice() -> nn.Sequential:
+    model = mlp()
+    model[2] = model[0]
+    return model
+
+
+@both
+@on_ranks
+def test_a_layer_used_twice_of_which_one_use_is_an_instance(originals: bool) -> None:
+    """The instance around both uses has it; the other use kept the plain layer, with what the first left in it."""
+    model = layer_used_twice()
+    model[0] = wrap(fullshard, model[0], use_orig_params=originals)
+    model = wrap(fullshard, model, use_orig_params=originals)
+    train(model)
+    same(whole(fullshard, model), trained(layer_used_twice()))
+
+
 @on_ranks
 def test_wrap_contexts() -> None:
     found = {}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..forms import HiddenParameter, Place, TensorParallel, is_extension, owner_of, successor_of
+from ..forms import FlatParameter, HiddenParameter, Place, TensorParallel, is_extension, owner_of, successor_of
 from ..layout import Blocks
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_part
@@ -118,6 +118,8 @@ def _sort(
     for identity, item in by_parameter.items():
         if item.owner is None:
             taken.append(item)
+        elif isinstance(item.parameter, FlatParameter):
+            continue  # the unit's parameters in it are found themselves, hidden
         elif id(item.owner) not in inside:
             left.append(item)
         elif users[identity] != {id(item.owner)}:
