@@ -113,6 +113,24 @@ def nested() -> fullshard.FullyShardedDataParallel:
     return wrapped(auto_wrap_policy={nn.Linear})
 
 
+_NORM, _ORDER = "clip_grad_norm_(max_norm=) is invalid", "clip_grad_norm_(norm_type=) is invalid"
+NOT_CLIPPED = [
+    (("1",), f"ArgumentTypeError: {_NORM} ... a number of at least 0 ... '1' ... math.inf"),
+    ((None,), f"ArgumentTypeError: {_NORM} ... None"),
+    ((True,), f"ArgumentTypeError: {_NORM} ... True"),
+    ((-1.0,), f"ConfigError: {_NORM} ... -1.0"),
+    ((float("nan"),), f"ConfigError: {_NORM} ... nan"),
+    ((torch.ones(1),), f"ArgumentTypeError: {_NORM} ... tensor([1.])"),
+    ((torch.tensor(-1.0),), f"ConfigError: {_NORM} ... tensor(-1.)"),
+    ((torch.tensor(1j),), f"ArgumentTypeError: {_NORM} ... 1.j"),
+    ((1.0, 0), f"ConfigError: {_ORDER} ... a positive number, or inf ... 0 ... remedy"),
+    ((1.0, "fro"), f"ConfigError: {_ORDER} ... 'fro' ... 2.0 for the Euclidean norm"),
+    ((1.0, None), f"ArgumentTypeError: {_ORDER} ... None"),
+    ((1.0, float("nan")), f"ConfigError: {_ORDER} ... nan"),
+]
+"""Invalid arguments of `clip_grad_norm_`, of the function and the wrapper's method; and what they raise."""
+
+
 def run(model: nn.Module) -> torch.Tensor:
     """A forward."""
     return model(ONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import nn
 import fullshard
 from fullshard import fully_shard, keep_gathered, optimizer_view, owner_of, set_token_count
 from fullshard.optim import guard
-from raising import ONE, assert_raises, raises, run, sharded, step, two_layers, unit, warns, words_of
+from raising import NOT_CLIPPED, ONE, assert_raises, raises, run, sharded, step, two_layers, unit, warns, words_of
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +73,9 @@ CALLS = [
         "ConfigError: set_check_nonfinite takes a sharded model",
     ),
     (lambda: fullshard.nonfinite_gradients(nn.Linear(4, 4)), "ConfigError: Linear has no units: neither front-end was"),
-    (
-        lambda: fullshard.clip_grad_norm_(sharded().parameters(), 1.0, norm_type=0),
-        "ConfigError: norm_type must be positive, got 0",
+    *(
+        (lambda given=given: fullshard.clip_grad_norm_(sharded().parameters(), *given), words)
+        for given, words in NOT_CLIPPED
     ),
     (lambda: fullshard.clip_grad_norm_(sharded(), 1.0), "ArgumentTypeError: clip_grad_norm_ takes parameters"),
     (
@@ -152,6 +153,16 @@ CALLS = [
     ),
     (lambda: optimizer_view(two_layers().parameters()), "ArgumentTypeError: optimizer_view takes the model"),
 ]
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(torch.tensor(0.5), 2), (torch.tensor(1), "inf"), (math.inf, "2")])
+def test_numbers_that_clip_grad_norm_takes_as_pytorchs_does(max_norm, norm_type):
+    found = []
+    for clip in (fullshard.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        parameter = nn.Parameter(torch.ones(4))
+        parameter.grad = torch.arange(4.0)
+        found.append((clip([parameter], max_norm, norm_type), parameter.grad))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("row", CALLS, ids=words_of)

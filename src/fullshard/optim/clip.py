@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
 from ..dtypes import as_real
-from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
+from ..errors import ArgumentTypeError, ConfigError, NonfiniteError, invalid_argument
 from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, Member, owner_of
 from ..shard import Bucket, Unit, follow_views
 from ..torch_private.local_tensor import inside, local_part, plain_access, read_grad
@@ -31,8 +32,8 @@ KnownGroups = dict[tuple[int, Any], Groups]
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
+    max_norm: float | torch.Tensor,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, like `torch.nn.utils.clip_grad_norm_`.
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     Args:
         parameters: any mix of sharded parameters, tensors from `optimizer_view`, and plain parameters (whole on every
             rank). A parameter passed together with a view of it counts once.
-        max_norm: the largest total norm allowed.
+        max_norm: the largest total norm allowed; `math.inf` only measures.
         norm_type: 1, 2, ..., or `math.inf`.
         error_if_nonfinite: raise if the total norm is not finite.
 
@@ -51,11 +52,11 @@ def clip_grad_norm_(
         The total norm before clipping, a 0-d float32 tensor (float64 if the gradients are).
 
     Raises:
-        ConfigError: `norm_type` is not positive.
+        ConfigError: an invalid `max_norm` or `norm_type`, see `checked_norm_type`.
         ArgumentTypeError (a TypeError): `parameters` is a module or (name, parameter) pairs instead of tensors.
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
-    _check_order(norm_type)
+    norm_type = checked_norm_type(max_norm, norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
     refuse_to_clip_stepped(tensors)
     follow_views(tensors)
@@ -76,7 +77,7 @@ def clip_grad_norm_(
     return total
 
 
-def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float | torch.Tensor) -> None:
     """Scale gradients in place by min(1, max_norm / total), where `total` is their total norm."""
     scale = clip_scale(total, max_norm)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -87,7 +88,7 @@ def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm
         torch._foreach_mul_(tensors, scale.to(device, dtype if dtype == torch.float64 else torch.float32))
 
 
-def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clip_scale(total: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
     """The factor of gradients of this total norm: 0-d, 1 if they are not clipped, NaN if the norm is."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
 
@@ -117,9 +118,30 @@ def refuse_stepped(parameters: Iterable[torch.Tensor], caller: str, remedy: str)
             )
 
 
-def _check_order(norm_type: float) -> None:
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+def checked_norm_type(max_norm: Any, norm_type: Any) -> float:
+    """Check the arguments of `clip_grad_norm_`; returns `norm_type` as a float. Does not wait for `max_norm`.
+
+    Raises:
+        ConfigError: `max_norm` is not a number of at least 0, or a 0-dim tensor of one (of tensors on a device the
+            value is not checked, for which the host would wait); `norm_type` is not positive as a float ("inf" is).
+    """
+    if isinstance(max_norm, torch.Tensor):
+        fits = not max_norm.dim() and not max_norm.is_complex() and max_norm.dtype is not torch.bool
+        readable = max_norm.device.type == "cpu"
+    else:
+        fits, readable = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool), True
+    if not fits or (readable and not max_norm >= 0):
+        expected, kind = "a number of at least 0, or a 0-dim tensor of one", ConfigError if fits else ArgumentTypeError
+        raise invalid_argument("clip_grad_norm_(max_norm=)", max_norm, expected, "pass math.inf to measure only", kind)
+    kind = ConfigError
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError) as error:
+        order, kind = math.nan, ArgumentTypeError if isinstance(error, TypeError) else ConfigError
+    if not order > 0:
+        remedy = "pass 2.0 for the Euclidean norm, or math.inf for the largest absolute value"
+        raise invalid_argument("clip_grad_norm_(norm_type=)", norm_type, "a positive number, or inf", remedy, kind)
+    return order
 
 
 def _as_tensors(parameters: Any) -> list[torch.Tensor]:
@@ -314,11 +336,7 @@ def clip_units(
 
     Returns:
         The total norm, in the widest dtype of the gradients; float32 if this rank has none.
-
-    Raises:
-        ConfigError: `norm_type` is not positive.
     """
-    _check_order(norm_type)
     # This rank's parts by the groups that they are split over: the same groups in the same order on all ranks.
     parts: Parts = {(): []}
     by_id: dict[int, torch.Tensor] = {}  # the gradients that the parts are in

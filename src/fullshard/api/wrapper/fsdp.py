@@ -19,7 +19,7 @@ from ...forms import owner_of
 from ...mesh import Axis
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...optim.clip import clip_units, refuse_to_clip_stepped
+from ...optim.clip import checked_norm_type, clip_units, refuse_to_clip_stepped
 from ...policies import Check, Unused
 from ...runtime import (
     RUNNER_KEY,
@@ -332,7 +332,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
         with without_sync([child._runner() for child in self.fsdp_modules(self)]):
             yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float | torch.Tensor, norm_type: float | str = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
         Exact for any mix of strategies, and for unmanaged parameters (whole on every rank).
@@ -342,14 +342,15 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
 
         Raises:
             PhaseError: this is not the root.
-            ConfigError: `norm_type` is not positive, or a parameter steps during the backward.
+            ConfigError: an invalid `max_norm` or `norm_type`, or a parameter steps during the backward.
         """
         self._must_be_root("clip_grad_norm_()")
+        order = checked_norm_type(max_norm, norm_type)
         parameters = list(self.parameters())
         refuse_to_clip_stepped(parameters)
         units = [child._runner().unit for child in self.fsdp_modules(self)]
         others = [parameter for parameter in parameters if owner_of(parameter) is None]
-        return clip_units(units, others, float(max_norm), float(norm_type), self.compute_device)
+        return clip_units(units, others, float(max_norm), order, self.compute_device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all instances below this root, instead of the engine's averaging.
