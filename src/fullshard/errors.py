@@ -164,6 +164,15 @@ def invalid_argument(
     return kind(f"{argument} is invalid.", expected=expected, got=class_and_value(value)[:200], remedy=remedy)
 
 
+def check_switch(argument: str, value: object, remedy: str | None = None) -> None:
+    """Raise unless a switch is a bool: "no", taken for its truth, would turn it on.
+
+    Args: see `invalid_argument`.
+    """
+    if not isinstance(value, bool):
+        raise invalid_argument(argument, value, "True or False", remedy)
+
+
 def class_to_catch(error: BaseException) -> str:
     """The name of the class by which users catch an error: its branch of the tree above (`ConfigError`).
 

@@ -139,7 +139,9 @@ CALLS = [
 FOLDERS = [
     # Saving.
     (save(step=-1), "ConfigError: save(step=) has an invalid value"),
-    (save(if_saving="skip"), "ConfigError: save(if_saving=) has an invalid value"),
+    (save(if_saving="skip"), "ConfigError: save(if_saving=) is invalid ... 'wait' or 'refuse' ... 'skip' ... remedy"),
+    (save(asynchronous="yes"), "ConfigError: save(asynchronous=) is invalid ... 'until_step' ... 'yes' ... remedy"),
+    (save(state={1: 2}), "ConfigError: save(state=) has an invalid name ... expected ... 1 ... remedy"),
     (lambda f: fullshard.save(f, two_layers().state_dict()), "ConfigError: save(model=) has an invalid type"),
     (save(state={"model.step": 1}), "ConfigError: save(state=) has an invalid name"),
     (two_optimizers, "ConfigError: Two optimizers update one parameter"),
@@ -157,6 +159,11 @@ FOLDERS = [
     (save(state={"path": Path("/a/path")}), "CheckpointError: A value cannot be saved in a checkpoint ... state.path"),
     # Loading.
     (lambda f: fullshard.load(f, two_layers(), step="1"), "ConfigError: load(step=) has an invalid value"),
+    (lambda f: fullshard.load(f, two_layers(), strict="x"), "ConfigError: load(strict=) is invalid ... True or False"),
+    (
+        lambda f: fullshard.load(f, two_layers(), cast=torch.bfloat16),
+        "ConfigError: load(cast=) is invalid ... True or False ... torch.bfloat16 ... pass cast=True",
+    ),
     (load, "CheckpointError: There is no checkpoint in"),
     (saved, lambda f: fullshard.load(f, two_layers(), step=300), "CheckpointError: There is no checkpoint of this"),
     (

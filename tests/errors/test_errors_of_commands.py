@@ -98,7 +98,12 @@ FOLDERS = [
     (
         put("reports"),
         lambda f: fullshard.watch(folder=f / "reports"),
-        "ConfigError: watch(folder=) is invalid ... the path of a folder (not of a file)",
+        "ConfigError: watch(folder=) is invalid ... the path of a folder (not of a file",
+    ),
+    (
+        put("reports"),
+        lambda f: fullshard.watch(folder=f / "reports" / "of" / "today"),
+        "ConfigError: watch(folder=) is invalid ... nor below one",
     ),
 ]
 COMMANDS = [

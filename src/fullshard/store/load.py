@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.names import settle
-from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
+from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, check_switch, message
 from .background import settle_background
 from .contents import Contents, checked_optimizers, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful
@@ -317,6 +317,8 @@ def load(
                 got=repr(step),
                 remedy="pass an int, as in step=1, or omit it",
             )
+        check_switch("load(strict=)", strict)
+        check_switch("load(cast=)", cast, "pass cast=True: values are rounded to the dtype of the model's parameters")
         return _Request(where, ranks, model, listed, dict(state or {}), rng, strict, check, cast)
 
     request = ranks.together("checking the arguments", check_arguments)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, invalid_argument
 from ..torch_private.fake_group import is_pretended, unwritten
 from .background import WRITER, Part, Saving, settle_background
 from .contents import checked_optimizers
@@ -93,19 +93,24 @@ def save(
                     remedy=f"pass an int, as in {argument}={max(least, 1)}",
                 )
         if if_saving not in ("wait", "refuse"):
-            raise ConfigError(
-                "save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving)
-            )
+            remedy = "omit it to wait for a background save that still runs"
+            raise invalid_argument("save(if_saving=)", if_saving, "'wait' or 'refuse'", remedy)
         listed = checked_optimizers("save", model, optimizers, state)
         values = dict(state or {})
         for name in values:
             if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
-                raise ConfigError("save(state=) has an invalid name.", got=repr(name))
+                raise ConfigError(
+                    "save(state=) has an invalid name.",
+                    expected=f"names that are not empty, not {RNG!r}, and do not begin with {MODEL!r} or '$'",
+                    got=repr(name),
+                    remedy='rename the entry, as in state={"scheduler": scheduler}',
+                )
         if not isinstance(asynchronous, bool) and asynchronous != "until_step":
-            raise ConfigError(
-                "save(asynchronous=) has an invalid value.",
-                expected="True, False or 'until_step'",
-                got=repr(asynchronous),
+            raise invalid_argument(
+                "save(asynchronous=)",
+                asynchronous,
+                "True, False or 'until_step'",
+                "pass True to write in the background, or omit it to wait",
             )
         if asynchronous and not where.on_disk:
             raise ConfigError(

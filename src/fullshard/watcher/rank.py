@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..errors import DivergenceError, FullshardError, invalid_argument
+from ..errors import DivergenceError, FullshardError, check_switch, invalid_argument
 from . import messages
 from .log import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
 from .process import frames_of_trace
@@ -315,22 +315,28 @@ def watch(
         enabled: False: no watcher is started.
 
     Raises:
-        ConfigError: an argument of a wrong type, a time that is not positive, a folder that is a file.
+        ConfigError: an argument of a wrong type, a time that is not positive, a folder that is a file or below one.
     """
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not fits and not (name == "limit" and value is None):
             raise invalid_argument(f"watch({name}=)", value, "seconds, a positive number")
-    if not isinstance(enabled, bool):
-        raise invalid_argument("watch(enabled=)", enabled, "True or False")
+    check_switch("watch(enabled=)", enabled)
     path = None
     if folder is not None:
         is_path = isinstance(folder, (str, os.PathLike)) and bool(os.fspath(folder))
-        if not is_path or (os.path.exists(folder) and not os.path.isdir(folder)):
-            expected = "the path of a folder (not of a file), which is created when needed, or None"
+        if not is_path or not os.path.isdir(_existing_part(os.path.abspath(folder))):
+            expected = "the path of a folder (not of a file, nor below one), which is created when needed, or None"
             raise invalid_argument("watch(folder=)", folder, expected)
         path = os.path.abspath(folder)
     RANK.settings = WatchSettings(enabled, limit, grace, path)
+
+
+def _existing_part(path: str) -> str:
+    """The longest part of an absolute path that exists."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
 
 
 def note_at_the_end(rank: Rank) -> None:
