@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .dtypes import LARGEST_OF_8_BITS
-from .errors import ConfigError
+from .errors import ConfigError, check_switch, invalid_argument
 
 Check = Literal["first", "step", "every"]
 """When ranks compare what they issue: only if it is new; also at the start of every pass; before every collective."""
@@ -53,7 +53,8 @@ class MixedPrecisionPolicy:
 
     Raises:
         ConfigError: a dtype is not a floating-point `torch.dtype` (or an 8-bit one, respectively), the override is not
-            callable, or `error_feedback` is set without an 8-bit reduction.
+            callable, a switch is not a bool, `reduce_dtype` has 8 bits, or `error_feedback` is set without an 8-bit
+            reduction.
     """
 
     param_dtype: torch.dtype | None = None
@@ -74,6 +75,9 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
                     remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
                 )
+        check_reduce_dtype("MixedPrecisionPolicy.reduce_dtype", self.reduce_dtype)
+        for name in ("cast_forward_inputs", "error_feedback"):
+            check_switch(f"MixedPrecisionPolicy.{name}", getattr(self, name))
         for name in ("gather_dtype", "scatter_dtype", "all_reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in LARGEST_OF_8_BITS:
@@ -98,6 +102,13 @@ class MixedPrecisionPolicy:
             )
 
 
+def check_reduce_dtype(argument: str, dtype: torch.dtype | None) -> None:
+    """Raise for a dtype in which gradients cannot be added: torch has no sums of 8-bit floats."""
+    if dtype is not None and dtype.itemsize == 1:
+        remedy = "to send gradients in 8 bits, use fully_shard with MixedPrecisionPolicy(scatter_dtype=...)"
+        raise invalid_argument(argument, dtype, "a floating-point dtype of at least 16 bits, or None", remedy)
+
+
 @dataclass(frozen=True)
 class OffloadPolicy:
     """No offloading: sharded parameters, gradients and optimizer state stay on the mesh's device."""
@@ -112,6 +123,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Attributes:
         pin_memory: whether the host memory is page-locked, which makes copies faster and asynchronous.
+
+    Raises:
+        ConfigError: not a bool.
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        check_switch("CPUOffloadPolicy.pin_memory", self.pin_memory)

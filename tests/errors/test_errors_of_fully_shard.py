@@ -40,6 +40,17 @@ def linears(**settings: Any) -> nn.Module:
     return fully_shard(two_layers(), auto_wrap_policy=policy)
 
 
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(4, 4))
+
+
+def sparse() -> nn.Module:
+    """A layer whose weight is sparse."""
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.eye(4).to_sparse())
+    return model
+
+
 def reduce_kept(m: nn.Module) -> None:
     fully_shard.state(m)._root_post_backward_final_callback()
 
@@ -68,7 +79,16 @@ CALLS = [
         lambda: linears(reshard_after_forward=2),
         "ConfigError: reshard_after_forward for '0' is invalid ... None",
     ),
-    (lambda: fully_shard([]), "ConfigError: fully_shard was called with an empty list of modules"),
+    (lambda: fully_shard([]), "ConfigError: fully_shard was called with an empty list ... expected ... remedy"),
+    (lambda: fully_shard(scripted()), "ConfigError: A ScriptModule cannot be sharded ... the module itself ... remedy"),
+    (lambda: fully_shard(nn.Sequential(scripted())), "ConfigError: A ScriptModule cannot be sharded ... 0, a Script"),
+    (lambda: fully_shard(torch.jit.script(nn.Tanh())), "ConfigError: RecursiveScriptModule defines no forward"),
+    (lambda: fully_shard(sparse()), "ConfigError: A parameter is not dense ... weight ... torch.sparse_coo ... remedy"),
+    (lambda: fully_shard(sparse(), layout="flat"), "ConfigError: A parameter is not dense ... weight"),
+    (
+        lambda: unit(auto_wrap_policy=lambda module: True),
+        "ConfigError: auto_wrap_policy is invalid ... policy(module=, recurse=, nonwrapped_numel=) ... lambda_fn",
+    ),
     (lambda: fully_shard(list(nn.Linear(4, 4).parameters())), "ArgumentTypeError: fully_shard takes an nn.Module or a"),
     (
         lambda: fully_shard(nn.ModuleList([nn.Linear(4, 4)])),
@@ -161,6 +181,20 @@ CALLS = [
         "ConfigError: reshard_after_forward=3 does not divide 2 ranks into",
     ),
     (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "ConfigError: MixedPrecisionPolicy.param_dtype must be a"),
+    *(
+        (
+            lambda dtype=dtype: MixedPrecisionPolicy(reduce_dtype=dtype),
+            f"ConfigError: MixedPrecisionPolicy.reduce_dtype is invalid ... 16 bits ... {dtype} ... scatter_dtype",
+        )
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    ),
+    (
+        lambda: MixedPrecisionPolicy(cast_forward_inputs="no"),
+        "ConfigError: MixedPrecisionPolicy.cast_forward_inputs is invalid ... True or False ... 'no'",
+    ),
+    (lambda: MixedPrecisionPolicy(cast_forward_inputs=5), "ConfigError: MixedPrecisionPolicy.cast_forward_inputs is"),
+    (lambda: MixedPrecisionPolicy(error_feedback="no"), "ConfigError: MixedPrecisionPolicy.error_feedback is invalid"),
+    (lambda: CPUOffloadPolicy(pin_memory="x"), "ConfigError: CPUOffloadPolicy.pin_memory is invalid ... 'x'"),
     (
         two_layers,
         lambda m: fully_shard(m[0], reduction="sum"),
@@ -187,6 +221,10 @@ CALLS = [
     (lambda: fully_shard(nn.LazyLinear(4)), "ConfigError: A parameter of a lazy module has no shape yet ... weight"),
     (lambda: unit(ignored_params={"weight"}), "ArgumentTypeError: ignored_params must hold Parameters"),
     (lambda: unit(ignored_params=3), "ArgumentTypeError: ignored_params must hold Parameters ... int 3"),
+    (
+        lambda: unit(ignored_params=nn.Linear(4, 4).weight),
+        "ArgumentTypeError: ignored_params must hold Parameters ... a tensor of shape (4, 4), not in a set",
+    ),
     (
         lambda: nn.Linear(4, 4),
         lambda m: setattr(m, "scale", nn.Parameter(torch.tensor(1.0))),
@@ -226,6 +264,19 @@ CALLS = [
 @pytest.mark.parametrize("row", CALLS, ids=words_of)
 def test_calls(row):
     assert_raises(row)
+
+
+def test_ignored_parameters_from_a_generator():
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    fully_shard(model, ignored_params=(p for p in [weight]))
+    assert model.weight is weight and model.bias.shape == (4,) and type(model.bias) is not nn.Parameter
+
+
+def test_an_ignored_parameter_may_be_sparse():
+    model = sparse()
+    fully_shard(model, ignored_params={model.weight})
+    assert model.weight.is_sparse
 
 
 def test_a_module_whose_parameters_a_unit_around_it_has():

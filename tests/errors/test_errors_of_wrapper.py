@@ -16,7 +16,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm_hooks import DefaultState
 from fullshard.state_dict import get_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
-from raising import ONE, assert_raises, nested, raises, run, step, two_layers, warns, words_of, wrapped
+from raising import NOT_CLIPPED, ONE, assert_raises, nested, raises, run, step, two_layers, warns, words_of, wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,13 @@ def by_policy(answer: object) -> FSDP:
 def hybrid() -> FSDP:
     mesh = init_device_mesh("cpu", (1, 2))
     return wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def sparse() -> nn.Module:
+    """A layer whose weight is sparse."""
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.eye(4).to_sparse())
+    return model
 
 
 def summon(m: FSDP) -> None:
@@ -96,8 +103,40 @@ CALLS = [
         lambda: wrapped(ignored_modules=[], ignored_states=[]),
         "ConfigError: ignored_modules and ignored_states are mutually",
     ),
-    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be a list"),
-    (lambda: wrapped(ignored_states=["0.weight"]), "ConfigError: the ignored states must be parameters, or modules"),
+    (
+        lambda: FSDP(two_layers(), ignored_modules=1),
+        "ArgumentTypeError: FullyShardedDataParallel(ignored_modules=) is invalid ... a list or set of modules ... 1",
+    ),
+    (
+        lambda: wrapped(ignored_modules="head"),
+        "ArgumentTypeError: FullyShardedDataParallel(ignored_modules=) is invalid ... 'head' ... remedy",
+    ),
+    (
+        lambda: wrapped(ignored_states=nn.Parameter(torch.ones(4))),
+        "ArgumentTypeError: FullyShardedDataParallel(ignored_states=) is invalid ... parameters, or of modules ... rem",
+    ),
+    (
+        lambda: wrapped(ignored_states=["0.weight"]),
+        "ConfigError: FullyShardedDataParallel(ignored_states=) is invalid ... '0.weight' ... remedy",
+    ),
+    (
+        lambda: wrapped(use_orig_params="yes"),
+        "ConfigError: FullyShardedDataParallel(use_orig_params=) is invalid ... True or False ... 'yes'",
+    ),
+    (
+        lambda: wrapped(sync_module_states="yes"),
+        "ConfigError: FullyShardedDataParallel(sync_module_states=) is invalid ... True or False",
+    ),
+    (
+        lambda: MixedPrecision(reduce_dtype=torch.float8_e5m2),
+        "ConfigError: MixedPrecision.reduce_dtype is invalid ... 16 bits ... float8_e5m2 ... scatter_dtype",
+    ),
+    (lambda: FSDP(torch.jit.script(nn.Linear(4, 4))), "ConfigError: A ScriptModule cannot be sharded ... remedy"),
+    (lambda: FSDP(sparse()), "ConfigError: A parameter is not dense ... weight ... torch.sparse_coo ... remedy"),
+    (
+        lambda: wrapped(auto_wrap_policy=lambda module: True),
+        "ConfigError: auto_wrap_policy is invalid ... policy(module=, recurse=, nonwrapped_numel=)",
+    ),
     (
         lambda: FSDP(nn.Linear(4, 4)),
         lambda m: FSDP(nn.Sequential(m, nn.Linear(4, 4)), ignored_modules=[m]),
@@ -156,7 +195,7 @@ CALLS = [
         lambda m: clip_grad_norm_(list(m.parameters())[:1], 1.0),
         "ConfigError: clip_grad_norm_ does not take parameters of a ... model.clip_grad_norm_",
     ),
-    (wrapped, step, lambda m: m.clip_grad_norm_(1.0, norm_type=0), "ConfigError: norm_type must be positive, got 0.0"),
+    *((wrapped, step, lambda m, given=given: m.clip_grad_norm_(*given), words) for given, words in NOT_CLIPPED),
     (lambda: FSDP.__new__(FSDP), nn.Module.__init__, lambda m: m[0], "PhaseError: the instance has no module yet"),
     (nested, run, lambda m: hook(m.module[0]), "UsageError: register_comm_hook can only be called on a root"),
     (nested, step, lambda m: m.module[0].clip_grad_norm_(1.0), "PhaseError: clip_grad_norm_() is for the root"),

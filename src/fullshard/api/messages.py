@@ -291,6 +291,16 @@ def called_within_a_pass(function: str, unit: str) -> PhaseError:
 # wrapping.py
 
 
+def scripted(name: str) -> ConfigError:
+    """The error for a ScriptModule in a model to be sharded."""
+    return ConfigError(
+        "A ScriptModule cannot be sharded: TorchScript has compiled it with whole parameters.",
+        expected="modules in Python",
+        got=f"{name or 'the module itself'}, a ScriptModule",
+        remedy="pass the module that was scripted or traced, and use torch.compile to compile it",
+    )
+
+
 def not_classes(policy: object) -> ConfigError:
     """The error for an `auto_wrap_policy` that contains anything but classes."""
     return ConfigError(

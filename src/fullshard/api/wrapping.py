@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import invalid_argument
@@ -292,6 +293,13 @@ def plan_wrapping(
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
 
 
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise if `module` is, or contains, a ScriptModule with parameters: TorchScript has no place for sharded ones."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule) and next(inner.parameters(), None) is not None:
+            raise messages.scripted(name)
+
+
 def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, Any] | None] | None:
     """The policy as a function of a module; None for a callable policy."""
     if isinstance(policy, str) and policy == "auto":
@@ -313,15 +321,14 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return CustomPolicy(policy._lambda_fn).choose
     is_class = isinstance(policy, type)  # callable, but as a constructor
     if callable(policy) and not is_class:
-        with contextlib.suppress(ValueError):  # of functions in C, which have no signature
-            try:
-                inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
-            except TypeError:
-                expected = "a function policy(module=, recurse=, nonwrapped_numel=), which returns a bool"
-                remedy = (
-                    "functools.partial(lambda_auto_wrap_policy, lambda_fn=...) takes a function of the module alone"
-                )
-                raise invalid_argument("auto_wrap_policy", policy, expected, remedy) from None
+        try:
+            inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+        except TypeError:
+            expected = "a function policy(module=, recurse=, nonwrapped_numel=), which returns a bool"
+            remedy = "functools.partial(lambda_auto_wrap_policy, lambda_fn=...) takes a function of the module alone"
+            raise invalid_argument("auto_wrap_policy", policy, expected, remedy) from None
+        except ValueError:  # a function in C, which has no signature
+            pass
         return None
     raise messages.not_a_policy(policy, is_class)
 

@@ -20,6 +20,7 @@ from .messages import (
     lazy_parameter,
     on_another_device,
     share_memory,
+    sparse_parameter,
     tied_between_units,
     used_outside_its_unit,
 )
@@ -185,7 +186,7 @@ def check_ties(
 
 
 def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> None:
-    """Refuse parameters that cannot be cut: quantised weights, whose inner tensors would be lost, and lazy ones.
+    """Refuse parameters that cannot be cut: quantised weights, whose inner tensors would be lost, lazy and sparse ones.
 
     Raises:
         ConfigError: the parameter is of such a kind.
@@ -196,6 +197,8 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
     special = hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "__tensor_flatten__")
     if special and not (extensions and not isinstance(parameter, DTensor) and is_extension(parameter)):
         raise inner_tensors(name, type(inner).__name__)
+    if inner.layout is not torch.strided:
+        raise sparse_parameter(name, inner.layout)
 
 
 def _cannot_move(item: Found) -> bool:

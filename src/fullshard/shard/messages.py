@@ -257,6 +257,17 @@ def inner_tensors(name: str, kind: str) -> ConfigError:
     )
 
 
+def sparse_parameter(name: str, layout: object) -> ConfigError:
+    """The error for a parameter that is not dense."""
+    return ConfigError(
+        "A parameter is not dense, so it cannot be cut into shards.",
+        parameter=name,
+        expected="torch.strided, the layout of dense tensors",
+        got=layout,
+        remedy="make it dense before sharding (to_dense()), or put it in ignored_params (ignored_states)",
+    )
+
+
 def on_another_device(name: str, home: Any, device: Any) -> ConfigError:
     """The error for a parameter on a device that is not its mesh's."""
     if device.type == home.type:

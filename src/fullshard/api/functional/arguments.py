@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import invalid_argument
@@ -13,7 +14,7 @@ from ...mesh import check_smaller_groups
 from ...names import plain_class
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import is_unit
-from ..wrapping import Planned, plan_wrapping
+from ..wrapping import Planned, plan_wrapping, refuse_scripted
 from . import messages
 
 LAYOUTS = ("rows", "flat", "owner")
@@ -22,7 +23,9 @@ PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_p
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called. Containers cannot, unless their class defines `forward`."""
+    """Whether a module can be called. Containers cannot, unless their class defines `forward`, nor do ScriptModules."""
+    if isinstance(module, torch.jit.ScriptModule):  # looking up `forward` in its class fails
+        return False
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -44,6 +47,7 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise messages.not_a_module(type(module).__name__)
+        refuse_scripted(module)
         if not has_forward(module):
             raise messages.no_forward(type(module).__name__)
         if is_unit(module) or any(module is earlier for earlier in modules[:index]):
@@ -112,10 +116,13 @@ def reshard_of(reshard: bool | int | None, ranks: int) -> tuple[bool | None, int
     return True, reshard
 
 
-def check_ignored(ignored_params: Any) -> None:
-    """Raise if `ignored_params` contains anything but parameters."""
+def checked_ignored(ignored_params: Any) -> list[Tensor]:
+    """`ignored_params`, any iterable or None, as a list. Raises if it contains anything but parameters."""
+    if isinstance(ignored_params, Tensor):
+        raise messages.ignored_not_parameters(f"a tensor of shape {tuple(ignored_params.shape)}, not in a set")
     items = [] if ignored_params is None else ignored_params
-    items = items if isinstance(items, Iterable) else [items]
+    items = list(items) if isinstance(items, Iterable) else [items]
     invalid = next((item for item in items if not isinstance(item, Tensor)), None)
     if invalid is not None:
-        raise messages.ignored_not_parameters(invalid)
+        raise messages.ignored_not_parameters(f"{type(invalid).__name__} {invalid!r}"[:80])
+    return items

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import invalid_argument
+from ...errors import check_switch, invalid_argument
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import Axis, DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -53,7 +53,7 @@ from ...shard import (
 from ..gradients import check_reduction
 from ..whole import saving_methods
 from . import messages
-from .arguments import blocks_of, check_arguments, check_ignored, check_policy, reshard_of
+from .arguments import blocks_of, check_arguments, check_policy, checked_ignored, reshard_of
 from .module import FSDPModule, state_of
 from .reduce_dtype import log_difference, reduces_as_computed
 
@@ -155,8 +155,7 @@ def fully_shard(
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
-    if not isinstance(sync_module_states, bool):
-        raise invalid_argument("fully_shard(sync_module_states=)", sync_module_states, "True or False")
+    check_switch("fully_shard(sync_module_states=)", sync_module_states)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise invalid_argument(
             "fully_shard(shard_placement_fn=)", shard_placement_fn, "a function of a Parameter, or None"
@@ -181,8 +180,8 @@ def fully_shard(
     )
     keep = _check_reshard(reshard_after_forward, axes)
     below = [runner for unit_module in modules for runner in runners_in(unit_module)]
-    check_ignored(ignored_params)
-    ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
+    own_ignored: list[Any] = checked_ignored(ignored_params)
+    ignored = {id(parameter) for parameter in own_ignored} | left_alone(below)
     _refuse_inside(modules, ignored)
     plan = _Plan(modules, settings, keep, ignored, prefetch)
     plans = [plan]
@@ -192,7 +191,7 @@ def fully_shard(
         plans = [
             *(
                 plan.of_block(block, overrides)
-                for _, block, overrides in blocks_of(modules[0], auto_wrap_policy, ignored_params or set())
+                for _, block, overrides in blocks_of(modules[0], auto_wrap_policy, own_ignored)
             ),
             plan,
         ]

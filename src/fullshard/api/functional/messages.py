@@ -11,7 +11,12 @@ from ...errors import ArgumentTypeError, AssertedError, ConfigError, PhaseError,
 
 def no_modules() -> ConfigError:
     """The error for an empty list of modules."""
-    return ConfigError("fully_shard was called with an empty list of modules")
+    return ConfigError(
+        "fully_shard was called with an empty list of modules.",
+        expected="a module, or a list of at least one",
+        got="an empty list",
+        remedy="pass the modules that form the unit, or omit the call if there are none",
+    )
 
 
 def not_a_module(kind: str) -> ArgumentTypeError:
@@ -39,12 +44,12 @@ def applied_twice(kind: str) -> AssertedError:
     )
 
 
-def ignored_not_parameters(invalid: object) -> ArgumentTypeError:
-    """The error for `ignored_params` that contains anything but parameters."""
+def ignored_not_parameters(got: str) -> ArgumentTypeError:
+    """The error for `ignored_params` that is no set, or contains anything but parameters."""
     return ArgumentTypeError(
         "ignored_params must hold Parameters.",
         expected="a set of Parameter objects, such as {model.head.weight}",
-        got=f"{type(invalid).__name__} {invalid!r}"[:80],
+        got=got,
         remedy="look up names: {p for name, p in model.named_parameters() if name in names}",
     )
 

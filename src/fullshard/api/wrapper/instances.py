@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...comm import make_comm
-from ...errors import invalid_argument
+from ...errors import ArgumentTypeError, check_switch, invalid_argument
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...names import clean_name, plain_class
@@ -36,7 +36,7 @@ from ...shard import (
     show_shared,
 )
 from ..gradients import check_reduction
-from ..wrapping import plan_wrapping, post_order
+from ..wrapping import plan_wrapping, post_order, refuse_scripted
 from . import messages
 from .precision import FullPrecision, policy_of
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
@@ -82,6 +82,9 @@ def check_arguments(module: Any, keywords: Mapping[str, Any]) -> Arguments:
     """
     if not isinstance(module, nn.Module):
         raise messages.not_a_module(type(module).__name__)
+    refuse_scripted(module)
+    for name in ("sync_module_states", "use_orig_params"):
+        check_switch(f"FullyShardedDataParallel({name}=)", keywords[name])
     chosen, notes = ShardingStrategy.FULL_SHARD, list[str]()
     if keywords["sharding_strategy"] is not None:
         chosen = accept(keywords["sharding_strategy"], ShardingStrategy, "sharding_strategy")
@@ -139,15 +142,17 @@ def _device(device_id: Any) -> torch.device | None:
 def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> tuple[set[nn.Module], set[int]]:
     if modules is not None and states is not None:
         raise messages.ignored_twice()
-    states = modules if modules is not None else states or ()
-    if not isinstance(states, Iterable):
-        raise messages.ignored_not_iterable(states)
+    argument = f"FullyShardedDataParallel({'ignored_states' if modules is None else 'ignored_modules'}=)"
+    expected = "a list or set of " + ("parameters, or of modules, not both" if modules is None else "modules")
+    remedy = "pass the objects themselves, as in [model.head]"
+    states = modules if modules is not None else () if states is None else states
+    if not isinstance(states, Iterable) or isinstance(states, (str, torch.Tensor)):
+        raise invalid_argument(argument, states, expected, remedy, ArgumentTypeError)
     items = list(states)
     kinds = {isinstance(item, nn.Parameter) for item in items}
     invalid = [item for item in items if not isinstance(item, (nn.Module, nn.Parameter))]
     if invalid or len(kinds) > 1 or (modules is not None and True in kinds):
-        expected = "modules" if modules is not None else "parameters, or modules, not both"
-        raise messages.ignored_of_wrong_type(expected, [type(item).__name__ for item in items])
+        raise invalid_argument(argument, invalid[0] if invalid else items, expected, remedy)
     chosen = {item for item in items if isinstance(item, nn.Module)}
     for item in chosen:
         if is_unit(item):

@@ -98,16 +98,6 @@ def ignored_twice() -> ConfigError:
     return ConfigError("ignored_modules and ignored_states are mutually exclusive: ignored_states takes modules too")
 
 
-def ignored_not_iterable(states: object) -> ArgumentTypeError:
-    """The error for ignored modules or states that are not in a list or set."""
-    return ArgumentTypeError(f"the ignored modules or states must be a list or set, got {states!r}")
-
-
-def ignored_of_wrong_type(expected: str, kinds: Sequence[str]) -> ConfigError:
-    """The error for ignored states of a wrong type, or of mixed types."""
-    return ConfigError(f"the ignored states must be {expected}; got {kinds}")
-
-
 def ignored_instance(kind: str) -> ConfigError:
     """The error for an instance among the ignored modules."""
     return ConfigError(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, invalid_argument
+from ...policies import check_reduce_dtype
 from . import messages
 
 T = TypeVar("T")
@@ -138,8 +139,8 @@ class MixedPrecision(_Checked):
             without mixed precision. Default: batch norms.
 
     Raises:
-        ConfigError: a dtype that is not floating-point, a switch that is not a bool, an entry that is not a module
-            class.
+        ConfigError: a dtype that is not floating-point, a `reduce_dtype` of 8 bits, a switch that is not a bool, an
+            entry that is not a module class.
     """
 
     param_dtype: torch.dtype | None = None
@@ -153,7 +154,10 @@ class MixedPrecision(_Checked):
     def _check(self, name: str, value: Any) -> Any:
         if name.endswith("_dtype"):
             fits = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
-            return self._expect(name, value, fits, "a floating-point torch.dtype or None")
+            self._expect(name, value, fits, "a floating-point torch.dtype or None")
+            if name == "reduce_dtype":
+                check_reduce_dtype("MixedPrecision.reduce_dtype", value)
+            return value
         if name == "_module_classes_to_ignore":
             fits = isinstance(value, Sequence) and all(isinstance(c, type) and issubclass(c, nn.Module) for c in value)
             return self._expect(name, value, fits, "a sequence of nn.Module classes")
