@@ -199,7 +199,7 @@ def test_a_loss_holds_three_times_its_logits() -> None:
 @pytest.mark.parametrize(
     ("row", "file", "heading", "peer", "column"),
     [
-        ("speed of a training step", "2026-11-28-all", "throughput: training step [s]", "rows+view", 5),
+        ("speed of a training step", "2026-11-29-throughput", "throughput: training step [s]", "rows+view", 5),
         ("host cost of a block", "2026-11-28-all", "host_cost: host cost over plain", "rows", 5),
         ("peak live memory", "2026-11-28-all", "live_memory: peak live memory", "rows", 5),
     ],
