@@ -62,14 +62,17 @@ def layer_used_twice() -> nn.Sequential:
     return model
 
 
+@pytest.mark.parametrize("wrapped", [0, 2])
 @both
 @on_ranks
-def test_a_layer_used_twice_of_which_one_use_is_an_instance(originals: bool) -> None:
+def test_a_layer_used_twice_of_which_one_use_is_an_instance(originals: bool, wrapped: int) -> None:
     """The instance around both uses has it; the other use kept the plain layer, with what the first left in it."""
     model = layer_used_twice()
-    model[0] = wrap(fullshard, model[0], use_orig_params=originals)
+    model[wrapped] = wrap(fullshard, model[wrapped], use_orig_params=originals)
     model = wrap(fullshard, model, use_orig_params=originals)
     train(model)
+    for _ in range(2):  # a state dict puts placeholders where parameters are, and these back
+        assert model.state_dict().keys() == layer_used_twice().state_dict().keys()
     same(whole(fullshard, model), trained(layer_used_twice()))
 
 

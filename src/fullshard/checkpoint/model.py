@@ -111,7 +111,7 @@ def _placeholders(runner: Runner) -> Iterator[None]:
                 place.registry[place.name] = placeholder
         yield
     finally:
-        for registry, key, shown in replaced:
+        for registry, key, shown in reversed(replaced):  # a registry may stand in it twice, by two paths
             if shown is None:  # it is in a `FlatParameter`, and not registered itself
                 registry.pop(key, None)
             else:
