@@ -28,6 +28,7 @@ from .owners import (
     batches_of,
     check_gradient,
     cut_of,
+    elements_at_once,
     in_turns,
     keep,
     ownership,
@@ -375,10 +376,6 @@ def _part_rows(parameter: torch.Tensor, split: Any) -> list[int]:
     return list(parts)
 
 
-STACK = 2**20
-"""Elements of matrices that are orthogonalized in one batch of products; a larger matrix is a batch by itself."""
-
-
 def _orthogonalized(wholes: list[torch.Tensor], groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     """The updates of whole bfloat16 matrices without their learning rates; parts are scaled by their own adjustments.
 
@@ -396,7 +393,7 @@ def _orthogonalized(wholes: list[torch.Tensor], groups: Sequence[dict[str, Any]]
         for number, part in enumerate(parts[index]):
             alike.setdefault((part.shape, part.device, iteration), []).append((index, number))
     for (shape, _, iteration), places in alike.items():
-        most = max(STACK // max(shape.numel(), 1), 1)
+        most = max(elements_at_once() // max(shape.numel(), 1), 1)
         for some in (places[at : at + most] for at in range(0, len(places), most)):
             stack = [parts[index][number] for index, number in some]
             updates = newton_schulz(torch.stack(stack), *iteration) if most > 1 else [newton_schulz(*stack, *iteration)]

@@ -364,6 +364,14 @@ def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
     return [in_order[batch] for batch in batches]
 
 
+def elements_at_once() -> int:
+    """Elements of whole tensors of one shape that are computed with in one operation, small beside a batch.
+
+    2^20 by default: larger matrices fill a processor by themselves.
+    """
+    return BATCH // 16
+
+
 def fits_a_batch(nbytes: Iterable[int]) -> bool:
     """Whether whole tensors of these sizes are in one batch, whoever owns them."""
     return sum(nbytes) <= BATCH
