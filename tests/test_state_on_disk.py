@@ -144,7 +144,7 @@ def refused(folder: str) -> dict[str, str]:
     full = OSError(errno.ENOSPC, "No space left on device")
     errors = {}
 
-    def attempt(name: str, optimizer: Any, folder: str) -> None:
+    def attempt(name: str, optimizer: Any, folder: Any) -> None:
         with pytest.raises(fullshard.ConfigError) as raised:
             fullshard.optimizer_state_on_disk(optimizer, folder)
         errors[name] = str(raised.value)
@@ -152,6 +152,8 @@ def refused(folder: str) -> dict[str, str]:
     attempt("missing", optimizer, f"{folder}/none")
     Path(folder, f"file{dist.get_rank()}").touch()
     attempt("a file", optimizer, f"{folder}/file{dist.get_rank()}")
+    attempt("no path", optimizer, None if dist.get_rank() else folder)
+    attempt("empty", optimizer, "")
     attempt("owners", owners, folder)
     attempt("no optimizer", model, folder)
     reserve = mock.Mock(side_effect=full) if dist.get_rank() == 1 else os.posix_fallocate
@@ -166,6 +168,7 @@ def refused(folder: str) -> dict[str, str]:
 @pytest.mark.gloo("processes")
 def test_what_it_refuses_on_all_ranks(run_ranks: Callable, tmp_path: Path) -> None:
     for errors in run_ranks(refused, str(tmp_path), world=2):
+        assert "folder=None, which is not the path" in errors["no path"] and "folder=''" in errors["empty"]
         assert "No such file or directory" in errors["missing"] and "bytes in" in errors["missing"]
         assert "Not a directory" in errors["a file"]
         assert "OwnerOptimizer" in errors["owners"] and "not an optimizer" in errors["no optimizer"]
