@@ -51,7 +51,7 @@ BY_TYPE = {
     "insight/verify/session.py: restore_generators": "random numbers of a report",
     "insight/verify/whole.py: _global_batches": "a report",
     "mesh/axes.py: _device": "which device of its type",
-    "optim/clip.py: checked_norm_type": "whether a `max_norm` may be read: tests/device/test_host_waits.py",
+    "optim/clip.py: checked_clipping": "whether a `max_norm` may be read: tests/device/test_host_waits.py",
     "optim/clip.py: on_one_device": "where norms are joined: tests/parity/test_offload.py has both",
     "optim/in_backward.py: _in_host_memory": "which units step beside the backward: all do in a simulation",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",

@@ -294,7 +294,10 @@ def plan_wrapping(
 
 
 def refuse_scripted(module: nn.Module) -> None:
-    """Raise if `module` is, or contains, a ScriptModule with parameters: TorchScript has no place for sharded ones."""
+    """Raise if `module` is, or contains, a ScriptModule with parameters: TorchScript has no place for sharded ones.
+
+    It makes a new tensor at each access, so its parameters cannot be told apart to be ignored either.
+    """
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule) and next(inner.parameters(), None) is not None:
             raise messages.scripted(name)

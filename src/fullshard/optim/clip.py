@@ -52,11 +52,11 @@ def clip_grad_norm_(
         The total norm before clipping, a 0-d float32 tensor (float64 if the gradients are).
 
     Raises:
-        ConfigError: an invalid `max_norm` or `norm_type`, see `checked_norm_type`.
+        ConfigError: an invalid `max_norm` or `norm_type`, see `checked_clipping`.
         ArgumentTypeError (a TypeError): `parameters` is a module or (name, parameter) pairs instead of tensors.
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
-    norm_type = checked_norm_type(max_norm, norm_type)
+    norm_type = checked_clipping(max_norm, norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
     refuse_to_clip_stepped(tensors)
     follow_views(tensors)
@@ -118,7 +118,7 @@ def refuse_stepped(parameters: Iterable[torch.Tensor], caller: str, remedy: str)
             )
 
 
-def checked_norm_type(max_norm: Any, norm_type: Any) -> float:
+def checked_clipping(max_norm: Any, norm_type: Any) -> float:
     """Check the arguments of `clip_grad_norm_`; returns `norm_type` as a float. Does not wait for `max_norm`.
 
     Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, PhaseError
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..generators import restored_generators
-from ..shard import UNDOABLE, Unit, release_all
+from ..shard import UNDOABLE, Unit, refuse_undoable, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
 from ..torch_private.step_hooks import needs_closure, step_part
@@ -83,13 +83,7 @@ class StepsInBackward:
             PhaseError: units have stepped unclipped since the last `optimizer.step()` (clip="redo").
         """
         self._finish()
-        if self._assumed:
-            raise PhaseError(
-                "remove() was called while steps that the backward took may still be undone, to clip gradients.",
-                expected="optimizer.step() after the backward",
-                remedy="call optimizer.step() first; or undo(), after a backward that raised",
-                topic="step-in-backward",
-            )
+        refuse_undoable([*self._counts])
         for handle in self._handles:
             handle.remove()
         for stepped in (self.optimizer, *self._parameters):
@@ -124,7 +118,8 @@ class StepsInBackward:
             with restored_generators():
                 yield
             self._consume([p for p in self._parameters if p.grad is not None])
-            self.norm, self._measured = joined_norm(self._by_groups(), 2.0, self._parameters[0].device), True
+            self.norm = joined_norm(self._by_groups(), 2.0, self._parameters[0].device)
+            self._measured = bool(self._norms)
         finally:
             self._measuring, self._norms, self._ready, self._unit = False, {}, {}, None
 

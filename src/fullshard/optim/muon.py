@@ -163,14 +163,14 @@ class Muon(torch.optim.Optimizer):
             )
         for (ranks, replicas), (axis, indices, cuts) in by_ranks.items():
             matrices = [stepped[index] for index in indices]
-            key = tuple([id(parameter) for parameter, _ in matrices])
+            parameters = [parameter for parameter, _ in matrices]
+            key = tuple(map(id, parameters))
             of_ranks = self._owners.setdefault((ranks, replicas), {})
             owned = of_ranks.get(key)
             known = owned is not None and owned.cuts == cuts
             if owned is None or not known:
-                owned = _Owned(cuts, axis, token_of([parameter for parameter, _ in matrices], ""))
+                owned = _Owned(cuts, axis, token_of(parameters, ""))
                 keep(of_ranks, key, owned)
-            parameters = [parameter for parameter, _ in matrices]
             groups = list({id(group): group for _, group in matrices}.values())
             agree(owned.token, parameters, ranks, replicas, "", known, groups)
             is_alone = cuts[0].world == 1 and axis is None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..agreement import arrive
-from ..shard import State, Unit, refuse_meta, refuse_parked, settle
+from ..shard import State, Unit, refuse_meta, refuse_unready, settle
 from ..watcher import GATHER, REGATHER
 from .call import Forward
 from .inputs import inputs_of
@@ -461,7 +461,7 @@ class Runner:
         if unit.state is SHARDED:
             unit.refresh()
             refuse_meta([unit])
-            refuse_parked([unit])
+            refuse_unready([unit])
             root, alone = self.root, self.root is None or self.root.pass_top is None
             if root is not None:
                 (root.position.tell if alone else root.position.issue)(GATHER, self.index)

@@ -1,6 +1,6 @@
 """Units, buckets and gradients: shards and gathered memory. Owns every long-lived tensor."""
 
-from .asked import When, ask, before_step, follow_views, refuse_meta
+from .asked import UNDOABLE, When, ask, before_step, follow_views, refuse_meta, refuse_undoable, refuse_unready
 from .bucket import Bucket, share_over
 from .build import build_unit, plan_unit, policy_of
 from .copy import clone_unit, place_clone
@@ -10,16 +10,7 @@ from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse
 from .hooks import sees_gradients, shown_empty
 from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
-from .parking import (
-    UNDOABLE,
-    Mover,
-    is_parked,
-    offload_unit,
-    park_unit,
-    refuse_parked,
-    refuse_undoable,
-    resume_unit,
-)
+from .parking import Mover, is_parked, offload_unit, park_unit, resume_unit
 from .plan import BuildSettings
 from .reduce_buffer import PlannedReduction
 from .scaling import MEAN, REDUCTIONS, ReduceSettings, TokenCount

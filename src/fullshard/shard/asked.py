@@ -6,10 +6,12 @@ by one only if something differs. Other checks are part of a unit's own moments:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
+from typing import Any
 
 import torch
 
@@ -19,8 +21,8 @@ from ..torch_private.local_tensor import plain_access, read_grad, read_requires_
 from .bucket import Bucket, none_replaced
 from .delivery import follow
 from .gradients import Gradients, release_all
-from .messages import forward_on_meta
-from .parking import refuse_parked
+from .messages import forward_on_meta, steps_may_be_undone
+from .parking import Parking, refuse_parked
 from .unit import Unit
 from .views import OptimizerView
 
@@ -90,6 +92,33 @@ def _all_followed(buckets: Sequence[Bucket]) -> bool:
     return [*now] == [*chain.from_iterable(followed)]
 
 
+UNDOABLE: weakref.WeakKeyDictionary[Any, set[Unit]] = weakref.WeakKeyDictionary()
+"""By what stepped them in a backward: units whose steps `optimizer.step()` may still undo, to clip their gradients."""
+
+
+def refuse_undoable(units: Sequence[Unit]) -> None:
+    """Raise if steps of any of these units may still be undone.
+
+    Raises:
+        PhaseError: names the units.
+    """
+    undoable = set[Unit]().union(*UNDOABLE.values())
+    if not undoable.isdisjoint(units):
+        raise steps_may_be_undone([unit.name for unit in units if unit in undoable])
+
+
+def refuse_unready(units: Sequence[Unit]) -> None:
+    """Raise if any of these units may not compute now. Costs nothing while no unit of this process is such.
+
+    Raises:
+        PhaseError: units are parked, or their steps may still be undone; names them and the remedy.
+    """
+    if UNDOABLE:
+        refuse_undoable(units)
+    if Parking.alive:
+        refuse_parked(units)
+
+
 def refuse_meta(units: Sequence[Unit]) -> None:
     """Raise if any of these units has parameters without values.
 
@@ -102,7 +131,7 @@ def refuse_meta(units: Sequence[Unit]) -> None:
 
 
 _CHECKS: dict[When, tuple[Callable[[Sequence[Unit]], None], ...]] = {
-    When.REST: (_refresh, refuse_parked, refuse_meta),
+    When.REST: (_refresh, refuse_unready, refuse_meta),
     When.BACKWARD: (_follow,),
 }
 

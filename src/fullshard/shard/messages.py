@@ -402,18 +402,21 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
     )
 
 
-# parking.py
+# asked.py
 
 
 def steps_may_be_undone(units: Iterable[str]) -> PhaseError:
     """The error for using a model between a backward that stepped it without clipping and `optimizer.step()`."""
     return PhaseError(
-        "A model was used while steps that its backward took may still be undone, to clip gradients.",
+        "Steps that a backward took may still be undone, to clip gradients; the model cannot be used meanwhile.",
         expected='optimizer.step() after the backward, with step_in_backward(clip="redo")',
         got="units that stepped unclipped: " + ", ".join(name or "(root)" for name in units),
         remedy="call optimizer.step() first; after a backward that raised, undo() of what step_in_backward returned",
         topic="step-in-backward",
     )
+
+
+# parking.py
 
 
 def parked_asked_to_compute(units: Iterable[str]) -> PhaseError:

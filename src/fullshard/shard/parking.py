@@ -7,7 +7,7 @@ views stay the same objects with different memory. Tensors that share memory sti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from .bucket import Bucket
 from .delivery import follow
 from .gradient_set import GradientSet
 from .gradients import Gradients
-from .messages import parked_asked_to_compute, steps_may_be_undone
+from .messages import parked_asked_to_compute
 from .offload import Home, settle
 from .unit import Unit
 
@@ -109,34 +109,15 @@ class Mover:
         follow_local(tensor)
 
 
-UNDOABLE: weakref.WeakKeyDictionary[Any, set[Unit]] = weakref.WeakKeyDictionary()
-"""By what stepped them in a backward: units whose steps `optimizer.step()` may still undo, to clip their gradients."""
-
-
-def refuse_parked(units: Sequence[Unit]) -> None:
-    """Raise if any of these units may not compute now. Called every step; costs nothing if none of the process is such.
+def refuse_parked(units: Iterable[Unit]) -> None:
+    """Raise if any of these units is parked.
 
     Raises:
-        PhaseError: units are parked, or `UNDOABLE`; names them and the remedy.
+        PhaseError: units are parked; names them, and `fullshard.resume`.
     """
-    if UNDOABLE:
-        refuse_undoable(units)
-    if not Parking.alive:
-        return
     names = [unit.name for unit in units if is_parked(unit)]
     if names:
         raise parked_asked_to_compute(names)
-
-
-def refuse_undoable(units: Sequence[Unit]) -> None:
-    """Raise if the values of any of these units may still be undone.
-
-    Raises:
-        PhaseError: names the units.
-    """
-    undoable = set[Unit]().union(*UNDOABLE.values())
-    if not undoable.isdisjoint(units):
-        raise steps_may_be_undone([unit.name for unit in units if unit in undoable])
 
 
 def is_parked(unit: Unit) -> bool:

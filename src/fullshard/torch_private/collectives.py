@@ -82,14 +82,6 @@ def _called(group: dist.ProcessGroup, name: str, *args: Any) -> Call:
     return started
 
 
-def _swap(out: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, rank: int) -> Call:
-    """A call that sends `sent` to the other rank of a group of two and receives `out` from it; `rank`: in the group."""
-    splits = [0, out.numel()] if rank == 0 else [out.numel(), 0]
-    if _has(group, _EXCHANGE):
-        return _called(group, _EXCHANGE, out, sent, splits, splits, _PLAIN_EXCHANGE)
-    return partial(dist.all_to_all_single, out, sent, splits, splits, group=group, async_op=True)
-
-
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Call:
     """An all-gather of equal shards [S] of any dtype into out [world * S]."""
     if out.dtype not in KNOWN:
@@ -118,22 +110,29 @@ def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def swap(out: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, rank: int) -> Any:
-    """Start to send `sent` to the other rank of a group of two, and to receive `out` from it; returns the work."""
-    return _swap(as_moved(out), as_moved(sent), group, rank)()
+    """Start to send `sent` to the other rank of a group of two, and to receive `out` from it; returns the work.
+
+    An all-to-all without this rank's own slice, which gloo would copy.
+
+    Args:
+        rank: this rank in the group.
+    """
+    out, sent = as_moved(out), as_moved(sent)
+    splits = [0, out.numel()] if rank == 0 else [out.numel(), 0]
+    if _has(group, _EXCHANGE):
+        return group.alltoall_base(out, sent, splits, splits, _PLAIN_EXCHANGE)
+    return dist.all_to_all_single(out, sent, splits, splits, group=group, async_op=True)
 
 
 def swap_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, rank: int) -> Call:
     """An all-gather of two shards [S] of any dtype into out [2 * S]: by a swap, and a copy of this rank's own shard."""
-    out, shard = as_moved(out), as_moved(shard)
-    planned: list[Any] = []  # this rank's slice of `out`, and the swap: planned once `out` has memory to take views of
+    slices: list[torch.Tensor] = []  # of `out`, by rank: views, taken when it has memory first
 
     def started() -> Any:
-        if not planned:
-            slices = out.view(2, -1)
-            planned.extend((slices[rank], _swap(slices[1 - rank], shard, group, rank)))
-        own, start = planned
-        copy_hidden(own, shard)
-        return start()
+        if not slices:
+            slices.extend(out.view(2, -1))
+        copy_hidden(slices[rank], shard)
+        return swap(slices[1 - rank], shard, group, rank)
 
     return started
 

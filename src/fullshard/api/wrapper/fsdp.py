@@ -19,7 +19,7 @@ from ...forms import owner_of
 from ...mesh import Axis
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...optim.clip import checked_norm_type, clip_units, refuse_to_clip_stepped
+from ...optim.clip import checked_clipping, clip_units, refuse_to_clip_stepped
 from ...policies import Check, Unused
 from ...runtime import (
     RUNNER_KEY,
@@ -345,7 +345,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
             ConfigError: an invalid `max_norm` or `norm_type`, or a parameter steps during the backward.
         """
         self._must_be_root("clip_grad_norm_()")
-        order = checked_norm_type(max_norm, norm_type)
+        order = checked_clipping(max_norm, norm_type)
         parameters = list(self.parameters())
         refuse_to_clip_stepped(parameters)
         units = [child._runner().unit for child in self.fsdp_modules(self)]
