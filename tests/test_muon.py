@@ -381,3 +381,19 @@ def other_rates(kind: str, mesh: tuple[int, ...]) -> str:
 def test_ranks_with_other_learning_rates(run_ranks, kind, mesh):
     for error in run_ranks(other_rates, kind, mesh, world=2):
         assert error.startswith("1: ") and "learning rates [0.1]" in error and "learning rates [0.2]" in error, error
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_muons_of_shards_are_refused(fake_world, layout):
+    """By the name of the package: this stands in for one whose kernels need a GPU."""
+    fake_world(2)
+    kind = type("Muon", (torch.optim.SGD,), {"__module__": "muonium.optim.optim"})
+    model = fullshard.fully_shard(nn.Linear(4, 4, bias=False), layout=layout)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(
+        fullshard.ConfigError, match=r"the part of a matrix[\s\S]*weight[\s\S]*fullshard.Muon"
+    ):
+        kind(model.parameters(), lr=0.1).step()
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(2, 4)).sum().backward()
+    kind(plain.parameters(), lr=0.1).step()

@@ -78,6 +78,9 @@ TAKE_PLAIN_TENSORS = {
 """By package: classes that step by kernels of their own, which read a tensor's memory: DeepSpeed's end the process on
 tensor subclasses, which have none (SIGSEGV, deepspeed 0.19.8)."""
 
+ORTHOGONALIZE_SHARDS = {"muonium": {"Muon"}}
+"""By package: classes that orthogonalize the rows of a rank, not the matrix (README of muonium 0.2.0, "fast path")."""
+
 _checked: weakref.WeakKeyDictionary[Optimizer, Checked] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
 
@@ -312,6 +315,15 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
         return any(base in classes.get(package, ()) for package, base in bases)
 
     owners = f"fullshard.OwnerOptimizer(model.parameters(), {name}, ...), which gives it whole tensors"
+    if is_among(ORTHOGONALIZE_SHARDS) and _is_split(parameter):
+        raise ConfigError(
+            f"{name} orthogonalizes the part of a matrix that each rank has, not the matrix: results would be wrong.",
+            parameter=parameter.__dict__.get(NAME_KEY, "?"),
+            expected="an optimizer that assembles matrices",
+            got=f"{type(optimizer).__module__}.{name}",
+            remedy=f"fullshard.Muon; or {owners}",
+            topic="optimizer-on-shards",
+        )
     if is_among(TAKE_PLAIN_TENSORS):
         remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif names_of(type(optimizer)) & COUPLED and _is_split(parameter):
