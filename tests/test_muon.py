@@ -390,9 +390,7 @@ def test_muons_of_shards_are_refused(fake_world, layout):
     kind = type("Muon", (torch.optim.SGD,), {"__module__": "muonium.optim.optim"})
     model = fullshard.fully_shard(nn.Linear(4, 4, bias=False), layout=layout)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(
-        fullshard.ConfigError, match=r"the part of a matrix[\s\S]*weight[\s\S]*fullshard.Muon"
-    ):
+    with pytest.raises(fullshard.ConfigError, match=r"the part of a matrix[\s\S]*weight[\s\S]*fullshard.Muon"):
         kind(model.parameters(), lr=0.1).step()
     plain = nn.Linear(4, 4)
     plain(torch.ones(2, 4)).sum().backward()
