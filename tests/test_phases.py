@@ -154,7 +154,7 @@ def backward(steps: list[tuple[int, bool]], used: list[bool]) -> list[int]:
             period = open_now.pop(unit)
             trace.left(period)
         else:
-            period = open_now[unit] = Period(unit)
+            period = open_now[unit] = Period.of(unit)
             trace.entered(period)
         at[id(period), leaves] = position
         told.append((period, leaves))
@@ -176,7 +176,7 @@ def test_ranks_go_the_same_way_back_whatever_they_use(steps: list[tuple[int, boo
 
 
 def test_what_leads_nowhere_leaves_no_trace() -> None:
-    trace, outer, inner = Trace(), Period(0), Period(1)
+    trace, outer, inner = Trace(), Period.of(0), Period.of(1)
     trace.entered(outer)
     trace.entered(inner)
     trace.left(inner, goes_back=False)
@@ -186,7 +186,7 @@ def test_what_leads_nowhere_leaves_no_trace() -> None:
 
 def test_a_step_that_was_gone_over_is_not_found_in_another_period() -> None:
     """A unit that runs twice: what is told of the second run again says nothing of the first."""
-    trace, first, second = Trace(), Period(0), Period(0)
+    trace, first, second = Trace(), Period.of(0), Period.of(0)
     for period in (first, second):
         trace.entered(period)
         trace.left(period)
@@ -198,7 +198,7 @@ def test_a_step_that_was_gone_over_is_not_found_in_another_period() -> None:
 def test_what_comes_next_is_what_was_left_last(depth: int) -> None:
     trace = Trace()
     for unit in range(4):
-        period = Period(unit)
+        period = Period.of(unit)
         trace.entered(period)
         trace.left(period)
     assert trace.upcoming(depth) == [3, 2, 1, 0][:depth]

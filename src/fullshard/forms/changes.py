@@ -12,12 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
 
+from ..containers import NONES
 from ..readers import wait_for_readers
 
 OWNER_KEY = "_fullshard_unit"
@@ -143,6 +144,13 @@ def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
     """Wait for what reads parameters beside training, if an operation of this name and with these arguments writes."""
     if changes_in_place(name) or (kwargs and "out" in kwargs):
         wait_for_readers()
+
+
+def note_step(parameters: Iterable[torch.Tensor]) -> None:
+    """Count a change for every unit that owns any of these parameters."""
+    for reference in {*map(getattr, parameters, repeat(OWNER_KEY), NONES)}:
+        if reference and (unit := reference()) is not None:
+            unit.touched.changes += 1
 
 
 def note_change(tensors: Iterable[Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,13 +87,14 @@ class Run:
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         return self  # immutable: integers and process groups
 
+    @cached_property
+    def split(self) -> tuple[Any, ...]:
+        """Equal for runs of the same elements of parameters of the same shape, on the ranks of the same group."""
+        return self.shape, self.order, self.offset, self.slice_numel, self.axis.group
+
     def same_as(self, other: Run) -> bool:
         """Whether the ranks of the same group have the same elements of a parameter of the same shape."""
-        if self is other:
-            return True
-        mine = self.shape, self.order, self.offset, self.slice_numel
-        theirs = other.shape, other.order, other.offset, other.slice_numel
-        return mine == theirs and self.axis.group is other.axis.group
+        return self is other or self.split == other.split
 
 
 @works_in_lists

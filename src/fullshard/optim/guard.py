@@ -14,14 +14,14 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
+from itertools import chain, compress, repeat
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ..containers import NONES
 from ..errors import ConfigError, message
@@ -32,7 +32,7 @@ from ..forms import (
     WHOLE_KEY,
     FlatShard,
     RowShard,
-    note_change,
+    note_step,
     owner_of,
     successor_of,
 )
@@ -40,8 +40,10 @@ from ..readers import wait_for_readers
 from ..runtime import apart, left_alone_by_all
 from ..shard import Unit, all_ranks_hold, before_step
 from ..torch_private.local_tensor import plain_access, read_grad
+from ..torch_private.step_hooks import hook_around_all
 from .clip import STEPPED_KEY
 from .owner_optimizer import OwnerOptimizer
+from .plain_step import after_step, on_plain_tensors
 from .probe import COUPLED, names_of, treats_elements
 
 FAIL_ON_DTENSORS = {
@@ -89,7 +91,14 @@ _warned: set[str] = set()
 def install() -> None:
     """Check every optimizer of this process at its first step, and again when it gains parameters."""
     # Dynamo cannot trace the hook, and a compiled step must not skip it: this breaks the graph.
-    register_optimizer_step_pre_hook(apart(_check))
+    check = apart(_check)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        check(optimizer, args, kwargs)
+        return on_plain_tensors(optimizer, args, kwargs)
+
+    # One hook, the last of those of all optimizers: a check may take the table of hooks apart, to try an optimizer.
+    hook_around_all(before_step, after_step)
 
 
 @dataclass(slots=True)
@@ -151,7 +160,8 @@ def _described(optimizer: Optimizer) -> str:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     wait_for_readers()
     groups = optimizer.param_groups
-    parameters = [p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)]
+    listed = [*chain.from_iterable([group["params"] for group in groups])]
+    parameters: list[torch.Tensor] = [*compress(listed, map(isinstance, listed, repeat(torch.Tensor)))]
     checked = _checked.get(optimizer)
     if checked is None or checked.count != len(parameters):
         check_parameters(optimizer)
@@ -160,7 +170,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if checked.units:
         checked.step(optimizer)
     with plain_access():
-        note_change(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
+        note_step(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
 
 
 def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:

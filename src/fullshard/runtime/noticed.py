@@ -15,16 +15,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..containers import NONES, drain
 from ..errors import PhaseError
-from ..forms import WHOLE_KEY, Member, owner_of
+from ..forms import WHOLE_KEY, FlatShard, Member, RowShard, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.local_tensor import plain_access, write_grad
 from ..torch_private.versions import set_version
 from ..watcher import RANK
 from .hints import explain_failed_allocation
@@ -33,6 +36,7 @@ from .out_of_memory import is_out_of_memory
 from .root import all_roots
 
 _installed: list[Any] = []
+_SHARDED = {RowShard, FlatShard}
 
 
 def give_up(parameters: Iterable[Any], shown: bool) -> None:
@@ -43,6 +47,10 @@ def give_up(parameters: Iterable[Any], shown: bool) -> None:
         shown: whether `.grad` becomes None too; optimizer views share it with the parameters under them.
     """
     recover()
+    parameters = [*parameters]
+    if shown:  # at once, in place of the setter of each
+        with plain_access():
+            drain(map(write_grad, compress(parameters, map(_SHARDED.__contains__, map(type, parameters))), NONES))
     units = [runner.unit for root in all_roots() for runner in root.units]
     if not any([g.accumulates or g.delivery.views for unit in units for g in unit.gradients]):
         return
@@ -188,7 +196,7 @@ def install() -> None:
     @apart
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        give_up([parameter for group in self.param_groups for parameter in group["params"]], set_to_none)
+        give_up(chain.from_iterable([group["params"] for group in self.param_groups]), set_to_none)
         original(self, set_to_none)
 
     @apart

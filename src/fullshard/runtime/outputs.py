@@ -10,7 +10,8 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from operator import attrgetter, call
+from itertools import repeat
+from operator import call
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ class FirstGradient:
 _WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient shows that a backward runs
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)
-_ATTRIBUTES = attrgetter("__dict__")
+DICT, EMPTY = repeat("__dict__"), repeat(())  # of modules that are gone: no attributes
 
 
 class Leftovers:
@@ -200,34 +201,37 @@ class Leftovers:
 
     Args:
         modules: the unit's own, without those of units below. Held weakly. PyTorch's own modules leave nothing.
+
+    Attributes:
+        modules: references to those modules.
+        sizes: their numbers of attributes when they were searched last.
+        names: attributes that may hold tensors: index of the module, and name.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [
+        self.modules = [
             weakref.ref(module) for module in modules if not type(module).__module__.startswith("torch.nn.")
         ]
-        self._sizes: list[int] = []  # number of attributes, by module
-        self._names: list[tuple[int, str]] = []  # attributes that may hold tensors: index of the module, and name
+        self.sizes: list[int] = []
+        self.names: list[tuple[int, str]] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the current ones that are part of a graph."""
-        try:
-            sizes = [*map(len, map(_ATTRIBUTES, map(call, self._modules)))]
-        except AttributeError:  # a module is gone
-            self._modules, self._names = [ref for ref in self._modules if ref() is not None], []
-            return self.tensors()
-        if sizes != self._sizes:
-            self._sizes, self._names = sizes, [*dict.fromkeys([*self._names, *self._find_names()])]
-        return self._current() if self._names else []
+        if None in map(call, self.modules):
+            self.modules, self.names = [ref for ref in self.modules if ref() is not None], []
+        sizes = [*map(len, map(getattr, map(call, self.modules), DICT, EMPTY))]
+        if sizes != self.sizes:
+            self.sizes, self.names = sizes, [*dict.fromkeys([*self.names, *self._find_names()])]
+        return self._current() if self.names else []
 
     def _find_names(self) -> list[tuple[int, str]]:
-        attributes = [(index, item) for index, ref in enumerate(self._modules) for item in ref().__dict__.items()]
+        attributes = [(index, item) for index, ref in enumerate(self.modules) for item in ref().__dict__.items()]
         return [(index, name) for index, (name, value) in attributes if _may_hold(name, value)]
 
     def _current(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        for index, name in self._names:
-            value = self._modules[index]().__dict__.get(name)
+        for index, name in self.names:
+            value = self.modules[index]().__dict__.get(name)
             if type(value) is torch.Tensor:
                 if value.grad_fn is not None:
                     tensors.append(value)

@@ -15,7 +15,7 @@ import torch
 from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
-from ..events import Ledger
+from ..events import Ledger, stream
 from ..names import plain_class
 from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
@@ -123,6 +123,8 @@ class Root:
         unfinalized: whether a backward ran that `finalize_backward` must follow.
         adds: whether there were gradients before the first of those backwards.
     """
+
+    stream = stream  # of events: its listeners are among what `usual.py` compares
 
     def __init__(
         self,

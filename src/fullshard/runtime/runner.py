@@ -79,7 +79,7 @@ class Runner:
         self.leftovers: Leftovers | None = None
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it once
         self.forwards: list[Forward] = []
-        self.period = Period(-1)
+        self.period = Period()
         self._ran: set[int] = set()  # ids of modules that ran since the unit was opened, if it has several
         self._first_gradient: FirstGradient | None = None
         self._late = False  # whether the prefetch waits until this unit is freed
@@ -168,7 +168,7 @@ class Runner:
         if (assigned := unit.showing.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
         trace = root.traces.current if torch.is_grad_enabled() else None
-        self.period = period = Period(index, trace)
+        self.period = period = Period.of(index, trace)
         if trace is not None:
             trace.entered(period)
         prefetch = self.settings.prefetch
@@ -234,7 +234,7 @@ class Runner:
         """Gather for a forward within a backward, and prefetch in the backward's order."""
         root = self.root
         assert root is not None
-        self.period = Period(self.index)
+        self.period = Period.of(self.index)
         self._gather_and_show(GATHER)
         root.prefetch_back(self.settings.prefetch.forward)
 

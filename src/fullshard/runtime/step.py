@@ -23,7 +23,6 @@ from torch.compiler import is_compiling
 
 from ..agreement import VERB
 from ..containers import borrowed_from, cast_floating
-from ..events import stream
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.graph_nodes import next_node, number_of
 from ..torch_private.local_tensor import is_view, read_version
@@ -34,7 +33,7 @@ from .call import Forward
 from .hints import add_hint
 from .kept_graph import Graph
 from .messages import refused_transform
-from .outputs import detached_from_unit
+from .outputs import DICT, EMPTY, detached_from_unit
 from .phases import Happening, Phase
 from .runner import Runner
 from .trace import Period
@@ -75,7 +74,6 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         usual is not None
         and BEFORE_FORWARD(runner) == usual.before_forward
         and trains
-        and not stream.listeners
         and sum(map(read_version, usual.counters), unit.touched.changes) == unit.gathered_version
         and all(map(is_, map(call, usual.read), usual.sharded))
     ):
@@ -83,7 +81,8 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         runner.forwards.append(forward)
         unit.open(usual)
         trace, ahead, depth = root.traces.current, root.ahead, settings.prefetch.forward
-        runner.phase, runner.period = FORWARD, (period := Period(index, trace))
+        runner.phase, runner.period = FORWARD, (period := Period())
+        period.unit, period.trace = index, trace
         trace.steps.append((period, False))
         trace.ahead[index] += 1
         ahead.pop(index, None)
@@ -101,8 +100,10 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         args = cast_floating(settings.inputs_dtype, args, forward.borrowed)
         kwargs = cast_floating(settings.inputs_dtype, kwargs, forward.borrowed)
     if trains:
-        forward.call = Call(runner, runner.period, unit.gathered_version)
-        if plain and args[0].requires_grad and join(args[0], forward.call.after_backward):
+        forward.call = watching = Call()
+        watching.runner, watching.period, watching.version = runner, runner.period, unit.gathered_version
+        runner.period.calls += 1
+        if plain and args[0].requires_grad and join(args[0], watching.after_backward):
             forward.watches, forward.first_node = True, next_node()
         else:
             args, kwargs = forward.watch_inputs(args, kwargs)
@@ -132,8 +133,11 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
             if is_view(output):
                 forward.watch_base(output)
             watching.period.leads_back = True
-            if runner.leftovers is not None and (left := runner.leftovers.tensors()):
-                forward.watch(left)
+            left = runner.leftovers
+            if left is not None and (
+                left.names or [*map(len, map(getattr, map(call, left.modules), DICT, EMPTY))] != left.sizes
+            ):
+                forward.watch(left.tensors())
         else:
             runner.watch_outputs(forward, output)
     if settings.outputs_dtype is not None:
@@ -143,7 +147,6 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         usual is not None
         and usual is unit.usual
         and AFTER_FORWARD(runner) == usual.after_forward
-        and not stream.listeners
         and [*map(read_version, usual.watched)] == usual.numbers
         and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
@@ -200,13 +203,12 @@ class Call:
         forgets: remove the hooks on tensors that may outlive the graph.
     """
 
+    runner: Runner
+    period: Period
+    version: int
     done = hands_on = False
     forgets: Sequence[Callable[[], None]] = ()
     graph: Graph | None = None  # what the last backward with `create_graph` left
-
-    def __init__(self, runner: Runner, period: Period, version: int) -> None:
-        self.runner, self.period, self.version = runner, period, version
-        period.calls += 1
 
     def __del__(self) -> None:
         if not self.done:
@@ -224,14 +226,12 @@ class Call:
         if (
             usual is not None
             and BEFORE_BACKWARD(runner) == usual.before_backward
-            and trace is not None
-            and trace is root.traces.reached
+            and trace is root.traces.reached is not None
             and trace.steps[-1:] == [(period, True)]
             and sum(map(read_version, usual.counters), unit.touched.changes) == self.version
             and [*map(call, usual.pointers)] == usual.places
             and all(map(is_, map(call, usual.read), usual.sharded))
             and root.backward.alive() is not None
-            and not stream.listeners
         ):
             steps, depth = trace.steps, runner.settings.prefetch.backward
             steps.pop()
@@ -254,13 +254,11 @@ class Call:
         if (
             usual is not None
             and AFTER_BACKWARD(runner) == usual.after_backward
-            and trace is not None
-            and trace is root.traces.reached
+            and trace is root.traces.reached is not None
             and trace.steps[-1:] == [(period, False)]
             and not self.done
             and all(map(is_, map(call, usual.read), usual.unsharded))
             and root.backward.alive() is not None
-            and not stream.listeners
         ):
             self.done, period.calls, period.hides = True, 0, False
             trace.steps.pop()

@@ -28,13 +28,19 @@ class Period:
         again, closes_late: see `kept_graph`, which makes them.
     """
 
-    __slots__ = ("again", "calls", "closes_late", "hides", "leads_back", "opened", "trace", "unit")
+    unit = -1
+    trace: Trace | None = None
+    calls = 0
+    opened = leads_back = hides = False
     again: tuple[object, int]
     closes_late: bool
 
-    def __init__(self, unit: int, trace: Trace | None = None) -> None:
-        self.unit, self.trace, self.calls = unit, trace, 0
-        self.opened = self.leads_back = self.hides = False
+    @classmethod
+    def of(cls, unit: int, trace: Trace | None = None) -> Period:
+        """A period that begins. `step.py` sets the two attributes itself: a call takes longer."""
+        period = cls()
+        period.unit, period.trace = unit, trace
+        return period
 
 
 Step = tuple[Period, bool]
@@ -52,7 +58,7 @@ class Trace:
         steps: the steps in forward order, without those that a backward has gone back over.
         ahead: by unit index, how many of the steps end its backward; several traces may share it.
 
-    >>> trace, outer, inner = Trace(), Period(0), Period(1)
+    >>> trace, outer, inner = Trace(), Period.of(0), Period.of(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
     >>> trace.upcoming(2)
     [0, 1]

@@ -21,7 +21,7 @@ from ..comm import ONE_STREAM
 from ..shard import MEAN, Gradients, GradState, PlannedReduction, State
 from .phases import Phase
 
-_ALWAYS = ("phase", "unit.state", "unit.gathered", "settings.usual", "unit.showing.covered")
+_ALWAYS = ("phase", "unit.state", "unit.gathered", "settings.usual", "unit.showing.covered", "root.stream.listeners")
 
 # Attributes of a `Runner` compared at each moment; `UsualStep` has the values to compare with.
 BEFORE_FORWARD = attrgetter("root.usual_forward", *_ALWAYS)
@@ -84,11 +84,11 @@ class UsualStep:
         counted = [tensor for bucket in unit.counting for tensor in bucket.form.counters(bucket.members)]
         self.pointers: list[Callable[[], int]] = [tensor.data_ptr for tensor in counted]
         self.places = [pointer() for pointer in self.pointers]
-        self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, []
-        self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], 0, True, False
+        self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, [], []
+        self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], [], 0, True, False
         begins = State.GATHERED if self.stays else State.GATHERING
-        self.before_backward: Any = True, Phase.IDLE, begins, gather, True, []
-        self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], 0, 1
+        self.before_backward: Any = True, Phase.IDLE, begins, gather, True, [], []
+        self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], [], 0, 1
         self.reduction: UsualReduction | None = None
 
 

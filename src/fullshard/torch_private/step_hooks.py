@@ -17,7 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..readers import wait_for_readers
 
@@ -41,6 +46,13 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 table.update(hooks)
 
 
+def second_object(optimizer: torch.optim.Optimizer, **attributes: Any) -> torch.optim.Optimizer:
+    """An object with the attributes of `optimizer`, but for these, and without its hooks."""
+    second = object.__new__(type(optimizer))
+    second.__dict__ = {**optimizer.__dict__, **{name: OrderedDict() for name in _TABLES}, **attributes}
+    return second
+
+
 def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     """Step only these parameters, with the optimizer's state, without hooks; its groups and attributes do not change.
 
@@ -55,8 +67,7 @@ def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
         for group in optimizer.param_groups
     ]
-    part = object.__new__(type(optimizer))
-    part.__dict__ = {**optimizer.__dict__, "param_groups": groups, **{name: OrderedDict() for name in _TABLES}}
+    part: Any = second_object(optimizer, param_groups=groups)
     step: Any = type(optimizer).step
     free = getattr(getattr(inspect.unwrap(step), "__code__", None), "co_freevars", ("__class__",))
     if "__class__" in free:  # it calls `super().step`, which runs hooks too
@@ -113,3 +124,21 @@ def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Whether an optimizer's step computes gradients itself, as that of L-BFGS does."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+_AROUND_ALL: list[int] = []  # ids of our own global hooks: before, after
+
+
+def hook_around_all(before: Hook, after: Hook) -> None:
+    """Register hooks of all optimizers: `before` the step, after all hooks so far, and `after` it."""
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    _AROUND_ALL[:] = [handle.id for handle in handles]
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook that others registered runs between those of `hook_around_all`: of the optimizer, or of all."""
+    own: Any = optimizer.__dict__
+    if own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
+        return True
+    before, after = _AROUND_ALL
+    return next(reversed(_global_optimizer_pre_hooks)) != before or next(iter(_global_optimizer_post_hooks)) != after

@@ -7,21 +7,22 @@ implemented. The public alternative is `Tensor.register_hook`, which takes 4 us 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-_OURS = -1  # a key that no handle of torch has: they count from 0
+_OURS, _BEFORE = -1, -2  # keys that no handle of torch has: they count from 0
+_NOTHING: Callable[[object], None] = deque[object](maxlen=0).append
+"""Stands where `join` puts a hook: autograd calls hooks in the order in which they entered the dict."""
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook(gradient)` when `tensor`, which requires a gradient, gets its gradient in a backward."""
     node: Any = tensor.grad_fn
     if node is not None and tensor._backward_hooks is None:
-        tensor._backward_hooks = OrderedDict(((_OURS, hook),))
+        tensor._backward_hooks = OrderedDict(((_BEFORE, _NOTHING), (_OURS, hook)))
         node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
@@ -34,16 +35,10 @@ def join(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> bool:
         Whether there is such a hook, not yet joined with another; if not, nothing was done.
     """
     hooks: Any = tensor._backward_hooks  # None after an in-place change
-    own_hook = hooks and hooks.get(_OURS)
-    if not own_hook or type(own_hook) is partial:
+    if not hooks or hooks.get(_BEFORE) is not _NOTHING:
         return False
-    hooks[_OURS] = partial(_both, hook, own_hook)
+    hooks[_BEFORE] = hook
     return True
-
-
-def _both(first: Callable[..., Any], second: Callable[..., Any], gradient: torch.Tensor) -> None:
-    first(gradient)
-    second(gradient)
 
 
 def hooks_of(tensor: torch.Tensor) -> Any:
