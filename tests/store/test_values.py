@@ -97,3 +97,15 @@ def test_a_save_in_the_background_that_cannot_start_leaves_nothing(
     fullshard.save(tmp_path, model, optimizer, step=2, asynchronous=True).wait()
     again, other = small(1)
     assert fullshard.load(tmp_path, again, other).step == 2 and same(all_of(again, other), before)
+
+
+def save_and_load_without_tensors(folder: Path) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    fullshard.save(folder, nn.Identity(), state={"seen": torch.ones(2)})
+    loaded = fullshard.load(folder, nn.Identity())
+    return [loaded.state["seen"].tolist(), loaded.untouched]
+
+
+def test_state_beside_a_model_without_tensors(run_ranks: Any, tmp_path: Path) -> None:
+    """Tensors that each rank has (of random generators) were taken for the model's, and refused."""
+    assert run_ranks(save_and_load_without_tensors, tmp_path, world=2) == [[[1, 1], ()]] * 2

@@ -42,7 +42,8 @@ class Reader:
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
         entries = files.index.entries
-        self._bare = bool(entries) and not any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
+        named = any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
+        self._bare = files.is_foreign and bool(entries) and not named  # one of ours may hold `state=` alone
         self._ties = _tied_names(files.manifest.ties)
         self._plain = files.scalars(self.tensor)
         self._saved = self._saved_states()
