@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
-from forged import ForgedDcp, saved
+from forged import ForgedDcp, saved, small
 from fullshard.exchange.inspect import inspect
 from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from training import full
@@ -129,3 +129,16 @@ def test_inspect_names_the_files_of_a_plain_state_dict(tmp_path: Path) -> None:
     dcp.save({"layer.weight": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
     (tensor,) = inspect(tmp_path).tensors
     assert (tensor.name, tensor.shape, tensor.files) == ("model.layer.weight", (3, 2), ("__0_0.distcp",))
+
+
+def test_an_optimizer_under_another_key_is_named(tmp_path: Path) -> None:
+    """PyTorch's tutorial saves it as "optim": that it was not saved, and that nothing was left out, was wrong."""
+    model, optimizer = small(0)
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({**states, "seen": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(fullshard.CheckpointError) as caught:
+        fullshard.load(tmp_path, *small(1), check=False)
+    assert "optim.state." in str(caught.value) and "torch.distributed.checkpoint" in str(caught.value)
+    for number in (1, 2):  # the model alone, and both
+        loaded = fullshard.load(tmp_path, *small(1)[:number], check=False, strict=False)
+        assert any(name.startswith("optim.state.") for name in loaded.untouched)

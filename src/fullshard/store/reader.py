@@ -165,11 +165,20 @@ class Reader:
             MissingStateError: only some parameters of one tensor have state in the checkpoint.
         """
         if contents.states and strict and not self._groups and not self._saved:
+            remedy = "call load(folder, model), or pass strict=False: the optimizers then start without state"
+            others = self._untouched() if self.files.is_foreign else []
+            if others:
+                remedy = (
+                    "if this is the optimizer's state, load with torch.distributed.checkpoint under the keys by which "
+                    f"it was saved; otherwise {remedy}"
+                )
             raise CheckpointError(
-                "A checkpoint was saved without an optimizer; nothing was loaded.",
+                "A checkpoint has no state under the key optimizer; nothing was loaded."
+                if others
+                else "A checkpoint was saved without an optimizer; nothing was loaded.",
                 expected="state for the optimizers that were passed",
-                got="none",
-                remedy="call load(folder, model), or pass strict=False: the optimizers then start without state",
+                got=f"{len(others)} tensors under other keys: {', '.join(others[:3])}, ..." if others else "none",
+                remedy=remedy,
                 topic="checkpoint-does-not-fit",
             )
         for state_of in contents.states:
@@ -261,14 +270,23 @@ class Reader:
         Raises:
             CheckpointError: `strict`, and a parameter, buffer or state exists only in the model or the checkpoint.
         """
-        asked = self._asked | self.files.manifest.ties.keys()
-        names = [name for name in self.files.index.entries if self._bare or name.startswith((MODEL, OPTIMIZER))]
-        untouched = [name for name in names if not any(part in asked for part in _prefixes(name))]
-        unexpected = [name for name in untouched if contents.states or not name.startswith(OPTIMIZER)]
+        untouched = self._untouched()
+        unexpected = [
+            name
+            for name in untouched
+            if self._bare or name.startswith(MODEL) or (contents.states and name.startswith(OPTIMIZER))
+        ]
         if strict:
             remedy = "load it into the model it was saved from"
             check_names("A checkpoint does", list(self._missing), unexpected, remedy)
         return untouched
+
+    def _untouched(self) -> list[str]:
+        """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
+        asked = self._asked | self.files.manifest.ties.keys()
+        foreign = self.files.is_foreign
+        names = [name for name in self.files.index.entries if foreign or name.startswith((MODEL, OPTIMIZER))]
+        return [name for name in names if not any(part in asked for part in _prefixes(name))]
 
 
 def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
