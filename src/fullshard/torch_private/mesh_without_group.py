@@ -1,7 +1,7 @@
 """A `DeviceMesh` of any size without communication, for ranks that do not exist: layouts, and DTensors on fake tensors.
 
 Public alternative: `init_device_mesh` under the `fake` backend, which takes the place of the process's default group.
-Test: tests/planner/test_costs.py, tests/planner/test_planned_runs.py.
+Test: tests/planner/test_planned_runs.py.
 """
 
 from __future__ import annotations
