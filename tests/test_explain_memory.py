@@ -90,7 +90,7 @@ def test_between_steps(model):
         (use.optimizer, "optimizer state"),
     ):
         assert f"{size(nbytes)} in {what}" in said
-    assert "units" not in said.splitlines()[0] and "16 ranks in place of 8" in said
+    assert "units" not in said.splitlines()[0] and "16 ranks instead of 8" in said
     assert "optimizer state" not in explain_memory(model)
 
 

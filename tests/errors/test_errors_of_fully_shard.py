@@ -168,7 +168,7 @@ CALLS = [
     ),
     (
         lambda: sharded()[0].set_allocate_memory_from_process_group_for_comm(True),
-        "ConfigError: The fake backend allocates no memory of its own for communication",
+        "ConfigError: The fake backend does not allocate its own memory for communication",
     ),
     (
         unit,

@@ -63,7 +63,7 @@ CHANGES: dict[str, Callable[[Way], Way]] = {
     "reshard_after_forward=True": lambda way: replace(way, blocks=(("reshard_after_forward", True),)),
     "half the micro-batch, and twice as many of them": lambda way: replace(way, micro_batch=BATCH // 2),
     "activation checkpointing of the units": lambda way: replace(way, checkpointing=True),
-    "shards over 16 ranks in place of 8": lambda way: replace(way, world=16),
+    "shards over 16 ranks instead of 8": lambda way: replace(way, world=16),
 }
 BASES = {
     "rows": Way(),
@@ -194,7 +194,7 @@ def test_more_ranks_free_what_their_layouts_say(in_a_process, layout):
     """In rows not half: of a matrix of five rows, each rank has one, padding or not, whether there are 8 or 16."""
     before, said = in_a_process(held_between_steps, 8, layout)
     now, _ = in_a_process(held_between_steps, 16, layout)
-    assert lines_of(said)["shards over 16 ranks in place of 8"] == pytest.approx(before - now, rel=0.03)
+    assert lines_of(said)["shards over 16 ranks instead of 8"] == pytest.approx(before - now, rel=0.03)
 
 
 def test_another_model_is_refused(fake_world):
@@ -237,4 +237,4 @@ def changes_of_the_wrapper(use_orig_params: bool) -> dict[str, int]:
 
 def test_flat_parameters_of_the_wrapper_are_planned_as_what_is_inside(in_a_process):
     flat, whole = (in_a_process(changes_of_the_wrapper, use_orig_params) for use_orig_params in (False, True))
-    assert flat == whole and whole["shards over 16 ranks in place of 8"] > 0
+    assert flat == whole and whole["shards over 16 ranks instead of 8"] > 0

@@ -532,7 +532,7 @@ def test_where_nothing_can_be_planned_the_account_remains(fake_world, kind, chan
     if batch is not None:
         train()
     said = explain_memory(model)
-    assert f"A step could not be planned ({why}" in said and "16 ranks in place of 8" in said, said
+    assert f"A step could not be planned ({why}" in said and "16 ranks instead of 8" in said, said
     assert "What changes would free now" in said
     if batch is not None:
         train()  # the model is as it was

@@ -53,8 +53,8 @@ def invalid_power_sgd(name: str, expected: str, got: object) -> ConfigError:
 def no_group_memory(backend: str, device: object) -> ConfigError:
     """The error for a backend without memory of its own for communication."""
     return ConfigError(
-        f"The {backend} backend allocates no memory of its own for communication.",
-        expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
+        f"The {backend} backend does not allocate its own memory for communication.",
+        expected="a backend with its own memory, such as nccl with NVLink SHARP or multicast",
         got=f"{backend} on {device}",
         remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
     )

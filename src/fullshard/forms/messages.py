@@ -61,10 +61,10 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
         + (f": {why}." if why else "."),
         parameter=parameter,
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
-        remedy="in an optimizer's step: fullshard.OwnerOptimizer(model.parameters(), ...), which steps whole ones; "
+        remedy="in an optimizer's step: fullshard.OwnerOptimizer(model.parameters(), ...), which steps whole tensors; "
         "if the unit is freed and this is its forward: call it through the unit's forward or "
         "register_fsdp_forward_method; "
-        'else use full_tensor(), or layout="rows" for DTensors',
+        'otherwise use full_tensor(), or layout="rows" for DTensors',
         topic="used-while-freed",
     )
 

@@ -344,7 +344,7 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
             return
         remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
-        remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise ones"
+        remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise optimizers"
     elif is_among(FAIL_ON_DTENSORS):
         remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif ("torch", "LBFGS") in bases and _is_uneven(parameter):
@@ -354,7 +354,7 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
     raise ConfigError(
         f"{name} computes with operations that do not exist for {kind}s, which sharded parameters are here.",
         parameter=parameter.__dict__.get(NAME_KEY, "?"),
-        expected="an optimizer that steps such tensors; or plain ones, or whole ones",
+        expected="an optimizer that steps such tensors; or plain or whole tensors",
         got=f"{type(optimizer).__module__}.{name}",
         remedy=remedy,
         topic="optimizer-on-shards",

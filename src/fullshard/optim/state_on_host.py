@@ -290,8 +290,7 @@ def optimizer_state_on_host(optimizer: torch.optim.Optimizer, *, keep: int = 0) 
     other units, and the state of at most four units is on the device. In `optimizer.step()` the host waits until the
     state is back. Results are the same bits; checkpoints (`save`, `state_dict`) work as without. With
     `step_in_backward`, units step, and their state is copied, during the backward: do not read it before
-    `optimizer.step()`. To offload parameters and gradients
-    too, use `CPUOffloadPolicy` or `offload_by_budget`.
+    `optimizer.step()`. To offload parameters and gradients too, use `CPUOffloadPolicy` or `offload_by_budget`.
 
     What moves are state tensors with an element for each element of a parameter: moments, but not step counts. A step
     copies each byte in and out once, between the device and page-locked memory. In the first step the state is created

@@ -97,7 +97,7 @@ def called_by_itself(unit: str) -> PhaseError:
     return PhaseError(
         f"Unit {unit!r} was called on its own before the model that contains it.",
         expected="the first forward to be that of the whole model, the outermost sharded module",
-        got=f"a forward of {unit!r}, which made it a root of its own",
+        got=f"a forward of {unit!r}, which made it a separate root",
         remedy="build and shard the model again, and call the whole model once before you call its parts (under "
         "torch.no_grad() is enough)",
         topic="unit-called-alone",
@@ -439,7 +439,7 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
         (ahead, named["prefetch"]),
         (kept, named["free"] if account.wrapped else f"{named['free']} (or reshard() where unshard() was called)"),
         (rest // 2, "half the micro-batch, and twice as many of them; or activation checkpointing, which frees more"),
-        (account.saved, f"shards over {2 * account.ranks} ranks in place of {account.ranks}"),
+        (account.saved, f"shards over {2 * account.ranks} ranks instead of {account.ranks}"),
     ]
     if account.rest is not None:  # not on a CPU
         changes.append((account.shards + account.gradients + (account.optimizer or 0), named["offload"]))

@@ -118,7 +118,7 @@ def plan_changes(
                 peaks[words] = planned(strategy).peak
             except FullshardError as error:  # a change that this model, or its inputs, cannot make
                 failed[words] = messages.in_few_words(error)
-        peaks[f"shards over {2 * axes.shard.size} ranks in place of {axes.shard.size}"] = planned(base, 2 * ranks).peak
+        peaks[f"shards over {2 * axes.shard.size} ranks instead of {axes.shard.size}"] = planned(base, 2 * ranks).peak
     saved = {words: now.peak - peak for words, peak in peaks.items()}
     return now, dict(sorted(saved.items(), key=lambda change: change[1])), failed
 

@@ -120,7 +120,7 @@ def trace(path: Path | str) -> Iterator[Recording]:
         path: a folder, created if needed. If ranks have separate disks, copy the files into one folder afterwards.
 
     Raises:
-        ConfigError: `path` is no path; or a rank cannot write to the folder: all ranks raise, before the body of the
+        ConfigError: `path` is not a path; or a rank cannot write to the folder: all ranks raise, before the body of the
             context runs.
         DivergenceError: other ranks do not enter the context.
     """
