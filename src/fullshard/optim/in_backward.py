@@ -18,10 +18,11 @@ from ..generators import restored_generators
 from ..shard import UNDOABLE, Unit, refuse_undoable, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
-from ..torch_private.step_hooks import needs_closure, step_part
+from ..torch_private.step_hooks import needs_closure
 from .clip import STEPPED_KEY, Groups, clip_scale, joined_norm, local_norms, on_one_device, scale_gradients
 from .guard import check_parameters
 from .owner_optimizer import OwnerOptimizer
+from .plain_step import step_part_plainly
 from .probe import steps_in_parts, treats_elements, treats_parameters
 from .state_file import AFTER_STEP_KEY
 from .undo import StepUndo
@@ -29,7 +30,7 @@ from .worker import StepWorker, check_threads
 
 Clip = Literal["two passes", "redo"]
 ON_HOST_KEY = "_fullshard_state_on_host"
-"""Attribute of an optimizer: its `StateOnHost`, which steps in place of `step_part`."""
+"""Attribute of an optimizer: its `StateOnHost`, which steps in place of `step_part_plainly`."""
 
 
 class StepsInBackward:
@@ -247,7 +248,7 @@ class StepsInBackward:
         if (state := self.optimizer.__dict__.get(ON_HOST_KEY)) is not None:
             state.step(parameters)
             return
-        step_part(self.optimizer, parameters)
+        step_part_plainly(self.optimizer, parameters)
         if (move := self.optimizer.__dict__.get(AFTER_STEP_KEY)) is not None:
             move(parameters)
         note_change(parameters)

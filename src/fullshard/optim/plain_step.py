@@ -14,7 +14,7 @@ its parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, compress, islice, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -30,7 +30,7 @@ from ..containers import NONES, drain
 from ..forms import FlatShard, RowShard
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
-from ..torch_private.step_hooks import is_hooked, second_object
+from ..torch_private.step_hooks import is_hooked, part_of, second_object, step_without_hooks
 from .probe import ELEMENT_WISE
 
 _STEP = "_fullshard_step"
@@ -69,6 +69,15 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """End what `on_plain_tensors` began. For `hook_around_all`."""
     if not is_compiling() and (step := args[0].__dict__.get(_STEP)) is not None:
         step.end(optimizer, args[0])
+
+
+def step_part_plainly(optimizer: Optimizer, parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """As `step_part`, on local tensors if it can be a step on these."""
+    part = part_of(optimizer, parameters)
+    given = (part, *args)
+    given, kwargs = on_plain_tensors(part, given, kwargs) or (given, kwargs)
+    step_without_hooks(*given, **kwargs)
+    after_step(part, given, kwargs)
 
 
 class _Step:

@@ -25,10 +25,11 @@ from ..errors import ConfigError
 from ..forms import NAME_KEY, note_change, owner_of
 from ..names import size
 from ..torch_private.local_tensor import follow_local, plain_access, read_grad, write_grad
-from ..torch_private.step_hooks import closure_of, hook_closely, step_part, with_closure
+from ..torch_private.step_hooks import closure_of, hook_closely, with_closure
 from .clip import STEPPED_KEY
 from .in_backward import ON_HOST_KEY, why_not_in_parts
 from .outer_steps import OuterSteps
+from .plain_step import step_part_plainly
 from .state_file import AFTER_STEP_KEY, ALIGN, Place, elementwise
 
 logger = logging.getLogger("fullshard")
@@ -187,7 +188,7 @@ class StateOnHost:
                 following = self._parts.get(self._following.get(key))
                 if following is not None and following is not part:
                     self._copy_in(following)
-            step_part(optimizer, parameters, *args, **kwargs)
+            step_part_plainly(optimizer, parameters, *args, **kwargs)
         except BaseException:
             with plain_access():
                 self._leave(part)

@@ -61,14 +61,23 @@ def step_part(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
     Any number of threads may, for different parameters. The step is that of a second object with the same attributes.
     Whether all parameters, part by part, then step as in one step: `optim/probe.py`.
     """
+    step_without_hooks(part_of(optimizer, parameters), *args, **kwargs)
+
+
+def part_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """A second object with the optimizer's state, and groups of only these parameters."""
     wait_for_readers()
     chosen = {id(parameter) for parameter in parameters}
     groups = [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
         for group in optimizer.param_groups
     ]
-    part: Any = second_object(optimizer, param_groups=groups)
-    step: Any = type(optimizer).step
+    return second_object(optimizer, param_groups=groups)
+
+
+def step_without_hooks(part: Any, *args: Any, **kwargs: Any) -> None:
+    """Step a `second_object`, without hooks of all optimizers."""
+    step: Any = type(part).step
     free = getattr(getattr(inspect.unwrap(step), "__code__", None), "co_freevars", ("__class__",))
     if "__class__" in free:  # it calls `super().step`, which runs hooks too
         with without_step_hooks(part):
@@ -138,7 +147,7 @@ def hook_around_all(before: Hook, after: Hook) -> None:
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a hook that others registered runs between those of `hook_around_all`: of the optimizer, or of all."""
     own: Any = optimizer.__dict__
-    if own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
+    if not _AROUND_ALL or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
         return True
     before, after = _AROUND_ALL
     return next(reversed(_global_optimizer_pre_hooks)) != before or next(iter(_global_optimizer_post_hooks)) != after
