@@ -85,6 +85,24 @@ def test_adapters_are_loaded_into_a_sharded_base(tmp_path, way):
         close(again.model(**batch()).loss, expected)
 
 
+@pytest.mark.parametrize("state", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("way", ["v1", "v2"])
+@on_ranks(by="run_adopted")
+def test_resumes_adapters_and_copies_of_modules(tmp_path, way, state):
+    """In blocks that are wrapped one by one, too: the second run starts from other adapters, and ends as the first."""
+    from peft import get_peft_model
+
+    config = {**WAYS[way]["fsdp_config"], "state_dict_type": state}
+    found = []
+    for start in (None, f"{tmp_path}/checkpoint-2"):
+        torch.manual_seed(9 if start is None else 10)
+        model = get_peft_model(llama(), adapter_of("modules_to_save"))
+        trainer = trainer_of(way, tmp_path, model, fsdp_config=config, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=start)
+        found.append(losses(trainer))
+    close(found[1], found[0])
+
+
 def adapter_of(kind: str) -> Any:
     import peft
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 from ..api.whole import saving_whole
+from ..api.wrapper.fsdp import FullyShardedDataParallel
+from ..api.wrapper.settings import StateDictType
 from ..api.wrapping import CustomPolicy
-from ..names import WRAPPED, clean_name, clean_path
+from ..names import clean_path
 from . import messages
 
 _torch_apply = checkpoint_wrapper.apply_activation_checkpointing
@@ -53,27 +56,45 @@ def _gather_in_save_pretrained(cls: Any, note: Callable[[str], None], library: s
 
 
 def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> None:
-    """Let `get_peft_model_state_dict` find adapters in blocks that are wrapped separately (version 1).
+    """Let PEFT save and load adapters in blocks that are wrapped separately (version 1).
 
-    It looks up keys of a state dict by module paths. Those contain the wrapper's own name, which the keys do not: it
-    would find none, and write an empty file.
+    It compares the keys of state dicts with module paths. Those contain the wrapper's own name, which the keys do not:
+    it would find no adapters, write an empty file, and load nothing.
     """
-    original = save_and_load.get_peft_model_state_dict
+    original_get, original_set = save_and_load.get_peft_model_state_dict, save_and_load.set_peft_model_state_dict
 
-    @functools.wraps(original)
-    def get_peft_model_state_dict(model: nn.Module, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
-        paths: dict[str, str] = {}  # module paths by the same paths without the wrapper's name
-        for path, _ in model.named_modules():
-            paths.setdefault(clean_path(path), path)  # of a wrapped module, the wrapper's
-        if all(WRAPPED not in path for path in paths.values()):
-            return original(model, state_dict, *args, **kwargs)
-        renamed = {}
-        for name, value in (model.state_dict() if state_dict is None else state_dict).items():
-            path, dot, own = name.rpartition(".")
-            renamed[f"{paths.get(path, path)}{dot}{own}"] = value
-        return {clean_name(name): value for name, value in original(model, renamed, *args, **kwargs).items()}
+    @functools.wraps(original_get)
+    def get_peft_model_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _clean_paths(model):
+            return original_get(model, *args, **kwargs)
 
-    vars(save_and_load)["get_peft_model_state_dict"] = get_peft_model_state_dict
+    @functools.wraps(original_set)
+    def set_peft_model_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _clean_paths(model), ExitStack() as stack:
+            if isinstance(model, FullyShardedDataParallel):  # it needs the model's keys, which rank0_only leaves out
+                stack.enter_context(model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT))
+            return original_set(model, *args, **kwargs)
+
+    vars(save_and_load).update(
+        get_peft_model_state_dict=get_peft_model_state_dict, set_peft_model_state_dict=set_peft_model_state_dict
+    )
+
+
+@contextmanager
+def _clean_paths(model: nn.Module) -> Iterator[None]:
+    """Context in which `model.named_modules()` leaves out the wrapper's name."""
+    if isinstance(model, FullyShardedDataParallel):
+        model.check_is_root()  # PEFT takes state dicts of parts, which before the first forward would become roots
+    named_modules = model.named_modules
+
+    def clean(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((clean_path(path), module) for path, module in named_modules(*args, **kwargs))
+
+    vars(model)["named_modules"] = clean
+    try:
+        yield
+    finally:
+        del vars(model)["named_modules"]
 
 
 ADJUSTMENTS: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
