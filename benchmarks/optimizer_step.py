@@ -1,5 +1,5 @@
-"""Optimizer step: what AdamW costs per parameter on plain tensors, on sharded DTensors, and on Fullshard's
-views.
+"""Optimizer step: what AdamW costs per parameter on plain tensors, on PyTorch's sharded DTensors, on Fullshard's
+sharded parameters, and on its views. A loop over parameters is AdamW's default on a CPU, foreach on a GPU.
 
 Parameters are small, so that the cost is that of the calls. "plain" has the very shapes of a rank's local
 slices.
@@ -22,7 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from models import TinyBlock, tiny_stack
 
 BLOCKS, WIDTH, WORLD = 16, 64, 2
-LOOP, FOREACH, FUSED = {"foreach": False, "fused": False}, {"foreach": True}, {"fused": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 METHOD = (
     f"AdamW on {BLOCKS * 6} parameters of up to {WIDTH // WORLD}x{WIDTH} elements per rank (fake "
     f"group, world {WORLD}), gradients in place; process CPU time of optimizer.step() over the number of "
@@ -64,49 +68,49 @@ def plain_like(parameters: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-def variants(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
-    """Label -> (tensors, AdamW options). One line of the table each."""
-    fsdp2 = trained("fsdp2", mesh)
-    found = {f"plain {name}": (plain_like(fsdp2), options) for name, options in _KINDS.items()}
-    found |= {"fsdp2 loop": (fsdp2, LOOP), "fsdp2 fused": (trained("fsdp2", mesh), FUSED)}
-    if not choose(["rows"])[0]:
-        return found
-    found |= {"rows loop": (trained("rows", mesh), LOOP), "rows fused": (trained("rows", mesh), FUSED)}
-    for layout in ("rows", "flat"):
-        for view in ("each", "whole"):
-            found[f"{layout}+view {view} fused"] = (trained(layout, mesh, view), FUSED)
+def variants(mesh: DeviceMesh) -> dict[tuple[str, str], list[Tensor]]:
+    """(how AdamW steps, peer) -> the tensors that it is given."""
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for how in OPTIONS:
+        found[how, "fsdp2"] = trained("fsdp2", mesh)
+        found[how, "plain"] = plain_like(found[how, "fsdp2"])
+        for layout in ("rows", "flat") if choose(["rows"])[0] else ():
+            found[how, layout] = trained(layout, mesh)
+            for view in ("each", "whole") if how == "fused" else ():
+                found[how, f"{layout}+view {view}"] = trained(layout, mesh, view)
     return found
 
 
-_KINDS = {"loop": LOOP, "foreach": FOREACH, "fused": FUSED}
-
-
 def measure(quick: bool) -> list[Quantity]:
-    """One quantity: microseconds per parameter and step."""
+    """Microseconds per parameter and step, for each of AdamW's three ways to step."""
     torch.set_num_threads(1)
     found = variants(fake_world(WORLD))
-    optimizers = {name: torch.optim.AdamW(tensors, **options) for name, (tensors, options) in found.items()}
+    optimizers = {key: torch.optim.AdamW(tensors, **OPTIONS[key[0]]) for key, tensors in found.items()}
     for optimizer in optimizers.values():
         optimizer.step()
         optimizer.step()
     gc.collect()
     gc.freeze()
-    samples: dict[str, list[float]] = defaultdict(list)
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     steps = 2 if quick else 5
-    for name in interleaved(list(optimizers), 5 if quick else 30):
+    for key in interleaved(list(optimizers), 5 if quick else 30):
         start = time.process_time()
         for _ in range(steps):
-            optimizers[name].step()
-        samples[name].append((time.process_time() - start) / (steps * BLOCKS * 6) * 1e6)
-    notes = {name: f"{len(tensors)} tensors" for name, (tensors, _) in found.items()}
-    series = tuple(Series(name, tuple(samples[name]), note=notes[name]) for name in optimizers)
-    targets = tuple(
-        Target(f"{layout}+view {view} fused", "plain fused", 1.1)
-        for layout in ("rows", "flat")
-        for view in ("each", "whole")
-    )
-    against = ("plain fused", "fsdp2 fused")
-    return [Quantity("optimizer_step", "AdamW step", "us / parameter", METHOD, series, against, targets)]
+            optimizers[key].step()
+        samples[key].append((time.process_time() - start) / (steps * BLOCKS * 6) * 1e6)
+    quantities = []
+    for how in OPTIONS:
+        peers = [peer for way, peer in found if way == how]
+        series = tuple(
+            Series(peer, tuple(samples[how, peer]), note=f"{len(found[how, peer])} tensors") for peer in peers
+        )
+        targets = [Target(layout, "fsdp2", 1.0) for layout in ("rows", "flat")]
+        targets += [Target(peer, "plain", 1.1) for peer in peers if "view" in peer]
+        title = f"AdamW step, {how}"
+        quantities.append(
+            Quantity("optimizer_step", title, "us / parameter", METHOD, series, ("plain", "fsdp2"), tuple(targets))
+        )
+    return quantities
 
 
 def main() -> None:

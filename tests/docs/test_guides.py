@@ -201,6 +201,7 @@ def test_a_loss_holds_three_times_its_logits() -> None:
     [
         ("speed of a training step", "2026-11-29-throughput", "throughput: training step [s]", "rows+view", 5),
         ("host cost of a block", "2026-11-28-all", "host_cost: host cost over plain", "rows", 5),
+        ("host time of `AdamW.step()`", "2026-11-30-optimizer_step", "optimizer_step: AdamW step, loop", "rows", 6),
         ("peak live memory", "2026-11-28-all", "live_memory: peak live memory", "rows", 5),
     ],
 )

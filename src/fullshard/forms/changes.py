@@ -146,7 +146,7 @@ def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
         wait_for_readers()
 
 
-def note_step(parameters: Iterable[torch.Tensor]) -> None:
+def note_step(parameters: Iterable[Any]) -> None:
     """Count a change for every unit that owns any of these parameters."""
     for reference in {*map(getattr, parameters, repeat(OWNER_KEY), NONES)}:
         if reference and (unit := reference()) is not None:
@@ -154,10 +154,10 @@ def note_step(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def note_change(tensors: Iterable[Any]) -> None:
-    """Count a change for every unit that owns one of these sharded parameters, which may be in nested lists."""
+    """Count a change for every unit that owns one of these sharded parameters, which may be in lists."""
     for tensor in tensors:
         if isinstance(tensor, (list, tuple)):
-            note_change(tensor)
+            note_step(tensor)
         elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)):
             if (unit := reference()) is not None:
                 unit.touched.changes += 1

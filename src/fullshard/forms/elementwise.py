@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from torch.distributed.tensor import DTensor
 from ..torch_private.local_tensor import local_of, spec_of
 
 _aten: Any = torch.ops.aten
+_DTENSORS = repeat(DTensor)
+_PLACEMENTS = attrgetter("_spec.placements")
+_SPLIT = attrgetter("_spec.placements", "_spec.mesh", "_local_tensor.shape")
+"""How a DTensor is split, to compare with another's."""
 
 
 @functools.cache
@@ -38,7 +44,7 @@ def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     """Run an element-wise operation in place on the local tensors of its DTensors, if these are split alike.
 
     The values are those of DTensor's own dispatch, which takes 15 to 20 us per operation: optimizers call ten of them
-    per parameter and step. Its dispatch of `_foreach_` operations takes no longer than this would: they are left to it.
+    per parameter and step.
 
     Returns:
         What the operation returns; NotImplemented if it was not run.
@@ -46,8 +52,8 @@ def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     name = getattr(func, "__name__", "")
     if name[-1:] != "_" or not args or not is_elementwise(name) or torch.is_grad_enabled() or is_compiling():
         return NotImplemented
-    if name.startswith("_fused_"):
-        return _fused_on_locals(func, args, kwargs)
+    if name.startswith(("_fused_", "_foreach_")):
+        return _lists_on_locals(func, args, kwargs, name.startswith("_fused_"))
     first = args[0]
     if not isinstance(first, torch.Tensor):
         return NotImplemented
@@ -76,26 +82,45 @@ def _beside(value: Any, first: Any) -> Any:
     return local if alike and type(local) is torch.Tensor else NotImplemented
 
 
-def _fused_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _lists_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], all_change: bool) -> Any:
+    """The same for operations on lists, which compare and read their tensors in C.
+
+    Args:
+        all_change: whether the operation changes every list, not only the first.
+    """
     first = args[0]
-    changed: list[Any] = []
-    values: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        several = isinstance(value, (list, tuple))
-        tensors = [item for item in (value if several else [value]) if isinstance(item, torch.Tensor)]
-        if not any([isinstance(tensor, DTensor) or tensor.dim() for tensor in tensors]):
-            values.append(value)  # numbers, counts of steps
-            continue
-        if not several or len(value) != len(first):
-            return NotImplemented
-        locals_ = [*map(_beside, value, first)]
-        if {*map(type, locals_)} != {torch.Tensor}:
-            return NotImplemented
-        changed += value
-        values.append(locals_)
+    if not _are_dtensors(first) or not all(map(_is_whole_or_split, {*map(_PLACEMENTS, first)})):
+        return NotImplemented
+    operands = [*args, *kwargs.values()]
+    splits = [*map(_SPLIT, first)]
+    values = [_in_lists(value, splits) for value in operands]
+    if any([value is NotImplemented for value in values]):
+        return NotImplemented
     func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    increment_version(changed)
+    increment_version([*chain.from_iterable(filter(_are_dtensors, operands))] if all_change else first)
     return None
+
+
+def _are_dtensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(isinstance, value, _DTENSORS))
+
+
+def _in_lists(value: Any, splits: list[Any]) -> Any:
+    """An operand with local tensors in place of DTensors that are split as `splits` says; NotImplemented: neither.
+
+    A single number may be a DTensor that every rank has. Tensors of one number each are counts of steps.
+    """
+    if _are_dtensors(value):
+        parts = [*map(local_of, value)]
+        return parts if [*map(_SPLIT, value)] == splits and {*map(type, parts)} == {torch.Tensor} else NotImplemented
+    if isinstance(value, DTensor):
+        is_known = not value.dim() and all([placement.is_replicate() for placement in value.placements])
+        return local_of(value) if is_known else NotImplemented
+    items = value if isinstance(value, (list, tuple)) else [value]
+    is_number = not any(
+        [isinstance(item, torch.Tensor) and (item.dim() or isinstance(item, DTensor)) for item in items]
+    )
+    return value if is_number else NotImplemented
 
 
 @functools.cache
