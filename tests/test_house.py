@@ -77,11 +77,13 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imports_of(path: Path) -> list[str]:
-    """Absolute names of what a file imports, wherever: inside functions and for type checking, too."""
+def imports_of(path: Path, for_types: bool = True) -> list[str]:
+    """Absolute names of what a file imports, wherever: inside functions and, if `for_types`, for type checking, too."""
     package = ["fullshard", *path.relative_to(SOURCE).parts[:-1]]
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    found, tree = [], ast.parse(path.read_text())
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = {id(inner) for node in typed for inner in ast.walk(node)} if not for_types else set()
+    for node in [node for node in ast.walk(tree) if id(node) not in left_out]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -92,11 +94,11 @@ def imports_of(path: Path) -> list[str]:
     return found
 
 
-def ours(path: Path) -> set[str]:
+def ours(path: Path, for_types: bool = True) -> set[str]:
     """The modules of this package that a file imports, as `MODULES` names them."""
     return {
         name.removeprefix("fullshard.")
-        for name in imports_of(path)
+        for name in imports_of(path, for_types)
         if name.startswith("fullshard.") and name.removeprefix("fullshard.") != module_of(path)
     }
 
@@ -110,8 +112,11 @@ def test_a_floor_imports_only_floors_below_it() -> None:
 
 
 def depths(modules: set[str]) -> dict[str, int]:
-    """How many modules deep each of these imports others of them; a circle raises."""
-    graph = {name: {one for one in ours(MODULES[name]) if one in modules} for name in modules}
+    """How many modules deep each of these imports others of them; a circle raises.
+
+    The name of a class that a module is passed, for type checking, is no import: a Protocol would say it twice.
+    """
+    graph = {name: {one for one in ours(MODULES[name], for_types=False) if one in modules} for name in modules}
     found: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():  # raises CycleError, which names the circle
         found[name] = 1 + max([found[one] for one in graph[name]], default=0)

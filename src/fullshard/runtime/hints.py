@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
 from ..torch_private.local_tensor import plain_tensors, view_base
 from .messages import Account, memory_in_words
 from .out_of_memory import account, bytes_asked, is_out_of_memory
-from .root import Runnable
+
+if TYPE_CHECKING:
+    from .runner import Runner
 
 _FREED = "data is not allocated yet"
 _SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
@@ -27,7 +29,7 @@ _DTYPES = re.compile(r"same dtype|expected scalar type")
 _SEEN = "_fullshard_seen"  # marks inspected errors: when outer units see one, inner units show other parameters
 
 
-def add_hint(error: RuntimeError, runner: Runnable) -> None:
+def add_hint(error: RuntimeError, runner: Runner) -> None:
     """Add a note if sharding is a likely cause of the error. Call for the innermost unit, before its state is reset."""
     if isinstance(error, FullshardError) or _SEEN in error.__dict__:
         return
@@ -46,7 +48,7 @@ def add_hint(error: RuntimeError, runner: Runnable) -> None:
         error.add_note(f"Fullshard: {hint}")
 
 
-def explain_failed_allocation(error: BaseException, runners: Sequence[Runnable]) -> None:
+def explain_failed_allocation(error: BaseException, runners: Sequence[Runner]) -> None:
     """Add what holds memory to an error of memory that is not explained yet, before these units' state is reset."""
     if is_out_of_memory(error) and _SEEN not in error.__dict__:
         held = account(runners, asked=bytes_asked(str(error)))
@@ -65,7 +67,7 @@ class Explained(NamedTuple):
         with_grad: whether the pass builds a graph, or is a backward.
     """
 
-    runner: weakref.ref[Runnable]
+    runner: weakref.ref[Runner]
     account: Account
     with_grad: bool
 
@@ -112,7 +114,7 @@ def _of_parts(error: RuntimeError) -> str | None:
     return None
 
 
-def _of_dtypes(runner: Runnable) -> str | None:
+def _of_dtypes(runner: Runner) -> str | None:
     units = runner.root.units if runner.root is not None else [runner]
     for user in units:
         policy = user.settings.policy

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,9 @@ from ..shard import Gradients, State, share_over
 from ..torch_private.local_tensor import plain_tensors
 from .messages import Account
 from .phases import Phase
-from .root import Runnable
+
+if TYPE_CHECKING:
+    from .runner import Runner
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -36,7 +39,7 @@ def bytes_asked(text: str) -> int | None:
 
 
 def account(
-    runners: Sequence[Runnable],
+    runners: Sequence[Runner],
     optimizer: int | None = None,
     asked: int | None = None,
     *,
@@ -83,7 +86,7 @@ def account(
     )
 
 
-def is_wrapped(runner: Runnable) -> bool:
+def is_wrapped(runner: Runner) -> bool:
     """Whether a unit is an instance of `FullyShardedDataParallel`."""
     return any([hasattr(type(module), "sharding_strategy") for module in runner.modules])
 

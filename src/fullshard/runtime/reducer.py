@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, call, is_, is_not, methodcaller
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,19 +39,13 @@ from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
 from ..watcher import END, RANK, REDUCE, VERB_BITS
 from .attached import step_attached
-from .settings import UnitSettings
 from .usual import UsualReduction, plan_usual_reduction
 
-
-class Reducible(Protocol):
-    """The part of a `Runner` that a reducer uses."""
-
-    unit: Unit
-    settings: UnitSettings
-    index: int
+if TYPE_CHECKING:
+    from .runner import Runner
 
 
-class InFlight(deque[tuple["Reducer", Reducible, UsualReduction | None]]):
+class InFlight(deque[tuple["Reducer", "Runner", UsualReduction | None]]):
     """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`).
 
     Entries: the reducer, the unit's runner, and the `UsualReduction` that started it, or None.
@@ -91,16 +85,14 @@ class Reducer:
     def __init__(self, comm: Comm, in_flight: InFlight | None = None) -> None:
         self.comm = comm
         self.in_flight = InFlight() if in_flight is None else in_flight
-        self._replicating: deque[Reducible] = (
-            deque()
-        )  # being reduced over the replicate axis, oldest first; slices only
-        self.owed: dict[int, Reducible] = {}
+        self._replicating: deque[Runner] = deque()  # being reduced over the replicate axis, oldest first; slices only
+        self.owed: dict[int, Runner] = {}
         self._tokens: TokenCount | None = None  # by which the current backward divides
         self._may_have_partial = False  # whether some gradients may be reduced over the shard axis only
         self._packs = False  # whether any all-reduce over the replicate axis was packed
         self.usual = False
 
-    def serve(self, units: Sequence[Reducible], position: Position, in_step: SharedOrder | None = None) -> None:
+    def serve(self, units: Sequence[Runner], position: Position, in_step: SharedOrder | None = None) -> None:
         """Reduce these units from now on. Call between backwards.
 
         Args:
@@ -137,11 +129,11 @@ class Reducer:
                 raise tokens_not_counted(None if rules.tokens is None else rules.tokens.backwards)
             self._tokens = rules.tokens
 
-    def changed(self, runner: Reducible) -> None:
+    def changed(self, runner: Runner) -> None:
         """Note that a unit's weights changed between a forward and its backward, which runs now."""
         self._use.note_changed(runner.index)
 
-    def close(self, runner: Reducible, comes_again: bool) -> None:
+    def close(self, runner: Runner, comes_again: bool) -> None:
         """Reduce or set aside a unit's gradients at the end of its backward for one call.
 
         Args:
@@ -164,7 +156,7 @@ class Reducer:
             else:  # reduced once all ranks have all of its gradients
                 self.owed[runner.index] = runner
 
-    def reduce(self, runner: Reducible, reduction: UsualReduction) -> None:
+    def reduce(self, runner: Runner, reduction: UsualReduction) -> None:
         """Collect a unit's gradients and start their reduction, as last time.
 
         Args:
@@ -235,7 +227,7 @@ class Reducer:
         gradients.state = NONE
         return True
 
-    def take_part(self, runner: Reducible) -> None:
+    def take_part(self, runner: Runner) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
         unit, settings, index, in_flight = runner.unit, runner.settings, runner.index, self.in_flight
         unit_gradients, ledger, rules = unit.gradients, unit.ledger, settings.reduce
@@ -295,7 +287,7 @@ class Reducer:
         while len(replicating) > most:
             owner._deliver(replicating.popleft())
 
-    def _replicate(self, runner: Reducible, all_reduce: bool) -> None:
+    def _replicate(self, runner: Runner, all_reduce: bool) -> None:
         """Wait for the shard axis, release the buffers, and start reducing over the replicate axis.
 
         Args:
@@ -329,14 +321,14 @@ class Reducer:
         if any([gradients.pending is not None for gradients in unit.gradients]):
             unit.emit("wait_reduce", sum([gradients.buffer_bytes for gradients in unit.gradients]))
 
-    def _finish_unit(self, runner: Reducible) -> None:
+    def _finish_unit(self, runner: Runner) -> None:
         """Deliver a unit's reductions in flight, so that its buffer is free."""
         while any(flying is runner for _, flying, _ in self.in_flight):
             self._advance()
         while runner in self._replicating:
             self._deliver(self._replicating.popleft())
 
-    def _set_aside(self, runner: Reducible) -> None:
+    def _set_aside(self, runner: Runner) -> None:
         """Collect a unit's gradients, to reduce them with those of a later backward."""
         self._finish_unit(runner)
         if runner.settings.share is not None:
@@ -349,7 +341,7 @@ class Reducer:
         if stream.listeners:
             unit.emit("collect", sum([gradients.live_bytes for gradients in unit.gradients]))
 
-    def _deliver(self, runner: Reducible) -> None:
+    def _deliver(self, runner: Runner) -> None:
         """Wait for a unit's reductions in flight, deliver them into `.grad`, and run hooks."""
         unit, rules = runner.unit, runner.settings.reduce
         ledger = unit.ledger

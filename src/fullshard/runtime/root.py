@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, count, repeat, takewhile
 from operator import attrgetter, call, is_not, or_
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -28,8 +28,11 @@ from .inputs import Inputs
 from .kept_graph import refuse_second_derivatives
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
 from .phases import Happening, Phase
-from .reducer import Reducer, Reducible
+from .reducer import Reducer
 from .trace import Period, Step, Traces
+
+if TYPE_CHECKING:
+    from .runner import Runner
 
 ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 """All roots alive in this process, by id."""
@@ -46,34 +49,7 @@ def all_roots() -> list[Root]:
     return [root for reference in ROOTS.valuerefs() if (root := reference()) is not None]
 
 
-class Runnable(Reducible, Protocol):
-    """The part of a `Runner` that a root uses."""
-
-    root: Root | None
-    is_top: bool
-    kept: bool
-    held: int
-    phase: Phase
-    find_root: Callable[[Any], Root]
-
-    @property
-    def modules(self) -> list[Any]:
-        """The unit's modules that are alive."""
-
-    def happens(self, happening: Happening) -> None:
-        """See `phases.py`."""
-
-    def before_pass(self) -> None:
-        """A pass is about to begin at this unit."""
-
-    def take_part(self) -> None:
-        """Gather along with other ranks in a backward."""
-
-    def reshards(self, with_grad: bool) -> bool:
-        """Whether the unit is freed after a forward."""
-
-
-def _name_of_model(top: Runnable) -> str:
+def _name_of_model(top: Runner) -> str:
     """The class of the root's module, with a number if that of a root that is alive has the same."""
     kind = plain_class(top.modules[0]).__name__ if top.modules else ""
     taken = {root.ledger.model for root in all_roots()}
@@ -128,20 +104,20 @@ class Root:
 
     def __init__(
         self,
-        top: Runnable,
-        units: list[Runnable],
+        top: Runner,
+        units: list[Runner],
         comm: Comm,
         additions: Additions,
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
         self.ledger = Ledger(model=_name_of_model(top))
-        self.pass_top: Runnable | None = None
+        self.pass_top: Runner | None = None
         self.pass_grad = False
         self.inputs: Inputs | None = None
         self.called: Any = None
         self.traces = Traces()
         self.ahead: dict[int, bool] = {}
-        self.recomputed: Runnable | None = None
+        self.recomputed: Runner | None = None
         self.reducer = Reducer(comm, top.settings.in_flight)
         self.usual_forward = self.usual_backward = False
         self._list_units()
@@ -167,7 +143,7 @@ class Root:
         self.stale = Stale(self._unit_list, self.comm)
         self.reducer.serve(units, self.position, self.guide.in_step)
 
-    def take_in(self, added: list[Runnable]) -> None:
+    def take_in(self, added: list[Runner]) -> None:
         """Take in units that were sharded below the root later. Call between passes.
 
         Drops units whose modules are gone, unless a backward may follow, which refers to units by index.
@@ -201,7 +177,7 @@ class Root:
                 runner.unit.ledger = self.ledger
         self._lent = False
 
-    def reclaimed(self, runner: Runnable) -> Root | None:
+    def reclaimed(self, runner: Runner) -> Root | None:
         """Take back a unit that this root ran and whose backward comes now; return this root, or None if it is gone.
 
         Raises:
@@ -211,7 +187,7 @@ class Root:
             self.take_units()
         return self if runner.root is self else None
 
-    def lend(self, runner: Runnable, name: str) -> None:
+    def lend(self, runner: Runner, name: str) -> None:
         """Free a unit and lend it to a different root; it comes back when this root runs.
 
         Args:
@@ -234,7 +210,7 @@ class Root:
 
     # Forward.
 
-    def begin_forward(self, top: Runnable) -> None:
+    def begin_forward(self, top: Runner) -> None:
         """Begin a pass: a unit's forward, usually the root's, was called from outside any pass."""
         self.recover_if_broken()
         self._thread = get_ident()
@@ -321,7 +297,7 @@ class Root:
         self._settle()
 
     @staticmethod
-    def _open_among(units: Sequence[Runnable]) -> Iterable[Runnable]:
+    def _open_among(units: Sequence[Runner]) -> Iterable[Runner]:
         """Units that are not `IDLE`, or not sharded: compared in C, each when it is reached."""
         busy = map(is_not, map(_PHASE, units), _IDLE)
         return compress(units, map(or_, busy, map(is_not, map(_STATE, units), _SHARDED)))
