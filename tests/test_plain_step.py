@@ -53,9 +53,10 @@ class Model(nn.Module):
 def sharded(layout: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = Model()
-    for module in (model.one, model.two):
-        fullshard.fully_shard(module, layout=layout)
-    return fullshard.fully_shard(model, layout=layout, ignored_params={model.ignored})
+    layouts = ["rows", "flat", "rows"] if layout == "mixed" else [layout] * 3
+    for module, of_module in zip((model.one, model.two), layouts, strict=False):
+        fullshard.fully_shard(module, layout=of_module)
+    return fullshard.fully_shard(model, layout=layouts[2], ignored_params={model.ignored})
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -98,7 +99,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("layout", ["rows", "flat", "mixed"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_bits_and_state_as_a_step_of_its_own(fake_world, steps, name, layout):
     fake_world(4)

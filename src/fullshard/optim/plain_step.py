@@ -144,19 +144,17 @@ def _around(value: Any, parameter: Any, part: torch.Tensor) -> Any:
 
 def _step_of(optimizer: Optimizer, parameters: list[Any]) -> _Step | None:
     """The step of these parameters on local tensors; None if it cannot be one."""
-    kinds = {*map(type, parameters)} - _PLAIN
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind not in _SPLITS or not {*map(type, map(optimizer.state.get, parameters))} <= _STATES:
+    kinds, states = {*map(type, parameters)} - _PLAIN, [*map(optimizer.state.get, parameters)]
+    if not kinds or not kinds <= _SPLITS.keys() or not {*map(type, states)} <= _STATES:
         return None
-    is_sharded = [*map(is_, map(type, parameters), repeat(kind))]
+    is_sharded = [*map(kinds.__contains__, map(type, parameters))]
     parts = [*map(getattr, parameters, _LOCAL, parameters)]
-    states = [*map(optimizer.state.get, parameters)]
     with plain_access():
         sharded = [*compress(parameters, is_sharded)]
         grads: list[Any] = [*map(read_grad, sharded)]
         has_grad = [*map(is_not, grads, NONES)]
         stepped, grads = [*compress(sharded, has_grad)], [*compress(grads, has_grad)]
-        if {*map(type, grads)} - {kind} or [*map(_SPLITS[kind], grads)] != [*map(_SPLITS[kind], stepped)]:
+        if [*map(type, grads)] != [*map(type, stepped)] or not all([_alike(stepped, grads, kind) for kind in kinds]):
             return None
         grads = [*map(getattr, grads, _LOCAL)]
         if {*map(type, compress(parts, is_sharded)), *map(type, grads)} != {torch.Tensor} or 0 in map(_DIM, parts):
@@ -166,3 +164,10 @@ def _step_of(optimizer: Optimizer, parameters: list[Any]) -> _Step | None:
         if whole or [*map(_KIND, map(getattr, stepped, _LOCAL))] != [*map(_KIND, grads)]:
             return None
         return _Step(parameters, parts, states, stepped, grads)
+
+
+def _alike(parameters: list[Any], grads: list[Any], kind: type) -> bool:
+    """Whether the gradients of parameters of this kind are split like these; other pairs are left out."""
+    of_kind = [*map(is_, map(type, parameters), repeat(kind))]
+    split = _SPLITS[kind]
+    return [*map(split, compress(parameters, of_kind))] == [*map(split, compress(grads, of_kind))]
