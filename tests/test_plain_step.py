@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 import warnings
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
 from fullshard.forms import FlatShard, RowShard
@@ -182,9 +184,9 @@ def test_an_error_in_a_step_leaves_nothing_behind(fake_world, monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", fails)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="planted") as kept:  # with its traceback, which holds what the step made
         optimizer.step()
-    gc.collect()
+    assert kept.tb
     assert all(local(p).grad is None for p in model.parameters() if local(p) is not p)
     assert all(p.grad is not None for p in model.one.parameters())
     monkeypatch.undo()
@@ -203,6 +205,87 @@ def test_autograd_sees_that_a_step_changed_a_parameter(fake_world, steps):
     assert steps
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
+
+
+def replaced_step(optimizer: torch.optim.Optimizer, monkeypatch: Any) -> None:
+    real = type(optimizer).step
+
+    @functools.wraps(real)
+    def step(self: Any, closure: Any = None) -> Any:
+        return real(self, closure)
+
+    monkeypatch.setattr(type(optimizer), "step", step)
+
+
+def replaced_method(optimizer: Any, monkeypatch: Any) -> None:
+    real = optimizer._init_group
+    optimizer._init_group = real
+
+
+def hook_of_all(optimizer: torch.optim.Optimizer, monkeypatch: Any) -> Any:
+    return register_optimizer_step_post_hook(lambda own, args, kwargs: None)
+
+
+def replicated_state(optimizer: Any, monkeypatch: Any) -> None:
+    state = next(state for p, state in optimizer.state.items() if type(p) is RowShard)
+    state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
+
+
+def replicated_setting(optimizer: Any, monkeypatch: Any) -> None:
+    mesh = optimizer.param_groups[0]["params"][0].device_mesh
+    optimizer.param_groups[0]["lr"] = DTensor.from_local(torch.tensor(0.1), mesh, [Replicate()])
+
+
+@pytest.mark.parametrize("change", [replaced_step, replaced_method, hook_of_all, replicated_state, replicated_setting])
+def test_what_others_change_is_looked_for_at_each_step(fake_world, steps, monkeypatch, change):
+    fake_world(4)
+    model = sharded("rows")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained(model, optimizer, count=2)
+    assert len(steps) == 2
+    handle = change(optimizer, monkeypatch)
+    trained(model, optimizer, first=2, count=1)
+    assert len(steps) == 2
+    assert all(p in optimizer.state for p in model.one.parameters()) and len(optimizer.state) == 5
+    assert type(optimizer.state[model.one.weight]["exp_avg_sq"]) is DTensor
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_autograd_sees_that_a_step_changed_state(fake_world, steps, layout):
+    fake_world(4)
+    model = sharded(layout)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained(model, optimizer, count=1)
+    average = optimizer.state[model.one.weight]["exp_avg"]
+    before = average._version
+    trained(model, optimizer, count=1)
+    assert len(steps) == 2 and average._version > before
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_operations_on_lists_return_what_torchs_do(fake_world, as_tuple):
+    """Their first list; in models of several layouts results of rows and of runs are put together."""
+    fake_world(4)
+    model = sharded("mixed")
+    backward(model)
+    with torch.no_grad():
+        rows: Any = (
+            [model.two.weight, model.two.bias][:1] if model.two.weight.__class__ is RowShard else [model.one.weight]
+        )
+        given = tuple(rows) if as_tuple else rows
+        before = local(rows[0]).clone()
+        returned = torch._foreach_mul_(given, 2.0)
+        plain = torch._foreach_mul_((before.clone(),) if as_tuple else [before.clone()], 2.0)
+        assert type(returned) is type(plain) and returned[0] is rows[0]
+        assert torch.equal(local(rows[0]), before * 2)
+    before = {name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    both = [model.one.weight, model.two.weight]
+    nn.utils.clip_grad_value_(both, 0.01, foreach=True)
+    for name, p in model.named_parameters():
+        if any(p is one for one in both):
+            assert torch.equal(local(p.grad), before[name].clamp(-0.01, 0.01)), name
 
 
 def test_gradients_are_dropped_with_zero_grad_and_nothing_grows(fake_world, steps):

@@ -96,9 +96,9 @@ def _lists_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     values = [_in_lists(value, splits) for value in operands]
     if any([value is NotImplemented for value in values]):
         return NotImplemented
-    func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
     increment_version([*chain.from_iterable(filter(_are_dtensors, operands))] if all_change else first)
-    return None
+    return None if result is None else first
 
 
 def _are_dtensors(value: Any) -> bool:

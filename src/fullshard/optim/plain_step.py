@@ -3,18 +3,19 @@
 A sharded parameter is a `DTensor` or a `FlatShard`. An optimizer reads `.grad` of each nine times a step, and calls up
 to twelve operations, each of which goes through the dispatch of the class: 60 us each on a CPU, where the operation
 itself takes 5. The result is that of the same operations on the local tensors inside. So a step is that of a second
-object with the optimizer's settings, whose parameters, gradients and state are those local tensors; it lives as long as
-the step. Programs see the optimizer that they built, with its parameters, and state of the parameters' class.
+object with the optimizer's settings, whose parameters are views of those local tensors, with local gradients and state;
+it is made for the step. Programs see the optimizer that they built, with its parameters, and state of their class.
 
-A step goes its own way, on the sharded parameters, if it has a closure or the optimizer has hooks, which may look at
-any of these, and if anything else is unusual: a class that is not torch's, a gradient of another class or dtype than
-its parameter.
+A step goes its own way, on the sharded parameters, if it has a closure or the optimizer has hooks or methods of others,
+which may look at any of these, and if anything else is unusual: a class that is not torch's, gradients or state that
+are not split like their parameter, a gradient of another dtype, a setting that is a `DTensor`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import chain, compress, islice, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -37,12 +38,15 @@ _STEP = "_fullshard_step"
 """Attribute of an optimizer of local tensors: the `_Step` that it is for."""
 _NOT_SHARED = {_STEP, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 _LOCAL = repeat("_local_tensor")
-_SPLITS: dict[type, Any] = {RowShard: attrgetter("_spec.placements"), FlatShard: attrgetter("_run.split")}
-_STATES = {dict, type(None)}
+_ROWS, _RUNS = attrgetter("_spec.placements", "_spec.mesh", "_local_tensor.shape"), attrgetter("_run.split")
+_OF_ROWS, _PARAMETERS = {RowShard, DTensor}, {RowShard, FlatShard}
+_SHARDED = {RowShard, DTensor, FlatShard}
 _PLAIN = {torch.Tensor, nn.Parameter}
+_STATES = {dict, type(None)}
+_EMPTY: Any = repeat({})
 _KIND = attrgetter("shape", "dtype", "device")
-_TENSORS = repeat(torch.Tensor)
 _DIM: Callable[[Any], int] = torch.Tensor.dim
+_DETACH: Callable[[Any], torch.Tensor] = torch.Tensor.detach
 
 
 def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -53,8 +57,9 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """
     if is_compiling() or dynamo_is_active() or len(args) > 1 or kwargs or is_hooked(optimizer):
         return None
-    kind, groups = type(optimizer), optimizer.param_groups
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ not in ELEMENT_WISE:
+    groups = optimizer.param_groups
+    settings = {*map(type, chain.from_iterable(map(dict.values, groups)))}
+    if not _is_torchs_own(optimizer) or not settings.isdisjoint(_SHARDED):
         return None
     parameters: list[Any] = [*chain.from_iterable([group["params"] for group in groups])]
     step = _step_of(optimizer, parameters)
@@ -63,6 +68,25 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     parts = iter(step.parts)
     groups = [{**group, "params": [*islice(parts, len(group["params"]))]} for group in groups]
     return (second_object(optimizer, param_groups=groups, state=step.state, **{_STEP: step}),), {}
+
+
+def _is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether its class is an element-wise one of torch's, and no method that a step calls is anybody else's."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ not in ELEMENT_WISE:
+        return False
+    for function in (kind.step, kind._init_group):
+        while function is not None:
+            if not function.__globals__["__name__"].startswith("torch."):
+                return False
+            function = getattr(function, "__wrapped__", None)
+    return _methods_of(kind).isdisjoint(optimizer.__dict__)
+
+
+@cache
+def _methods_of(kind: type) -> frozenset[str]:
+    """The names of its methods, but for those by which schedulers count steps, and hooks are registered."""
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name))) - {"step", "register_step_pre_hook"}
 
 
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -81,25 +105,20 @@ def step_part_plainly(optimizer: Optimizer, parameters: Iterable[torch.Tensor], 
 
 
 class _Step:
-    """One step on local tensors.
-
-    Owns nothing: lends gradients to the local tensors until it dies, with the optimizer that has it.
+    """One step on local tensors. Owns views of parameters, which hold their gradients.
 
     Args:
         parameters: of the optimizer, in order.
-        parts: by parameter, the local tensor inside; a plain parameter itself.
+        parts: by parameter, a view of the local tensor inside; a plain parameter itself.
         states: by parameter, its state; None where there is none yet.
-        stepped: the sharded parameters that have a gradient.
-        grads: the local tensors of these gradients.
+        stepped: the sharded parameters that have a gradient, and their sharded state.
 
     Attributes:
         values: the state as local tensors, all parameters' in one list, before the step.
         state: the same, by part.
     """
 
-    def __init__(
-        self, parameters: list[Any], parts: list[Any], states: list[Any], stepped: list[Any], grads: list[Any]
-    ) -> None:
+    def __init__(self, parameters: list[Any], parts: list[Any], states: list[Any], stepped: list[Any]) -> None:
         self.parameters, self.parts, self._stepped = parameters, parts, stepped
         began = [*map(is_not, states, NONES)]
         states = [*compress(states, began)]
@@ -108,11 +127,6 @@ class _Step:
         dicts = map(dict, map(zip, states, repeat(iter(self.values))))
         self.state = defaultdict(dict[Any, Any], zip(compress(parts, began), dicts, strict=True))
         self._began = len(self.state)
-        self._lent: list[Any] = [*map(getattr, stepped, _LOCAL)]
-        drain(map(write_grad, self._lent, grads))
-
-    def __del__(self) -> None:
-        drain(map(write_grad, self._lent, NONES))
 
     def end(self, optimizer: Optimizer, second: Optimizer) -> None:
         """Give the optimizer the attributes and state that the step, of the `second` object, created or replaced."""
@@ -125,7 +139,7 @@ class _Step:
             return
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             if part in self.state:
-                state = optimizer.state[parameter]
+                state = optimizer.state.setdefault(parameter, {})
                 for key, value in self.state[part].items():
                     if key not in state or getattr(state[key], "_local_tensor", state[key]) is not value:
                         state[key] = _around(value, parameter, part)
@@ -145,29 +159,49 @@ def _around(value: Any, parameter: Any, part: torch.Tensor) -> Any:
 def _step_of(optimizer: Optimizer, parameters: list[Any]) -> _Step | None:
     """The step of these parameters on local tensors; None if it cannot be one."""
     kinds, states = {*map(type, parameters)} - _PLAIN, [*map(optimizer.state.get, parameters)]
-    if not kinds or not kinds <= _SPLITS.keys() or not {*map(type, states)} <= _STATES:
+    if not kinds or not kinds <= _PARAMETERS or not {*map(type, states)} <= _STATES:
         return None
     is_sharded = [*map(kinds.__contains__, map(type, parameters))]
-    parts = [*map(getattr, parameters, _LOCAL, parameters)]
     with plain_access():
         sharded = [*compress(parameters, is_sharded)]
+        parts = [*map(getattr, sharded, _LOCAL)]
         grads: list[Any] = [*map(read_grad, sharded)]
         has_grad = [*map(is_not, grads, NONES)]
         stepped, grads = [*compress(sharded, has_grad)], [*compress(grads, has_grad)]
-        if [*map(type, grads)] != [*map(type, stepped)] or not all([_alike(stepped, grads, kind) for kind in kinds]):
+        if [*map(type, grads)] != [*map(type, stepped)] or _splits(grads) != _splits(stepped):
             return None
         grads = [*map(getattr, grads, _LOCAL)]
-        if {*map(type, compress(parts, is_sharded)), *map(type, grads)} != {torch.Tensor} or 0 in map(_DIM, parts):
+        if {*map(type, parts), *map(type, grads)} != {torch.Tensor} or 0 in map(_DIM, parts):
             return None
-        values = [*chain.from_iterable(map(dict.values, filter(None, compress(states, is_sharded))))]
-        whole = any(map(_DIM, compress(values, map(is_, map(type, values), _TENSORS))))
-        if whole or [*map(_KIND, map(getattr, stepped, _LOCAL))] != [*map(_KIND, grads)]:
+        state = _state_of(stepped, [*map(optimizer.state.get, stepped, _EMPTY)])
+        if state is None or [*map(_KIND, compress(parts, has_grad))] != [*map(_KIND, grads)]:
             return None
-        return _Step(parameters, parts, states, stepped, grads)
+        views = [*map(_DETACH, parts)]
+        drain(map(write_grad, compress(views, has_grad), grads))
+        parts = views
+        if len(parts) < len(parameters):
+            ahead = iter(views)
+            parts = [next(ahead) if type(parameter) in kinds else parameter for parameter in parameters]
+        return _Step(parameters, parts, states, [*stepped, *state])
 
 
-def _alike(parameters: list[Any], grads: list[Any], kind: type) -> bool:
-    """Whether the gradients of parameters of this kind are split like these; other pairs are left out."""
-    of_kind = [*map(is_, map(type, parameters), repeat(kind))]
-    split = _SPLITS[kind]
-    return [*map(split, compress(parameters, of_kind))] == [*map(split, compress(grads, of_kind))]
+def _state_of(parameters: list[Any], states: list[Any]) -> list[Any] | None:
+    """The sharded tensors in the state of sharded parameters; None if any is not split like its parameter."""
+    values = [*chain.from_iterable(map(dict.values, states))]
+    owners = chain.from_iterable(map(repeat, parameters, map(len, states)))
+    is_sharded = [*map(_SHARDED.__contains__, map(type, values))]
+    sharded = [*compress(values, is_sharded)]
+    plain = compress(values, map(is_, map(type, values), repeat(torch.Tensor)))
+    if any(map(_DIM, plain)) or _splits([*compress(owners, is_sharded)]) != _splits(sharded):
+        return None
+    return sharded
+
+
+def _splits(tensors: list[Any]) -> list[Any]:
+    """How each of these sharded tensors is split."""
+    kinds = {*map(type, tensors)}
+    if kinds <= _OF_ROWS:
+        return [*map(_ROWS, tensors)]
+    if kinds == {FlatShard}:
+        return [*map(_RUNS, tensors)]
+    return [_RUNS(tensor) if type(tensor) is FlatShard else _ROWS(tensor) for tensor in tensors]

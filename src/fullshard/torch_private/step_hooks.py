@@ -145,9 +145,9 @@ def hook_around_all(before: Hook, after: Hook) -> None:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook that others registered runs between those of `hook_around_all`: of the optimizer, or of all."""
+    """Whether a hook that others registered runs after the first of `hook_around_all`: of the optimizer, or of all."""
     own: Any = optimizer.__dict__
     if not _AROUND_ALL or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
         return True
     before, after = _AROUND_ALL
-    return next(reversed(_global_optimizer_pre_hooks)) != before or next(iter(_global_optimizer_post_hooks)) != after
+    return next(reversed(_global_optimizer_pre_hooks)) != before or [*_global_optimizer_post_hooks] != [after]
