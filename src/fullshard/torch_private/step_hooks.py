@@ -150,4 +150,4 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     if not _AROUND_ALL or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
         return True
     before, after = _AROUND_ALL
-    return next(reversed(_global_optimizer_pre_hooks)) != before or [*_global_optimizer_post_hooks] != [after]
+    return next(reversed(_global_optimizer_pre_hooks), None) != before or [*_global_optimizer_post_hooks] != [after]
