@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
-from fullshard.forms import FlatShard, RowShard
+from fullshard.forms import OWNER_KEY, FlatShard, RowShard, note_change, owner_of
+from fullshard.forms.elementwise import on_locals
 from fullshard.optim import plain_step
 from fullshard.torch_private.step_hooks import second_object
 
@@ -286,6 +288,44 @@ def test_operations_on_lists_return_what_torchs_do(fake_world, as_tuple):
     for name, p in model.named_parameters():
         if any(p is one for one in both):
             assert torch.equal(local(p.grad), before[name].clamp(-0.01, 0.01)), name
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_parameters_whose_units_are_gone_are_stepped(fake_world, layout):
+    """Their model was deleted before the first step; what owned them was never looked up."""
+    fake_world(4)
+    model = sharded(layout)
+    backward(model)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    first = next(p for p in parameters if type(p) in (RowShard, FlatShard) and p.grad is not None)
+    before = local(first).clone()
+    del model
+    gc.collect()
+    assert owner_of(first) is None
+    optimizer.step()
+    assert not torch.equal(local(first), before)
+
+
+def test_changes_of_copies_are_nobodys(fake_world):
+    """An unpickled parameter refers to no unit, by an empty dict, which has no hash."""
+    fake_world(4)
+    model = sharded("rows")
+    model.unshard()
+    copied = pickle.loads(pickle.dumps(model.unused))
+    assert copied.__dict__[OWNER_KEY] == {}
+    note_change([copied])
+
+
+def test_lists_that_are_split_differently_on_other_ranks_are_dtensors(fake_world):
+    """On the first of 4 ranks 5 and 6 rows are both two."""
+    fake_world(4)
+    model = fullshard.fully_shard(nn.Sequential(nn.Linear(1, 5, bias=False), nn.Linear(1, 6, bias=False)))
+    five, six = model[0].weight, model[1].weight
+    assert local(five).shape == local(six).shape == (2, 1)
+    with torch.no_grad():
+        assert on_locals(torch._foreach_add_, ([five], [six]), {}) is NotImplemented
+        assert on_locals(torch._foreach_add_, ([five], [five.clone()]), {}) is not NotImplemented
 
 
 def test_gradients_are_dropped_with_zero_grad_and_nothing_grows(fake_world, steps):

@@ -1,6 +1,7 @@
 """The parameters of a sharded model: where each is registered, this rank's part of it, and its form while sharded."""
 
-from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, note_step, owner_of
+from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
+from .elementwise import SPLIT_OF_ROWS
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParameterForm, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
 from .form import Form

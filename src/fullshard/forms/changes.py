@@ -146,18 +146,10 @@ def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
         wait_for_readers()
 
 
-def note_step(parameters: Iterable[Any]) -> None:
-    """Count a change for every unit that owns any of these parameters."""
-    for reference in {*map(getattr, parameters, repeat(OWNER_KEY), NONES)}:
-        if reference and (unit := reference()) is not None:
-            unit.touched.changes += 1
-
-
-def note_change(tensors: Iterable[Any]) -> None:
-    """Count a change for every unit that owns one of these sharded parameters, which may be in lists."""
-    for tensor in tensors:
-        if isinstance(tensor, (list, tuple)):
-            note_step(tensor)
-        elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)):
-            if (unit := reference()) is not None:
-                unit.touched.changes += 1
+def note_change(tensors: Sequence[Any]) -> None:
+    """Count a change for every unit that owns any of these sharded parameters; a single list stands for its items."""
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tensors[0]
+    references = filter(None, map(getattr, tensors, repeat(OWNER_KEY), NONES))  # of copies: empty, see `Owner`
+    for unit in {*map(call, references)} - {None}:
+        unit.touched.changes += 1

@@ -82,7 +82,10 @@ def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> No
 
 @contextmanager
 def _clean_paths(model: nn.Module) -> Iterator[None]:
-    """Context in which `model.named_modules()` leaves out the wrapper's name."""
+    """Context in which `model.named_modules()` leaves out the wrapper's name; within another one, does nothing."""
+    if "named_modules" in vars(model):
+        yield
+        return
     if isinstance(model, FullyShardedDataParallel):
         model.check_is_root()  # PEFT takes state dicts of parts, which before the first forward would become roots
     named_modules = model.named_modules

@@ -32,7 +32,7 @@ from ..forms import (
     WHOLE_KEY,
     FlatShard,
     RowShard,
-    note_step,
+    note_change,
     owner_of,
     successor_of,
 )
@@ -170,7 +170,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if checked.units:
         checked.step(optimizer)
     with plain_access():
-        note_step(compress(parameters, map(is_not, map(read_grad, parameters), NONES)))
+        note_change([*compress(parameters, map(is_not, map(read_grad, parameters), NONES))])
 
 
 def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:

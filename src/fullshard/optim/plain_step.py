@@ -1,10 +1,10 @@
 """torch's element-wise optimizers step plain tensors: this rank's parts of sharded parameters.
 
-A sharded parameter is a `DTensor` or a `FlatShard`. An optimizer reads `.grad` of each nine times a step, and calls up
-to twelve operations, each of which goes through the dispatch of the class: 60 us each on a CPU, where the operation
-itself takes 5. The result is that of the same operations on the local tensors inside. So a step is that of a second
-object with the optimizer's settings, whose parameters are views of those local tensors, with local gradients and state;
-it is made for the step. Programs see the optimizer that they built, with its parameters, and state of their class.
+A sharded parameter is a `DTensor` or a `FlatShard`. Each operation on one goes through the dispatch of its class, which
+takes several times as long as the operation on a few thousand elements, for the result of the same operation on the
+local tensor inside. So a step is that of a second object with the optimizer's settings, whose parameters are views of
+those local tensors, with local gradients and state; it is made for the step. Programs see the optimizer that they
+built, with its parameters, and state of their class (`docs/decisions/0021-steps-of-local-tensors.md`).
 
 A step goes its own way, on the sharded parameters, if it has a closure or the optimizer has hooks or methods of others,
 which may look at any of these, and if anything else is unusual: a class that is not torch's, gradients or state that
@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from ..containers import NONES, drain
-from ..forms import FlatShard, RowShard
+from ..forms import SPLIT_OF_ROWS, FlatShard, RowShard
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
-from ..torch_private.step_hooks import is_hooked, part_of, second_object, step_without_hooks
+from ..torch_private.step_hooks import TABLES, is_hooked, part_of, second_object, step_without_hooks
 from .probe import ELEMENT_WISE
 
 _STEP = "_fullshard_step"
 """Attribute of an optimizer of local tensors: the `_Step` that it is for."""
-_NOT_SHARED = {_STEP, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_NOT_SHARED = {_STEP, "param_groups", "state", *TABLES}
 _LOCAL = repeat("_local_tensor")
-_ROWS, _RUNS = attrgetter("_spec.placements", "_spec.mesh", "_local_tensor.shape"), attrgetter("_run.split")
+_SPLIT_OF_RUNS = attrgetter("_run.split")
 _OF_ROWS, _PARAMETERS = {RowShard, DTensor}, {RowShard, FlatShard}
 _SHARDED = {RowShard, DTensor, FlatShard}
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -59,11 +59,12 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     groups = optimizer.param_groups
     settings = {*map(type, chain.from_iterable(map(dict.values, groups)))}
-    if not _is_torchs_own(optimizer) or not settings.isdisjoint(_SHARDED):
+    differentiable = any([group.get("differentiable") for group in groups])
+    if differentiable or not settings.isdisjoint(_SHARDED) or not _is_torchs_own(optimizer):
         return None
     parameters: list[Any] = [*chain.from_iterable([group["params"] for group in groups])]
     step = _step_of(optimizer, parameters)
-    if step is None or any([group.get("differentiable") for group in groups]):
+    if step is None:
         return None
     parts = iter(step.parts)
     groups = [{**group, "params": [*islice(parts, len(group["params"]))]} for group in groups]
@@ -201,7 +202,7 @@ def _splits(tensors: list[Any]) -> list[Any]:
     """How each of these sharded tensors is split."""
     kinds = {*map(type, tensors)}
     if kinds <= _OF_ROWS:
-        return [*map(_ROWS, tensors)]
+        return [*map(SPLIT_OF_ROWS, tensors)]
     if kinds == {FlatShard}:
-        return [*map(_RUNS, tensors)]
-    return [_RUNS(tensor) if type(tensor) is FlatShard else _ROWS(tensor) for tensor in tensors]
+        return [*map(_SPLIT_OF_RUNS, tensors)]
+    return [_SPLIT_OF_RUNS(tensor) if type(tensor) is FlatShard else SPLIT_OF_ROWS(tensor) for tensor in tensors]

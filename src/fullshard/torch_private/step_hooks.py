@@ -26,14 +26,14 @@ from torch.optim.optimizer import (
 
 from ..readers import wait_for_readers
 
-_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _ONE_AT_A_TIME = threading.RLock()  # global hooks belong to the process, and models may be loaded in several threads
 
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context in which no hook runs before or after a step of `optimizer`, for one thread at a time."""
-    tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in _TABLES]
+    tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in TABLES]
     tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     with _ONE_AT_A_TIME:
         before = [dict(table) for table in tables]
@@ -49,7 +49,7 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def second_object(optimizer: torch.optim.Optimizer, **attributes: Any) -> torch.optim.Optimizer:
     """An object with the attributes of `optimizer`, but for these, and without its hooks."""
     second = object.__new__(type(optimizer))
-    second.__dict__ = {**optimizer.__dict__, **{name: OrderedDict() for name in _TABLES}, **attributes}
+    second.__dict__ = {**optimizer.__dict__, **{name: OrderedDict() for name in TABLES}, **attributes}
     return second
 
 
