@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,7 +27,7 @@ MOST = {
     "replicated": (50, 2_694),
     "frozen in part": (51, 2_610),
     "synchronised by a switch": (46, 2_449),
-    "trained": (78, 3_160),
+    "trained": (77, 3_113),
 }
 """Calls, and bytecodes of Python 3.11, of a unit of six parameters; other versions compile to others."""
 
@@ -72,11 +73,14 @@ def counted(step: Any) -> Counter[str]:
         return inside
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # models of earlier tests, collected within the step, would run code of the engine
     sys.settrace(entered)
     try:
         step()
     finally:
         sys.settrace(before)
+        gc.enable()
     return Counter({what: count // BLOCKS for what, count in found.items()})
 
 
@@ -99,7 +103,11 @@ def test_a_steady_step_takes_no_more_than_it_did(fake_world, way):
         step()
         model.zero_grad()
     calls, bytecodes = MOST[way]
-    found = counted(step)
+    counts = []
+    for _ in range(3):  # a finalizer of an earlier test's model may run within one
+        counts.append(counted(step))
+        model.zero_grad()
+    found = min(counts, key=lambda count: count["bytecodes"])
     assert found["calls"] <= calls, found
     if sys.version_info[:2] == (3, 11):
         assert found["bytecodes"] <= bytecodes, found
