@@ -56,9 +56,14 @@ def program(folder: Path, *parts: str) -> str:
     return str(path)
 
 
-def compared(capfd: Any, script: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+ONE_RANK = ("--ranks", "1")
+"""For what does not depend on how many ranks there are: half of the processes, each of which imports torch."""
+
+
+def compared(capfd: Any, script: str, *arguments: str, code: int = 0, ranks: str = "1") -> dict[str, Any]:
     """What `--json` prints, of three steps."""
-    assert main(["compare", script, "--steps", "3", "--json", "--", *arguments]) == code, capfd.readouterr()
+    command = ["compare", script, "--steps", "3", "--json", "--ranks", ranks, "--", *arguments]
+    assert main(command) == code, capfd.readouterr()
     found: dict[str, Any] = json.loads(capfd.readouterr().out)
     return found
 
@@ -66,7 +71,7 @@ def compared(capfd: Any, script: str, *arguments: str, code: int = 0) -> dict[st
 @pytest.mark.parametrize("front_end", [FUNCTIONAL, WRAPPER], ids=["fully_shard", "wrapper"])
 def test_the_same_program_gives_the_same_losses(capfd, tmp_path, front_end):
     """Micro-batches are losses of one step; the program is stopped, or it would run on for years."""
-    found = compared(capfd, program(tmp_path, front_end, TRAIN), str(10**9))
+    found = compared(capfd, program(tmp_path, front_end, TRAIN), str(10**9), ranks="2")
     assert found["same"] is True and found["steps"] == 3
     assert [[len(rank) for rank in step] for step in found["fullshard"]["losses"]] == [[2, 2]] * 3
     assert found["torch"]["losses"] == found["fullshard"]["losses"] and found["torch"]["losses"][0][0][0] > 0
@@ -87,13 +92,13 @@ def test_the_same_program_gives_the_same_losses(capfd, tmp_path, front_end):
 )
 def test_a_program_without_units_of_pytorch_is_refused(capfd, tmp_path, front_end, got):
     """Nothing would be compared, and all of it would be the same in every bit."""
-    assert main(["compare", program(tmp_path, front_end, TRAIN), "--steps", "2", "--", "4"]) == 2
+    assert main(["compare", program(tmp_path, front_end, TRAIN), "--steps", "2", *ONE_RANK, "--", "4"]) == 2
     assert got in capfd.readouterr().err
 
 
 def test_paths_that_both_sides_write_are_pointed_out(capfd, tmp_path):
     made = f"from pathlib import Path\nif dist.get_rank() == 0: Path({str(tmp_path / 'out')!r}).mkdir()\n"
-    assert main(["compare", program(tmp_path, FUNCTIONAL, made, TRAIN), "--steps", "2", "--", "4"]) == 2
+    assert main(["compare", program(tmp_path, FUNCTIONAL, made, TRAIN), "--steps", "2", *ONE_RANK, "--", "4"]) == 2
     assert "both sides run at once, and write to the same paths" in capfd.readouterr().err
 
 
@@ -106,7 +111,7 @@ def test_differences_are_named(capfd, tmp_path):
     """On Fullshard this program has another learning rate, so the first losses are equal, and no parameter after."""
     changed = TRAIN.replace("lr=0.1", "lr=0.1 + 0.1 * on_fullshard")
     script = program(tmp_path, FUNCTIONAL, ON_FULLSHARD, changed)
-    found = compared(capfd, script, "9", code=1)
+    found = compared(capfd, script, "9", code=1, ranks="2")
     assert found["same"] is False
     different = found["loss_that_differs"]
     assert (different["step"], different["micro_batch"], different["rank"]) == (2, 1, 0)
@@ -131,7 +136,7 @@ def test_a_program_that_ends_by_itself(capfd, tmp_path):
         two,
         "dist.destroy_process_group()\n",
     )
-    assert main(["compare", script, "--steps", "3", "--", "2"]) == 0
+    assert main(["compare", script, "--steps", "3", *ONE_RANK, "--", "2"]) == 0
     said = capfd.readouterr().out
     assert "losses of 2 steps: the same in every bit" in said and "parameters after step 1: the same" in said
 
@@ -206,18 +211,18 @@ def test_all_models_are_compared_after_all_optimizers(capfd, tmp_path, parts, un
     """Something is spoilt in the last step, where the first optimizer does not see it; no loss does either."""
     found = compared(capfd, program(tmp_path, *parts), code=1)
     assert found["steps"] == 3 and found["loss_that_differs"] is None
-    assert [len(rank) for step in found["torch"]["losses"] for rank in step] == [1] * 6
+    assert [len(rank) for step in found["torch"]["losses"] for rank in step] == [1] * 3
     assert found["torch"]["units"] == found["fullshard"]["units"] == units
     assert (found["parameter_that_differs"]["step"], found["parameter_that_differs"]["name"]) == (3, name)
 
 
 REFUSED = [
-    ("dist.barrier()\n", [], "ended before its first optimizer step on PyTorch's FSDP and on Fullshard"),
+    ("dist.barrier()\n", ONE_RANK, "ended before its first optimizer step on PyTorch's FSDP and on Fullshard"),
     (FUNCTIONAL + TRAIN, ["--steps", "0"], "--steps must be at least 1, got 0"),
     (FUNCTIONAL + TRAIN, ["--ranks", "65"], "--ranks must be from 1 to 64, got 65"),
     (
         f"{FUNCTIONAL}{ON_FULLSHARD}assert not on_fullshard, 'no'\n{TRAIN}",
-        [],
+        ONE_RANK,
         "failed on Fullshard: rank",
     ),
     (
