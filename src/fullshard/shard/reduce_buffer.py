@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter, call, is_not
 from typing import Any
 
 import torch
 
 from ..comm import Comm, Pending, Residuals, reduction_of
-from ..containers import NONES
+from ..containers import NONES, drain
 from ..dtypes import as_real
 from ..forms import Member, Scratch
 from ..layout import Piece, columns_of
-from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
+from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all, zeroes
 from .bucket import Bucket
 from .messages import not_dense
 from .packed_reduction import PackedAllReduce, PackedReduction
@@ -53,18 +53,18 @@ class ReduceBuffer(Scratch):
         self._scattered = layout.padding_is_scattered  # `padding` then lists whole segments, zeroed before the copies
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
         # For when all members have a gradient, each in one piece. `_copies`: groups of member indices, the call that
-        # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_gaps`: padding that no
-        # copy writes.
+        # copies a group in, and the zeros it copies after them. `_adds`: the same for adding. `_zeroes`: a call that
+        # zeroes the padding that no copy writes, if there is any.
         self._copies: list[tuple[list[int], Callable[[Any], Any], _Zeros]] = []
         self._adds: list[tuple[list[int], Callable[[Any], Any]]] = []
-        self._gaps: list[torch.Tensor] = []
+        self._zeroes: list[Callable[[], object]] = []
         if all([member.split is None for member in bucket.members]):
             self._plan_fill()
         self.free()
 
     def _plan_fill(self) -> None:
         layout, places, device = self.bucket.layout, self._places, self.tensor.device
-        columns = columns_of(layout)
+        columns, gaps = columns_of(layout), []
         rest = {i for i, place in enumerate(places) if place.targets}.difference(*[group.slots for group in columns])
         if not all([places[i].whole for i in rest]):
             return
@@ -80,14 +80,15 @@ class ReduceBuffer(Scratch):
             indices = [i for i in indices if i in rest]
             behind = self._padding if alike and not self._scattered else []
             if sum([padding.nbytes for padding in behind]) > _MOST_ZEROS:
-                self._gaps, behind = behind, []
+                gaps, behind = behind, []
             if indices or behind:
                 targets = [places[i].targets[0] for i in indices]
                 zeros = _Zeros([padding.numel() for padding in behind], device)
                 self._copies.append((indices, copies_to([*targets, *behind]), zeros))
         if self._scattered:
             written = {layout.world * layout.segments[group.segment].shard_offset for group in columns}
-            self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
+            gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
+        self._zeroes = [zeroes(gaps)] if gaps else []
 
     def fill(self, grads: list[Any], first: bool) -> bool:
         """Copy autograd's gradients in, or add them to those already collected.
@@ -111,8 +112,7 @@ class ReduceBuffer(Scratch):
                     for indices, add in self._adds:
                         add([*map(grads.__getitem__, indices)])
                     return True
-                if self._gaps:
-                    zero_all(self._gaps)
+                drain(map(call, self._zeroes))
                 for indices, copy, zeros in self._copies:
                     copy([*map(grads.__getitem__, indices), *zeros[dtype]])
                 return True

@@ -65,6 +65,11 @@ def zero_all(targets: list[torch.Tensor]) -> None:
         torch._foreach_zero_(targets)
 
 
+def zeroes(targets: list[torch.Tensor]) -> Callable[[], object]:
+    """A function that does `zero_all` of this non-empty list at each call."""
+    return partial(torch._foreach_zero_, targets)
+
+
 def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
     """`tensors[i].mul_(factor)` for all i."""
     if tensors:
