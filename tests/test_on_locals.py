@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -107,6 +109,60 @@ def test_what_is_split_differently_is_dtensors() -> list[str]:
             except Exception as error:
                 if "while its unit" not in str(error) and "mixed" not in str(error) and "unit" not in str(error):
                     problems.append(f"{type(error).__name__}: {error}")
+    return problems
+
+
+@on_ranks(world=4)
+def test_norms_of_lists_are_those_of_dtensor() -> list[str]:
+    """Uneven and empty parts, replicas, split in two ways; of any order and dtype. DTensor makes one result of each."""
+    problems: list[str] = []
+    torch.manual_seed(0)
+    meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    for mesh in meshes:
+        model = fully_shard(nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 1)), mesh=mesh)
+        model(torch.ones(2, 3)).square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        half = [gradient.to(torch.bfloat16) for gradient in gradients]
+        split = [[DTensor.from_local(torch.ones(2, 3) * n, mesh, [Shard(0)] * mesh.ndim)] * 3 for n in (1, 2)]
+        sums = [DTensor.from_local(torch.ones(3) * dist.get_rank(), mesh, [Partial()] * mesh.ndim)]
+        lists = gradients, half, [*split[0], *split[1]], [*gradients, *half], [*gradients, *sums], sums * 2
+        for number, tensors in enumerate(lists):
+            for order, options in ((2.0, {}), (1, {}), (3.5, {}), (2.0, {"dtype": torch.float64})):
+                tensors = [row_shard.as_row_shard(tensor) for tensor in tensors]
+                with torch.no_grad():
+                    with mock.patch.object(row_shard, "plain_call", side_effect=row_shard.plain_call) as dispatched:
+                        got = torch._foreach_norm(tensors, order, **options)
+                    with mock.patch.object(row_shard, "on_locals", lambda *given: NotImplemented):
+                        want = torch._foreach_norm(tensors, order, **options)
+                    total = torch.linalg.vector_norm(torch.stack(got), order).full_tensor()
+                    wanted = torch.linalg.vector_norm(torch.stack(want), order).full_tensor()
+                case = f"{mesh.ndim}, list {number}, order {order}, {options}"
+                if bool(dispatched.called) is not (number > 2):
+                    problems.append(f"{case}: dispatched {dispatched.called}")
+                for mine, theirs in zip(got, want, strict=True):
+                    same = torch.equal(mine.to_local(), theirs.to_local()) and type(mine) is type(theirs)
+                    if not same or (mine.placements, mine.dtype) != (theirs.placements, theirs.dtype):
+                        problems.append(f"{case}: {mine}, not {theirs}")
+                problems += [] if torch.equal(total, wanted) else [f"{case}: {total}, not {wanted}"]
+    return problems
+
+
+@on_ranks(world=3)
+def test_the_largest_absolute_value_where_a_rank_has_no_part() -> list[str]:
+    """Torch knows none of an empty tensor: that rank would raise, and the others wait for it in the all-reduce."""
+    problems: list[str] = []
+    for rows in (7, 2, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, rows), nn.Linear(rows, 1))
+        whole = copy.deepcopy(model)
+        fully_shard(model)
+        for each in (whole, model):
+            each(torch.ones(2, 3)).square().sum().backward()
+        for foreach in (True, False):
+            want = nn.utils.clip_grad_norm_(whole.parameters(), 1e9, norm_type=math.inf)
+            got: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=math.inf, foreach=foreach)
+            if not torch.allclose(got.full_tensor(), want):
+                problems.append(f"{rows} rows, foreach {foreach}: {got.full_tensor()}, not {want}")
     return problems
 
 

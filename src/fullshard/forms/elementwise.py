@@ -1,8 +1,9 @@
-"""Which operations are element-wise; those in place on DTensors that are split alike, run on their local tensors."""
+"""Operations on DTensors that are split alike, run on local tensors: element-wise ones in place, norms of lists."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
@@ -13,11 +14,14 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
-from ..torch_private.local_tensor import local_of, spec_of
+from ..torch_private.local_tensor import keep_mesh, local_of, plain_access, spec_of, with_spec
 
 _aten: Any = torch.ops.aten
+_FOREACH_NORM: Any = torch._foreach_norm
+_VECTOR_NORM: Any = torch.linalg.vector_norm
 _DTENSORS = repeat(DTensor)
 _PLACEMENTS = attrgetter("_spec.placements")
+_KIND = attrgetter("_spec.placements", "_spec.mesh", "_spec.tensor_meta.dtype")
 SPLIT_OF_ROWS = attrgetter("_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape", "_local_tensor.shape")
 """How a DTensor is split, to compare with another; read without its `__torch_function__`."""
 
@@ -41,7 +45,7 @@ def is_elementwise(name: str) -> bool:
 
 
 def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an element-wise operation in place on the local tensors of its DTensors, if these are split alike.
+    """Run an element-wise operation in place, or norms of a list, on the local tensors of DTensors split alike.
 
     The values are those of DTensor's own dispatch, which takes several times as long.
 
@@ -49,15 +53,16 @@ def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         What the operation returns; NotImplemented if it was not run.
     """
     name = getattr(func, "__name__", "")
-    if name[-1:] != "_" or not args or not is_elementwise(name) or torch.is_grad_enabled() or is_compiling():
+    in_place = name[-1:] == "_" and is_elementwise(name)
+    if not (in_place or func in (_FOREACH_NORM, _VECTOR_NORM)) or not args or torch.is_grad_enabled() or is_compiling():
         return NotImplemented
+    if not in_place:
+        return _norms(args, kwargs) if func is _FOREACH_NORM else _norm(args, kwargs)
     if name.startswith(("_fused_", "_foreach_")):
         return _lists_on_locals(func, args, kwargs, name.startswith("_fused_"))
     first = args[0]
-    if not isinstance(first, torch.Tensor):
-        return NotImplemented
     values = [_beside(value, first) for value in args]
-    if any([value is NotImplemented for value in values]):
+    if not isinstance(first, torch.Tensor) or any([value is NotImplemented for value in values]):
         return NotImplemented
     if kwargs and any([isinstance(value, torch.Tensor) for value in kwargs.values()]):
         return NotImplemented
@@ -91,8 +96,7 @@ def _lists_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     if not _are_dtensors(first) or not all(map(_is_whole_or_split, {*map(_PLACEMENTS, first)})):
         return NotImplemented
     operands = [*args, *kwargs.values()]
-    splits = [*map(SPLIT_OF_ROWS, first)]
-    values = [_in_lists(value, splits) for value in operands]
+    values = [_in_lists(value, first) for value in operands]
     if any([value is NotImplemented for value in values]):
         return NotImplemented
     result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
@@ -100,22 +104,49 @@ def _lists_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     return None if result is None else first
 
 
+def _norms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch._foreach_norm` of a list; DTensor's dispatch is asked only once how the results are summed over ranks.
+
+    The largest absolute value of an empty part is 0. Torch refuses to say so, on the rank that has the part: the others
+    would wait for it.
+    """
+    tensors = args[0]
+    if not _are_dtensors(tensors) or len({*map(_KIND, tensors)}) > 1 or not _is_whole_or_split(tensors[0].placements):
+        return NotImplemented
+    parts = [*map(local_of, tensors)]
+    if {*map(type, parts)} != {torch.Tensor}:
+        return NotImplemented
+    one = parts[0].new_zeros(1)
+    if math.inf in (*args[1:], *kwargs.values()):
+        parts = [part if part.numel() else one for part in parts]
+    with plain_access():
+        (first,) = _FOREACH_NORM([with_spec(one, spec_of(tensors[0]))], *args[1:], **kwargs)
+        keep_mesh(first, tensors[0])
+        return (*map(with_spec, _FOREACH_NORM(parts, *args[1:], **kwargs), repeat(spec_of(first))),)
+
+
+def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.linalg.vector_norm`, if it is the largest absolute value and this rank has no part of the tensor."""
+    tensor, given = args[0], (*args[1:], *kwargs.values())
+    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or math.inf not in given or len(given) > 1:
+        return NotImplemented
+    with plain_access():
+        return _VECTOR_NORM(with_spec(local_of(tensor).new_zeros(1), spec_of(tensor)), math.inf)
+
+
 def _are_dtensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(map(isinstance, value, _DTENSORS))
 
 
-def _in_lists(value: Any, splits: list[Any]) -> Any:
-    """An operand with local tensors in place of DTensors that are split as `splits` says; NotImplemented: neither.
+def _in_lists(value: Any, first: Any) -> Any:
+    """An operand with local tensors in place of DTensors that are split like those of `first`; NotImplemented: neither.
 
     A single number may be a DTensor that every rank has. Tensors of one number each are counts of steps.
     """
     if _are_dtensors(value):
         parts = [*map(local_of, value)]
-        return (
-            parts
-            if [*map(SPLIT_OF_ROWS, value)] == splits and {*map(type, parts)} == {torch.Tensor}
-            else NotImplemented
-        )
+        alike = value is first or [*map(SPLIT_OF_ROWS, value)] == [*map(SPLIT_OF_ROWS, first)]
+        return parts if alike and {*map(type, parts)} == {torch.Tensor} else NotImplemented
     if isinstance(value, DTensor):
         is_known = not value.dim() and all([placement.is_replicate() for placement in value.placements])
         return local_of(value) if is_known else NotImplemented

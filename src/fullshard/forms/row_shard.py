@@ -138,6 +138,8 @@ class RowShard(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _FACTS:
+            return plain_call(func, types, args, kwargs or {})
         if READERS:
             wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
@@ -161,11 +163,7 @@ class RowShard(DTensor):
             note_change(args[:1])
         keep_mesh(result, args[0] if args else None)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
-            as_row_shard(result)  # a transposed weight can be misused like the weight itself
-            if (name := name_of(args)) is not None:
-                result.__dict__[NAME_KEY] = name
-                if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: record in-place changes
-                    mark_view(result, args[0])
+            _become_row_shard(result, func, args)
         return result
 
 
@@ -174,6 +172,15 @@ def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
         return []
     return [isinstance(tensor, DTensor) for tensor in args[0]] if isinstance(args[0], (list, tuple)) else []
+
+
+def _become_row_shard(result: Any, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Make the result of an operation on a sharded parameter one, too: a transposed weight can be misused like it."""
+    as_row_shard(result)
+    if (name := name_of(args)) is not None:
+        result.__dict__[NAME_KEY] = name
+        if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: record in-place changes
+            mark_view(result, args[0])
 
 
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,6 +256,10 @@ class _Whole(torch.autograd.Function):
         whole = DTensor.from_local(grad, ctx.mesh, ctx.grad_placements, run_check=False)
         return whole.redistribute(ctx.mesh, ctx.placements), None
 
+
+_NAMES = "device dtype shape layout ndim requires_grad is_leaf is_cpu is_cuda is_sparse"
+_FACTS = {getattr(torch.Tensor, name).__get__ for name in _NAMES.split()}
+"""Attributes that are no tensors: read in a third of the time."""
 
 _VIEWS = {
     torch.Tensor.detach,

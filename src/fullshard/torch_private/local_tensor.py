@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -47,6 +48,13 @@ local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """The mesh, placements, shape, stride and dtype of a `DTensor`."""
+
+
+with_spec: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
+"""A `DTensor` of a local tensor and its specification that requires no gradient: a third of the constructor's time.
+
+`DTensor.__init__` does nothing, but is wrapped in decorators.
+"""
 
 
 def inside(tensor: Any) -> torch.Tensor:
