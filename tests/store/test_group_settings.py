@@ -148,3 +148,23 @@ def test_an_optimizer_that_keeps_no_state(tmp_path: Path) -> None:
         with pytest.raises(MissingStateError, match=r"0.weight"):
             through(tmp_path, model, sgd(model, 0.25), (model, adam))
         assert not adam.state
+
+
+def test_a_group_without_parameters_gets_its_settings(tmp_path: Path) -> None:
+    """By its place, if the other groups are at theirs; beside another optimizer's groups, too."""
+    saved, now = [*SPLIT, ([], {"lr": 0.5})], [*SPLIT, ([], {"lr": 0.9})]
+    for number, through in enumerate((through_a_folder, through_a_state_dict)):
+        for groups, lr in ((now, 0.5), ([now[2], *SPLIT], 0.9), ([*now[:2], now[2], now[2]], 0.5)):
+            model, optimizer = trained(groups)
+            through(tmp_path / f"{number}-{len(groups)}", *trained(saved), (model, optimizer))
+            empty = next(group for group in optimizer.param_groups if not group["params"])
+            assert empty["lr"] == lr, (through, groups)
+    pairs = []
+    for lr in (0.5, 0.9):
+        model, _ = trained(ONE)
+        weights, biases = ([p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
+        groups = [{"params": weights}, {"params": []}]
+        pairs.append((model, [torch.optim.SGD(biases, lr=0.1), torch.optim.SGD(groups, lr=lr)]))
+    fullshard.save(tmp_path / "two", *pairs[0])
+    fullshard.load(tmp_path / "two", *pairs[1])
+    assert [group["lr"] for group in pairs[1][1][1].param_groups] == [0.5, 0.5]

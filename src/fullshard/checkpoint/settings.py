@@ -3,6 +3,8 @@
     saved                              now                            each group gets
     [a, b] lr 0.1    [c] lr 0.2        [a] [b, c]                     an error: b has 0.1, c has 0.2
     [a, b] lr 0.1    [c] lr 0.2        [a] [b] [c]                    0.1, 0.1, 0.2
+    [a] lr 0.1       [] lr 0.2         [a] []                         0.1, 0.2: the other groups are at their places
+    [a] lr 0.1       [] lr 0.2         [] [a]                         its own, 0.1
 
 State dicts and checkpoints on disk follow this one rule.
 """
@@ -39,6 +41,8 @@ def settings_to_load(
 ) -> list[dict[str, Any]]:
     """The settings that each of an optimizer's groups takes from saved groups; none from parameters not saved.
 
+    A group without parameters takes those of the saved one at its place, if the other groups are at theirs.
+
     Args:
         targets: the optimizer's targets.
         groups: its `param_groups`.
@@ -50,12 +54,18 @@ def settings_to_load(
     """
     saved = list(saved)
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    sources: list[dict[int, str]] = [{} for _ in groups]  # per group: saved groups, each with its first parameter here
+    # Per group: saved groups, each with its first parameter here.
+    sources: list[dict[int, str | None]] = [{} for _ in groups]
     for target in targets:
         for row in target.rows:
             number = next((group_of[name] for name in row.names if name in group_of), None)
             if number is not None:
                 sources[target.group].setdefault(number, row.name)
+    shifts = {source - number for number, of_group in enumerate(sources) for source in of_group}
+    if len(shifts) == 1:  # 0, or the number of groups of optimizers saved before this one
+        for number, place in enumerate(range(min(shifts), min(shifts) + len(groups))):
+            is_empty = not groups[number]["params"] and 0 <= place < len(saved) and not saved[place]["params"]
+            sources[number] |= {place: None} if is_empty else {}
     settings = [_settings_of(number, saved, sources[number]) for number in range(len(groups))]
     for number, group in enumerate(groups):
         for key, value in settings[number].items():
@@ -73,10 +83,10 @@ def settings_to_load(
     return settings
 
 
-def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mapping[int, str]) -> dict[str, Any]:
+def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mapping[int, str | None]) -> dict[str, Any]:
     """The union of these saved groups' settings, which must agree where several have the same setting."""
     settings: dict[str, Any] = {}
-    parameter_of: dict[str, str] = {}
+    parameter_of: dict[str, str | None] = {}
     for number, parameter in sources.items():
         for key, value in saved[number].items():
             if key in NOT_SETTINGS:
@@ -96,7 +106,9 @@ def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mappin
 
 
 def _warn_of_split_groups(
-    groups: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[int, str]]
+    groups: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+    sources: Sequence[Mapping[int, str | None]],
 ) -> None:
     """Warn if groups with different settings become alike because they were saved as one: hardly what users want."""
     first: dict[int, int] = {}  # per saved group: the first group here that has parameters of it
