@@ -288,6 +288,25 @@ def test_goes_on_with_the_state_of_torchs():
     assert torch.equal(*results)
 
 
+def test_the_state_of_another_optimizer_is_refused(fake_world):
+    """By name of what it lacks, before anything changes; hooks that convert it run first."""
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(WIDE, NARROW, bias=False))
+    muon, adamw = fullshard.Muon(model.parameters()), torch.optim.AdamW(model.parameters())
+    settings = dict(muon.param_groups[0])
+    with pytest.raises(fullshard.CheckpointError, match=r"lacks settings of optimizer group 0(.|\n)*momentum"):
+        muon.load_state_dict(adamw.state_dict())  # which has not stepped
+    model(torch.ones(1, WIDE)).sum().backward()
+    adamw.step()
+    with pytest.raises(fullshard.CheckpointError, match=r"weight\n(.|\n)*momentum_buffer\n(.|\n)*exp_avg, exp_avg_sq"):
+        muon.load_state_dict(adamw.state_dict())
+    assert muon.param_groups[0] == settings and not muon.state
+    fresh = muon.state_dict()
+    muon.register_load_state_dict_pre_hook(lambda *_: fresh)
+    muon.load_state_dict(adamw.state_dict())
+    muon.step()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

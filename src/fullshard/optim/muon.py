@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingStateError
 from ..forms import NAME_KEY, PART_KEY
 from ..mesh import Axis, device_of
 from ..torch_private.local_tensor import inside
@@ -270,6 +270,15 @@ class Muon(torch.optim.Optimizer):
         # These refer to process groups and ids:
         return {**super().__getstate__(), "_owners": {}, "_places": {}, "_axes": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by `load_state_dict`, once its hooks have run; checks that the state is that of a Muon.
+
+        Raises:
+            MissingStateError: a parameter's state has no momentum, or a group lacks settings; nothing was changed.
+        """
+        _check_state(state["param_groups"], state["state"])
+        super().__setstate__(state)
+
 
 class _Owned:
     """The owners of matrices that the ranks of one mesh share.
@@ -351,6 +360,35 @@ def _check_settings(group: dict[str, Any]) -> None:
             got=repr(group[name]),
             remedy="omit it for the default, or see torch.optim.Muon, which has the same settings",
         )
+
+
+_SETTINGS = ("lr", "weight_decay", "momentum", "eps", "ns_steps", "ns_coefficients", "nesterov", "adjust_lr_fn")
+"""The settings without which no step is possible: torch's Muon has no `split`."""
+
+
+def _check_state(groups: Sequence[dict[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
+    """Refuse what another optimizer saved."""
+    remedy = "load the state of a Muon, fullshard's or torch's; or load none: the momentum then starts at zero"
+    for number, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            state = states.get(parameter)
+            if state and "momentum_buffer" not in state:
+                raise MissingStateError(
+                    "Muon: the state to load has no momentum of a parameter; nothing was loaded.",
+                    parameter=parameter.__dict__.get(NAME_KEY, f"number {index} of group {number}"),
+                    expected="momentum_buffer",
+                    got=", ".join(map(str, state)),
+                    remedy=remedy,
+                    topic="optimizer-state",
+                )
+        if missing := [name for name in _SETTINGS if name not in group]:
+            raise MissingStateError(
+                f"Muon: the state to load lacks settings of optimizer group {number}; nothing was loaded.",
+                expected=", ".join(_SETTINGS),
+                got=f"none of {', '.join(missing)}",
+                remedy=remedy,
+                topic="optimizer-state",
+            )
 
 
 def _cost(shape: Sequence[int]) -> int:
