@@ -158,3 +158,24 @@ def test_extra_state_of_a_compiled_model_loads_into_one_that_is_not(tmp_path: Pa
     fullshard.save(tmp_path, torch.compile(saved))
     fullshard.load(tmp_path, loaded)
     assert loaded[1].count == 3
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_checkpoint_without_a_name_of_the_model_warns(tmp_path: Path, turn: int) -> None:
+    """With strict=False nothing was loaded, without a word; a prefix that explains it is named."""
+    saved, into = (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))[::turn]
+    fullshard.save(tmp_path, saved)
+    with pytest.warns(
+        UserWarning, match=f"none was loaded(.|\\n)*{('model', '', 'checkpoint')[1 - turn]}'s names.*'0.'"
+    ):
+        assert fullshard.load(tmp_path, into, strict=False).untouched
+    with pytest.warns(UserWarning, match="gain, ... of the model"):
+        fullshard.load(tmp_path, Gain(), strict=False)
+
+
+class Gain(nn.Module):
+    """A model of one parameter, whose name no other has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,6 +122,8 @@ def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[in
     values = _Values(request, reader, contents)
     values.plan()
     untouched = reader.close(contents, request.strict)
+    if ranks.is_first and (unmatched := reader.unmatched(contents)) is not None:  # `strict` raised before
+        warnings.warn(_nothing_matches(*unmatched), stacklevel=7)
     step, world = files.manifest.step, files.manifest.world
     if name and step != folder.step_of(name):
         raise DamagedCheckpointError(
@@ -142,6 +144,23 @@ def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[in
         )
     loaded = Loaded(folder.at(name), step, world, values.plain, values.of_ranks, tuple(untouched))
     return reader, loaded
+
+
+def _nothing_matches(names: Sequence[str], saved: Sequence[str]) -> str:
+    """The warning for a checkpoint that has no tensor of the model."""
+    remedy = "load the checkpoint of this model; strict=True, the default, raises"
+    for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", {*names}, saved)):
+        for name in sorted(longer):
+            prefix = name.removesuffix(shorter[0])
+            if name != prefix and prefix.endswith(".") and all(prefix + other in longer for other in shorter):
+                remedy = f"the {who} names have the prefix {prefix!r}: save and load the same module"
+    return message(
+        "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
+        expected=f"{', '.join(names[:3])}, ... of the model",
+        got=f"{', '.join(saved[:3])}, ... in the checkpoint",
+        remedy=remedy,
+        topic="checkpoint-does-not-fit",
+    )
 
 
 class _Values:
@@ -287,7 +306,8 @@ def load(
         step: the step of the checkpoint; None: the newest checkpoint.
         state: objects to load into, by the names under which they were saved (`load_state_dict` is called).
         rng: restore the random generators. On a different number of ranks they are left unchanged, with a warning.
-        strict: whether names must be the same on both sides; False: leave unchanged what the other side lacks.
+        strict: whether names must be the same on both sides; False: leave unchanged what the other side lacks, with a
+            warning if no name of the model's tensors is in the checkpoint.
         check: verify the hashes of all bytes that are read.
         fall_back: if the newest checkpoint is damaged, load the newest intact one; `Loaded.path` names it.
         cast: round floating-point values to a model's narrower dtype, such as float32 to bfloat16; False: refuse. 8-bit

@@ -281,6 +281,19 @@ class Reader:
             check_names("A checkpoint does", list(self._missing), unexpected, remedy)
         return untouched
 
+    def unmatched(self, contents: Contents) -> tuple[list[str], list[str]] | None:
+        """The names of the model's tensors and of the checkpoint's, if there are some of both and none is the same."""
+        prefix = "" if self._bare else MODEL
+        names = [name for row in contents.table.parameters for name in self._all_names(row)] + [*contents.table.buffers]
+        entries = self.files.index.entries
+        saved = [name.removeprefix(prefix) for name in entries if name.startswith(prefix)]
+        if not saved and self.files.is_foreign:
+            saved = [*entries]  # the model may be under another key
+        ours = {*names}
+        if not names or not saved or any(part in ours for name in saved for part in _prefixes(name)):
+            return None
+        return names, saved
+
     def _untouched(self) -> list[str]:
         """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
         asked = self._asked | self.files.manifest.ties.keys()
