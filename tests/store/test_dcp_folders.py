@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from awkward import STEPS, differences, make, parts, train, train_and_save, whol
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 from forged import ForgedDcp, saved, small
+from fullshard.exchange.convert import convert
 from fullshard.exchange.inspect import inspect
 from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from training import full
@@ -131,14 +134,74 @@ def test_inspect_names_the_files_of_a_plain_state_dict(tmp_path: Path) -> None:
     assert (tensor.name, tensor.shape, tensor.files) == ("model.layer.weight", (3, 2), ("__0_0.distcp",))
 
 
-def test_an_optimizer_under_another_key_is_named(tmp_path: Path) -> None:
-    """PyTorch's tutorial saves it as "optim": that it was not saved, and that nothing was left out, was wrong."""
+class App(Stateful):
+    """As in PyTorch's tutorial on `torch.distributed.checkpoint`."""
+
+    def __init__(self, *states: Any) -> None:
+        self.states = states
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(zip(("model", "optim"), self.states, strict=False))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("only saved here")
+
+
+FORMS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "app": lambda model, optimizer: {"app": App(model, optimizer), "step": 3},
+    "optim": lambda model, optimizer: {"model": model, "optim": optimizer},
+    "state_dict": lambda model, optimizer: {"state_dict": model, "optimizer_state_dict": optimizer},
+    "flattened": lambda model, optimizer: {"model": model, "optim": flat_of(optimizer)},
+}
+
+
+def flat_of(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """As `flatten_optimizer_state_dict=True` returns it."""
+    flat = {f"state.{name}.{key}": v for name, state in optimizer["state"].items() for key, v in state.items()}
+    for group in optimizer["param_groups"]:
+        flat |= {
+            f"param_groups.{name}.{key}": v for name in group["params"] for key, v in group.items() if key != "params"
+        }
+    return flat
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_usual_keys_of_programs(tmp_path: Path, form: str) -> None:
+    """Loaded, and converted, as if saved under "model" and "optimizer"."""
     model, optimizer = small(0)
-    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    optimizer.param_groups[0]["lr"] = 0.5
+    dcp.save(FORMS[form](*get_state_dict(model, optimizer)), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "own", to="fullshard")
+    for folder in ("dcp", "own"):
+        again, its_optimizer = small(1)
+        loaded = fullshard.load(tmp_path / folder, again, its_optimizer, check=False)
+        assert not differences(all_of(*get_state_dict(again, its_optimizer)), all_of(*get_state_dict(model, optimizer)))
+        assert not loaded.untouched and int(its_optimizer.state[again[0].weight]["step"]) == 1
+        assert its_optimizer.param_groups[0]["lr"] == 0.5
+    convert(tmp_path / "dcp", tmp_path / "tensors", to="safetensors", model_only=True)
+    assert {tensor.name for tensor in inspect(tmp_path / "tensors").tensors} == {
+        f"model.{n}" for n in model.state_dict()
+    }
+
+
+def test_several_models_or_optimizers_keep_their_keys(tmp_path: Path) -> None:
+    model, optimizer = small(0)
+    first, second = get_state_dict(model, optimizer)
+    dcp.save({"a": App(first, second), "b": App(first, second)}, checkpoint_id=tmp_path, no_dist=True)
+    with CheckpointSource(tmp_path) as source:
+        assert {name.split(".")[1] for name in source.entries} == {"a", "b"}
+    with pytest.raises(fullshard.CheckpointError):
+        fullshard.load(tmp_path, *small(1), check=False)
+
+
+def test_an_optimizer_under_another_key_is_named(tmp_path: Path) -> None:
+    """That it was not saved, and that nothing was left out, was wrong."""
+    model, optimizer = small(0)
+    states = dict(zip(("model", "mine"), get_state_dict(model, optimizer), strict=True))
     dcp.save({**states, "seen": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(fullshard.CheckpointError) as caught:
         fullshard.load(tmp_path, *small(1), check=False)
-    assert "optim.state." in str(caught.value) and "torch.distributed.checkpoint" in str(caught.value)
+    assert "mine.state." in str(caught.value) and "torch.distributed.checkpoint" in str(caught.value)
     for number in (1, 2):  # the model alone, and both
         loaded = fullshard.load(tmp_path, *small(1)[:number], check=False, strict=False)
-        assert any(name.startswith("optim.state.") for name in loaded.untouched)
+        assert any(name.startswith("mine.state.") for name in loaded.untouched)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .manifest import inside, without_collection
 from .pickles import read_pickle
-from .source import MOST_NAME, Entry, checked_name, checked_shape
+from .source import MODEL_KEYS, MOST_NAME, OPTIMIZER_KEYS, Entry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,38 @@ def _index(metadata: Any, sizes: dict[str, int]) -> Index:
     paths = {checked_name(name): tuple(path) for name, path in (getattr(metadata, "planner_data", None) or {}).items()}
     if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
         raise TypeError("a path that is not of names and numbers")
-    return Index(entries, stored, values, paths)
+    return _under_our_keys(Index(entries, stored, values, paths))
+
+
+def _under_our_keys(index: Index) -> Index:
+    """Rename the model and its optimizer to "model" and "optimizer", if they are under other usual keys.
+
+    {"app": {"model": ..., "optim": ...}} is the form of PyTorch's tutorial. Several optimizers keep their keys.
+    """
+    starts = [(path[: at + 1], path[at + 1]) for path in index.paths.values() for at in (0, 1) if len(path) > at + 1]
+    optimizers = {
+        start
+        for start, key in starts
+        if start[-1] in OPTIMIZER_KEYS and str(key).partition(".")[0] in ("state", "param_groups")
+    }
+    if len(optimizers) > 1:
+        return index
+    beside = next(iter(optimizers), ("",))[:-1]
+    models = {start for start, _ in starts if start[-1] in MODEL_KEYS and start[:-1] == beside}
+    keys = dict.fromkeys(optimizers, "optimizer") | (dict.fromkeys(models, "model") if len(models) == 1 else {})
+    paths = dict(index.paths)
+    for name, path in index.paths.items():
+        for start, key in keys.items():
+            if path[: len(start)] == start:
+                paths[name] = (key, *path[len(start) :])
+    names = {name: ".".join(map(str, path)) for name, path in paths.items() if path != index.paths[name]}
+    if len({*names.values()}) < len(names) or not {*names.values()}.isdisjoint(index.paths):
+        return index
+
+    def renamed(by_name: dict[str, _T]) -> dict[str, _T]:
+        return {names.get(name, name): value for name, value in by_name.items()}
+
+    return Index(renamed(index.entries), renamed(index.stored), renamed(index.values), renamed(paths))
 
 
 def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:

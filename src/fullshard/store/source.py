@@ -27,6 +27,10 @@ MODEL = "model."
 OPTIMIZER = "optimizer.state."
 """The prefix of optimizer state; the parameter's name, a dot, and the key follow."""
 
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
+"""The keys under which programs save a model and its optimizer, in one nested state dict."""
+
 
 def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
     """Split the name of optimizer state into parameter and key, by the longest parameter name that matches; or None."""

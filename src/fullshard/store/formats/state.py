@@ -20,11 +20,9 @@ from typing import Any, TypeGuard
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
-from ..source import MODEL, MOST_NAME, OPTIMIZER, state_path
+from ..source import MODEL, MODEL_KEYS, MOST_NAME, OPTIMIZER, OPTIMIZER_KEYS, state_path
 from .pickled import Call, Global, Sharded, Stored
 
-MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
 GROUPS = "param_groups"
 DEEPEST = 64  # containers within containers
 MOST = 2_000_000  # tensors and values: a pickle can refer to the same dict a million times
