@@ -1,4 +1,4 @@
-"""The glossary: the table of words in docs/architecture.md as a page, and each word told where a page first uses it.
+"""The glossary: the tables of words in docs/architecture.md as a page, and each word told where a page first uses it.
 
 A word that is also plain English (`full`, `run`, `place`) has an entry and no hover: most uses mean nothing special.
 """
@@ -25,12 +25,12 @@ LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, 
 
 
 def words(architecture: str) -> dict[str, str]:
-    """Every word of the table and what it means: a row for each word, so that each meaning can be read by itself."""
-    table = architecture.partition("| word | meaning |")[2].partition("\n\n")[0]
+    """Every word of the tables and what it means: a row for each word, so that each meaning can be read by itself."""
     found: dict[str, str] = {}
-    for row in table.split("\n")[2:]:
-        name, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|")))
-        found[name] = meaning
+    for table in architecture.split("| word | meaning |")[1:]:
+        for row in table.partition("\n\n")[0].split("\n")[2:]:
+            name, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|")))
+            found[name] = meaning
     return found
 
 

@@ -165,7 +165,7 @@ def after_nan(mesh: tuple[int, ...], steps: int) -> tuple[int, list[float]]:
     return bool(nonfinite[7] and nonfinite[777]), list(roundings(model, torch.int8, 50).values())
 
 
-@pytest.mark.parametrize("steps", [1, 2, 1000])
+@pytest.mark.parametrize("steps", [1, 2, 300])
 @pytest.mark.parametrize("mesh", ["one axis", "hybrid"])
 def test_a_nan_comes_through_and_does_not_stay(run_ranks, mesh, steps):
     shape = MESHES[mesh]

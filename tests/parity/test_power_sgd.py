@@ -188,7 +188,7 @@ def recovers(mesh: tuple[int, int], steps: int) -> tuple[bool, bool]:
     return came, all(close)
 
 
-@pytest.mark.parametrize("steps", [1, 1000])
+@pytest.mark.parametrize("steps", [1, 300])
 def test_a_nan_comes_through_and_does_not_stay(run_ranks, steps):
     assert run_ranks(recovers, (2, 1), steps, world=2) == [(True, True)] * 2
 
