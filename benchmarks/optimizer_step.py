@@ -1,5 +1,6 @@
-"""Optimizer step: what AdamW costs per parameter on plain tensors, on PyTorch's sharded DTensors, on Fullshard's
-sharded parameters, and on its views. A loop over parameters is AdamW's default on a CPU, foreach on a GPU.
+"""Optimizer step: what AdamW, and clipping before it, cost per parameter on plain tensors, on PyTorch's sharded
+DTensors, on Fullshard's sharded parameters, and on its views. A loop over parameters is AdamW's default on a CPU,
+foreach on a GPU.
 
 Parameters are small, so that the cost is that of the calls. "plain" has the very shapes of a rank's local
 slices.
@@ -10,7 +11,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,13 @@ METHOD = (
     f"AdamW on {BLOCKS * 6} parameters of up to {WIDTH // WORLD}x{WIDTH} elements per rank (fake "
     f"group, world {WORLD}), gradients in place; process CPU time of optimizer.step() over the number of "
     "parameters, whatever tensors the optimizer was given in their stead; variants shuffled every round"
+)
+
+
+CLIP = "clip"
+CLIP_METHOD = (
+    f"torch.nn.utils.clip_grad_norm_ on the same {BLOCKS * 6} parameters; process CPU time over their number, with the "
+    "fake group's all-reduce of the norm"
 )
 
 
@@ -71,7 +80,7 @@ def plain_like(parameters: list[Tensor]) -> list[Tensor]:
 def variants(mesh: DeviceMesh) -> dict[tuple[str, str], list[Tensor]]:
     """(how AdamW steps, peer) -> the tensors that it is given."""
     found: dict[tuple[str, str], list[Tensor]] = {}
-    for how in OPTIONS:
+    for how in (*OPTIONS, CLIP):
         found[how, "fsdp2"] = trained("fsdp2", mesh)
         found[how, "plain"] = plain_like(found[how, "fsdp2"])
         for layout in ("rows", "flat") if choose(["rows"])[0] else ():
@@ -82,33 +91,38 @@ def variants(mesh: DeviceMesh) -> dict[tuple[str, str], list[Tensor]]:
 
 
 def measure(quick: bool) -> list[Quantity]:
-    """Microseconds per parameter and step, for each of AdamW's three ways to step."""
+    """Microseconds per parameter and step, for each of AdamW's three ways to step, and for clipping."""
     torch.set_num_threads(1)
     found = variants(fake_world(WORLD))
-    optimizers = {key: torch.optim.AdamW(tensors, **OPTIONS[key[0]]) for key, tensors in found.items()}
-    for optimizer in optimizers.values():
-        optimizer.step()
-        optimizer.step()
+    calls: dict[tuple[str, str], Callable[[], Any]] = {
+        (how, peer): partial(torch.nn.utils.clip_grad_norm_, tensors, 1.0)
+        if how == CLIP
+        else torch.optim.AdamW(tensors, **OPTIONS[how]).step
+        for (how, peer), tensors in found.items()
+    }
+    for call in calls.values():
+        call()
+        call()
     gc.collect()
     gc.freeze()
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     steps = 2 if quick else 5
-    for key in interleaved(list(optimizers), 5 if quick else 30):
+    for key in interleaved(list(calls), 5 if quick else 30):
         start = time.process_time()
         for _ in range(steps):
-            optimizers[key].step()
+            calls[key]()
         samples[key].append((time.process_time() - start) / (steps * BLOCKS * 6) * 1e6)
     quantities = []
-    for how in OPTIONS:
+    for how in (*OPTIONS, CLIP):
         peers = [peer for way, peer in found if way == how]
         series = tuple(
             Series(peer, tuple(samples[how, peer]), note=f"{len(found[how, peer])} tensors") for peer in peers
         )
         targets = [Target(layout, "fsdp2", 1.0) for layout in ("rows", "flat")]
         targets += [Target(peer, "plain", 1.1) for peer in peers if "view" in peer]
-        title = f"AdamW step, {how}"
+        title, method = ("clip_grad_norm_", CLIP_METHOD) if how == CLIP else (f"AdamW step, {how}", METHOD)
         quantities.append(
-            Quantity("optimizer_step", title, "us / parameter", METHOD, series, ("plain", "fsdp2"), tuple(targets))
+            Quantity("optimizer_step", title, "us / parameter", method, series, ("plain", "fsdp2"), tuple(targets))
         )
     return quantities
 

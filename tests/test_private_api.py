@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,6 +104,15 @@ def test_a_profile_names_what_a_unit_does(fake_world: Callable[..., None]) -> No
     assert found == [f"fullshard: {name} (root)" for name in ranges]
 
 
+def test_a_dtensor_is_made_of_a_local_tensor_and_a_specification(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    like = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    local = torch.ones(2, 3)
+    made = local_tensor.with_spec(local, local_tensor.spec_of(like))
+    assert type(made) is DTensor and not made.requires_grad and vars(made).keys() == vars(like).keys()
+    assert local_tensor.local_of(made) is local and (made.shape, made.placements) == (like.shape, like.placements)
+
+
 def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:
     targets = [torch.ones(3), torch.ones(2, 2)]
     foreach.copy_all(targets, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2, 2), 3.0)])
@@ -110,6 +121,9 @@ def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:
     assert targets[1].sum() == 16 and targets[0].dtype == torch.float32
     foreach.zero_all(targets)
     assert not any(t.any() for t in targets)
+    again = torch.ones(2)
+    foreach.zeroes([again])()
+    assert not again.any()
     foreach.copy_all([], [])
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
     foreach.scale_all(tensors, 1.5)

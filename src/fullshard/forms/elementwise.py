@@ -96,11 +96,13 @@ def _lists_on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     if not _are_dtensors(first) or not all(map(_is_whole_or_split, {*map(_PLACEMENTS, first)})):
         return NotImplemented
     operands = [*args, *kwargs.values()]
-    values = [_in_lists(value, first) for value in operands]
-    if any([value is NotImplemented for value in values]):
+    lists = [*filter(_are_dtensors, operands)]
+    splits = [[*map(SPLIT_OF_ROWS, each)] for each in lists] if len(lists) > 1 else []
+    values = [_in_lists(value) for value in operands]
+    if any([split != splits[0] for split in splits]) or any([value is NotImplemented for value in values]):
         return NotImplemented
     result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    increment_version([*chain.from_iterable(filter(_are_dtensors, operands))] if all_change else first)
+    increment_version([*chain.from_iterable(lists)] if all_change else first)
     return None if result is None else first
 
 
@@ -127,8 +129,10 @@ def _norms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`torch.linalg.vector_norm`, if it is the largest absolute value and this rank has no part of the tensor."""
-    tensor, given = args[0], (*args[1:], *kwargs.values())
-    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or math.inf not in given or len(given) > 1:
+    tensor, options = args[0], (*args[1:], *kwargs.values())
+    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or options != (math.inf,):
+        return NotImplemented
+    if not _is_whole_or_split(tensor.placements):
         return NotImplemented
     with plain_access():
         return _VECTOR_NORM(with_spec(local_of(tensor).new_zeros(1), spec_of(tensor)), math.inf)
@@ -138,15 +142,14 @@ def _are_dtensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(map(isinstance, value, _DTENSORS))
 
 
-def _in_lists(value: Any, first: Any) -> Any:
-    """An operand with local tensors in place of DTensors that are split like those of `first`; NotImplemented: neither.
+def _in_lists(value: Any) -> Any:
+    """An operand with local tensors in place of a list's DTensors; NotImplemented: it is neither a list nor a number.
 
     A single number may be a DTensor that every rank has. Tensors of one number each are counts of steps.
     """
     if _are_dtensors(value):
         parts = [*map(local_of, value)]
-        alike = value is first or [*map(SPLIT_OF_ROWS, value)] == [*map(SPLIT_OF_ROWS, first)]
-        return parts if alike and {*map(type, parts)} == {torch.Tensor} else NotImplemented
+        return parts if {*map(type, parts)} == {torch.Tensor} else NotImplemented
     if isinstance(value, DTensor):
         is_known = not value.dim() and all([placement.is_replicate() for placement in value.placements])
         return local_of(value) if is_known else NotImplemented

@@ -1,6 +1,7 @@
 """The local tensor inside a DTensor, and attribute access that bypasses `__torch_function__` of tensor subclasses.
 
 Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` does not change),
+`DTensor.__new__` with these two (`with_spec`; `DTensor.from_local` is the public alternative, and takes longer),
 `Tensor._base`, `._is_view`, `._version`, `._backward_hooks`, `._post_accumulate_grad_hooks`,
 `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
