@@ -9,7 +9,10 @@ import zlib
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the rank processes
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -114,6 +117,18 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable:
     if request.config.getoption("--gloo") or request.node.get_closest_marker("gloo") or TORCH < (2, 13):
         return request.getfixturevalue("rank_pools").run
     return memory_ranks.run
+
+
+@pytest.fixture
+def in_a_process() -> Iterator[Callable[..., Any]]:
+    """`in_a_process(function, *arguments)`: what it returns, from a new process, in which nothing else has run.
+
+    Each is a fork of one that has imported torch and the engine, and has done nothing else.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["fullshard", "torch.profiler"])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 @pytest.fixture
