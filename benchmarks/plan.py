@@ -334,8 +334,10 @@ def memory_table(workers: int, device: str) -> tuple[list[str], float]:
     """The table of memory, and the worst error of a peak in percent."""
     ways = [*WAYS, *(ON_A_GPU if device == "cuda" else ())]
     rows = [(name, way, world, device) for name, way in rows_of(ways) for world in WORLDS]
-    each = None if device == "cuda" else 1  # rows of a process: on a CPU the profiler must have seen all of its memory
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=each) as pool:
+    # On a CPU each row is a process: the profiler must have seen all of its memory.
+    each, context = (None, get_context("spawn")) if device == "cuda" else (1, get_context("forkserver"))
+    context.set_forkserver_preload(["fullshard", "torch.profiler"])
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=each) as pool:
         results = list(pool.map(memory_row, *zip(*rows, strict=True)))
     lines = [
         "| model | strategy | ranks | planned peak, MB | measured, MB | off by | kinds |",

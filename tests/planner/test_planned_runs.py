@@ -40,9 +40,12 @@ def gpt() -> nn.Module:
 HOW = {"ranks": 8, "batch": 4, "sequence": 12, "step": tokens}
 
 
-@pytest.mark.parametrize(("name", "way"), rows_of(WAYS))
+@pytest.mark.parametrize(("name", "way"), [row for row in rows_of(WAYS) if row[0] == "GPT" or row[1] == "rows"])
 def test_the_peak_is_what_the_allocator_reports(name, way, in_a_process):
-    """Within 3% of the third step's, AdamW included; parameters, gradients and optimizer state to the byte."""
+    """Within 3% of the third step's, AdamW included; parameters, gradients and optimizer state to the byte.
+
+    Each model, and each way for one of them; `make plan-table` has each way for each model, on two worlds.
+    """
     row = in_a_process(memory_row, name, way, 8)
     assert row["exact"]
     assert row["planned"] == pytest.approx(row["measured"], rel=0.03)

@@ -175,7 +175,7 @@ def _under_our_keys(index: Index) -> Index:
             if path[: len(start)] == start:
                 paths[name] = (key, *path[len(start) :])
     names = {name: ".".join(map(str, path)) for name, path in paths.items() if path != index.paths[name]}
-    if len({*names.values()}) < len(names) or not {*names.values()}.isdisjoint({**index.entries, **index.values}):
+    if len({*names.values()}) < len(names) or not {*names.values()}.isdisjoint([*index.entries, *index.values]):
         return index
 
     def renamed(by_name: dict[str, _T]) -> dict[str, _T]:
