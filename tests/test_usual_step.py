@@ -26,10 +26,11 @@ from fullshard import (
     fully_shard,
     optimizer_view,
 )
-from fullshard.runtime import runner, runner_of
+from fullshard.runtime import runner, runner_of, step
 from fullshard.runtime.reducer import Reducer
+from fullshard.runtime.runner import Runner
 from fullshard.runtime.settings import UnitSettings
-from fullshard.shard import Gradients, Share, Unit
+from fullshard.shard import Gradients, Share
 from fullshard.watcher import RANK, VERB_BITS
 from fullshard.watcher.log import ROOT
 from ways import synced
@@ -395,18 +396,21 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Every block in every moment: else this file compares the long way with itself."""
     fake_world(6)
-    counted: Counter[str] = Counter()
-    moments = ((Unit, "open"), (Unit, "show"), (Unit, "hide"), (Unit, "close"), (Reducer, "reduce"))
-    for owner, name in (*moments, (Gradients, "replicate")):
-        monkeypatch.setattr(owner, name, counting(getattr(owner, name), counted))
+    long_ways, counted = Counter[str](), Counter[str]()
+    for name in ("before_forward", "after_forward", "before_backward", "after_backward"):
+        monkeypatch.setattr(Runner, name, counting_blocks(getattr(Runner, name), long_ways))
+    monkeypatch.setattr(step, "open_unit", counting(step.open_unit, counted))
+    monkeypatch.setattr(Reducer, "reduce", counting(Reducer.reduce, counted))
+    monkeypatch.setattr(Gradients, "replicate", counting(Gradients.replicate, counted))
     run = Program(way)
     for number in range(3):
         run.step(number)
+    assert long_ways.total()  # in the first steps
+    long_ways.clear()
     counted.clear()
     run.step(3)
-    stays = BLOCKS if way == "kept after forward" else 0
-    assert counted["show"] == counted["hide"] == stays
-    assert counted["open"] == counted["close"] == 2 * BLOCKS - stays
+    assert not long_ways.total()
+    assert counted["open_unit"] == 2 * BLOCKS - (BLOCKS if way == "kept after forward" else 0)
     assert counted["reduce"] == BLOCKS
     assert counted["replicate"] == (BLOCKS + 1 if way == "replicated" else 0)
 
@@ -451,5 +455,15 @@ def counting(method: Any, counted: Counter[str]) -> Any:
     def called(*given: Any) -> Any:
         counted[method.__name__] += 1
         return method(*given)
+
+    return called
+
+
+def counting_blocks(method: Any, counted: Counter[str]) -> Any:
+    """As `counting`, of units that are not the root."""
+
+    def called(runner: Any, *given: Any) -> Any:
+        counted[method.__name__] += not runner.is_top
+        return method(runner, *given)
 
     return called

@@ -37,8 +37,8 @@ TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     # function, buffer, bytes: how often in a step
     "rows": {
         ("unit.py: issue_gather", "gathered", 96): 3,
-        ("root.py: gather_ahead", "gathered", 96): 5,
-        ("unit.py: open", "copied out", 80): 7,
+        ("step.py: gather_ahead", "gathered", 96): 5,
+        ("step.py: open_unit", "copied out", 80): 7,
         ("unit.py: finish_gather", "copied out", 80): 1,
         ("reducer.py: reduce", "to be reduced", 96): 3,
         ("reducer.py: reduce", "slice", 48): 3,
@@ -47,7 +47,7 @@ TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     },
     "flat": {
         ("unit.py: issue_gather", "gathered in place", 96): 3,
-        ("root.py: gather_ahead", "gathered in place", 96): 5,
+        ("step.py: gather_ahead", "gathered in place", 96): 5,
         ("reducer.py: reduce", "to be reduced", 96): 3,
         ("reducer.py: reduce", "slice", 48): 3,
         ("gradients.py: collect", "to be reduced", 96): 1,
@@ -56,10 +56,10 @@ TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     "rows, bf16": {
         ("containers.py: _cast", "aten._to_copy.default", 16): 1,  # the batch
         ("unit.py: issue_gather", "cast", 32): 3,
-        ("root.py: gather_ahead", "cast", 32): 5,
+        ("step.py: gather_ahead", "cast", 32): 5,
         ("unit.py: issue_gather", "gathered", 64): 3,
-        ("root.py: gather_ahead", "gathered", 64): 5,
-        ("unit.py: open", "copied out", 48): 7,
+        ("step.py: gather_ahead", "gathered", 64): 5,
+        ("step.py: open_unit", "copied out", 48): 7,
         ("unit.py: finish_gather", "copied out", 48): 1,
         ("reducer.py: reduce", "to be reduced", 128): 3,
         ("reducer.py: reduce", "slice", 64): 3,
@@ -69,9 +69,9 @@ TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     "flat, bf16": {
         ("containers.py: _cast", "aten._to_copy.default", 16): 1,  # the batch
         ("unit.py: issue_gather", "cast", 32): 3,
-        ("root.py: gather_ahead", "cast", 32): 5,
+        ("step.py: gather_ahead", "cast", 32): 5,
         ("unit.py: issue_gather", "gathered in place", 64): 3,
-        ("root.py: gather_ahead", "gathered in place", 64): 5,
+        ("step.py: gather_ahead", "gathered in place", 64): 5,
         ("reducer.py: reduce", "to be reduced", 128): 3,
         ("reducer.py: reduce", "slice", 64): 3,
         ("gradients.py: collect", "to be reduced", 128): 1,

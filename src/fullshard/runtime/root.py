@@ -5,23 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, count, repeat, takewhile
-from operator import attrgetter, call, is_not, or_
+from operator import attrgetter, is_not, or_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 
-from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder, Stale
+from ..agreement import LEAVE, Every, FirstPass, Position, SharedOrder, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger, stream
 from ..names import plain_class
 from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
-from ..torch_private.local_tensor import plain_access, read_version
+from ..torch_private.local_tensor import plain_access
 from ..torch_private.profiler import recording
-from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER, VERB_BITS
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .inputs import Inputs
@@ -422,36 +422,6 @@ class Root:
             position.issue(GATHER, index)
             unit.issue_gather(runner.settings.comm)
             ahead[index] = True
-
-    def gather_ahead(self, token: int) -> bool:
-        """Start the gather that the log expects next, if its unit takes the usual path and is sharded.
-
-        Args:
-            token: the log's expected token, a gather.
-
-        Returns:
-            Whether it was started; if not, `prefetch` or `prefetch_back` may start a different one.
-        """
-        runner = self.units[token >> VERB_BITS]
-        unit: Any = runner.unit
-        usual, position = unit.usual, self.position
-        if usual is None or unit.state is not SHARDED or not runner.settings.usual:
-            return False
-        log, gather, ledger = position.log, usual.gather, unit.ledger
-        log.expected = next(log.ahead, NOTHING)
-        RANK.record(token + next(position.turns))
-        unit.gathered = gather
-        try:
-            *_, unit.pending = map(call, gather.starts)
-        except BaseException:
-            unit.free(failed=True)
-            raise
-        unit.state = State.GATHERING
-        unit.gathered_version = sum(map(read_version, usual.counters), unit.touched.changes)
-        ledger.gathered = gathered = ledger.gathered + gather.issued_bytes
-        if gathered + ledger.reducing > ledger.peak:
-            ledger.note()
-        return True
 
     def prefetch_chosen(self, chosen: Iterable[int]) -> None:
         """Start gathering the units that the user chose for a forward, as far as they can be gathered now."""

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import call, is_, sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn, strided
 from torch.compiler import is_compiling
 
-from ..agreement import VERB
-from ..containers import borrowed_from, cast_floating
+from ..agreement import NOTHING, VERB
+from ..containers import borrowed_from, cast_floating, drain
+from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.graph_nodes import next_node, number_of
 from ..torch_private.local_tensor import is_view, read_version
@@ -37,9 +38,13 @@ from .outputs import DICT, EMPTY, detached_from_unit
 from .phases import Happening, Phase
 from .runner import Runner
 from .trace import Period
-from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, GRADIENTS, REDUCES
+from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, GRADIENTS, REDUCES, UsualStep
+
+if TYPE_CHECKING:
+    from .root import Root
 
 IDLE, FORWARD, BACKWARD = Phase.IDLE, Phase.FORWARD, Phase.BACKWARD
+SHARDED, GATHERING, GATHERED = State
 
 _ONE_TENSOR = [Tensor]
 
@@ -79,7 +84,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
         index, forward.usual = runner.index, usual
         runner.forwards.append(forward)
-        unit.open(usual)
+        open_unit(unit, usual)
         trace, ahead, depth = root.traces.current, root.ahead, settings.prefetch.forward
         runner.phase, runner.period = FORWARD, (period := Period())
         period.unit, period.trace = index, trace
@@ -87,7 +92,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         trace.ahead[index] += 1
         ahead.pop(index, None)
         token = root.position.log.expected
-        if len(ahead) < depth and token & VERB == GATHER and root.gather_ahead(token):
+        if len(ahead) < depth and token & VERB == GATHER and gather_ahead(root, token):
             ahead[token >> VERB_BITS] = True
         else:
             root.prefetch(depth)
@@ -151,13 +156,64 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
-        usual.leave(usual)
+        drain(map(call, usual.leaves))
+        unit.ledger.gathered -= usual.left_bytes
+        unit.state, unit.gathered, unit.showing.unsharded = usual.left
         period: Any = runner.period
         period.trace.steps.append((period, True))
         runner.phase, runner.kept = IDLE, runner.kept and usual.stays
     elif not forwards:
         runner.after_forward(module)
     return output
+
+
+def open_unit(unit: Unit, usual: UsualStep) -> None:
+    """Finish the gather, which was planned as in `usual`, and show the unsharded parameters."""
+    pending, unit.pending = unit.pending, None
+    try:
+        pending.wait()
+        drain(map(call, usual.opens))
+    except BaseException:
+        unit.free(failed=True)
+        raise
+    unit.state, unit.showing.unsharded = GATHERED, True
+    ledger = unit.ledger
+    gathered = ledger.gathered
+    if gathered + ledger.reducing + usual.copied > ledger.peak:  # noqa: PLR1730 - `max` takes longer
+        ledger.peak = gathered + ledger.reducing + usual.copied
+    ledger.gathered = gathered + usual.settles
+
+
+def gather_ahead(root: Root, token: int) -> bool:
+    """Start the gather that the log expects next, if its unit takes the usual path and is sharded.
+
+    Args:
+        root: the units' root.
+        token: the log's expected token, a gather.
+
+    Returns:
+        Whether it was started; if not, `Root.prefetch` or `Root.prefetch_back` may start a different one.
+    """
+    runner = root.units[token >> VERB_BITS]
+    unit: Any = runner.unit
+    usual, position = unit.usual, root.position
+    if usual is None or unit.state is not SHARDED or not runner.settings.usual:
+        return False
+    log, gather, ledger = position.log, usual.gather, unit.ledger
+    log.expected = next(log.ahead, NOTHING)
+    RANK.record(token + next(position.turns))
+    unit.gathered = gather
+    try:
+        *_, unit.pending = map(call, gather.starts)
+    except BaseException:
+        unit.free(failed=True)
+        raise
+    unit.state = GATHERING
+    unit.gathered_version = sum(map(read_version, usual.counters), unit.touched.changes)
+    ledger.gathered = gathered = ledger.gathered + gather.issued_bytes
+    if gathered + ledger.reducing > ledger.peak:
+        ledger.note()
+    return True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -235,11 +291,15 @@ class Call:
         ):
             steps, depth = trace.steps, runner.settings.prefetch.backward
             steps.pop()
-            usual.come_back(usual)
+            if usual.stays:
+                drain(map(call, usual.shows))
+                unit.showing.unsharded = True
+            else:
+                open_unit(unit, usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
             follows_trace = depth == 1 and len(steps) > 1 and steps[-2][1]
-            if not follows_trace or token != REGATHER | steps[-2][0].unit << VERB_BITS or not root.gather_ahead(token):
+            if not follows_trace or token != REGATHER | steps[-2][0].unit << VERB_BITS or not gather_ahead(root, token):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self, gradient)
@@ -263,7 +323,9 @@ class Call:
             self.done, period.calls, period.hides = True, 0, False
             trace.steps.pop()
             trace.ahead[runner.index] -= 1
-            unit.close(usual)
+            drain(map(call, usual.closes))
+            unit.ledger.gathered -= usual.gather.live_bytes
+            unit.state, unit.gathered, unit.showing.unsharded = SHARDED, None, False
             runner.phase, runner.kept = IDLE, False
             reduction = usual.reduction
             if (

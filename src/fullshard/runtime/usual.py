@@ -46,9 +46,10 @@ class UsualStep:
         gather: that plan.
         opens: calls that finish a gather, then show the unsharded parameters.
         closes: calls that show the sharded parameters, then free.
-        shows, hides: calls that show the unsharded parameters, and the sharded ones.
+        shows: calls that show the unsharded parameters of a unit that stayed gathered.
         stays: whether the unit stays gathered from its forward to its backward.
-        leave, come_back: methods of the unit that end its forward, and begin its backward.
+        leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
+            `gathered` and `showing.unsharded` are then.
         copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
         settles: bytes alive after the gather, minus those alive while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
@@ -62,9 +63,9 @@ class UsualStep:
 
     __slots__ = (
         *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
-        *("before_forward", "closes", "come_back", "copied", "counters", "gather", "hides", "leave", "numbers"),
-        *("offsets", "opens", "places"),
-        *("pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
+        *("before_forward", "closes", "copied", "counters", "gather", "leaves", "left", "left_bytes", "numbers"),
+        *("offsets", "opens"),
+        *("places", "pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
     )
 
     def __init__(self, runner: Any) -> None:
@@ -73,9 +74,10 @@ class UsualStep:
         self.gather = gather
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.shows, self.hides = shown.show, shown.hide
-        self.stays = runner.settings.reshard_after_forward is False
-        self.leave, self.come_back = (unit.hide, unit.show) if self.stays else (unit.close, unit.open)
+        self.shows, self.stays = shown.show, runner.settings.reshard_after_forward is False
+        self.leaves = shown.hide if self.stays else self.closes
+        self.left_bytes = 0 if self.stays else gather.live_bytes
+        self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
         self.copied, self.settles = gather.copied_bytes, gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
         self.counters, self.addresses = gather.counters, gather.addresses

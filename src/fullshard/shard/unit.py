@@ -279,38 +279,6 @@ class Unit:
             return False
         return not any([bucket.form.reassigned(bucket.members, bucket.shard) for bucket in self.counting])
 
-    def open(self, usual: Any) -> None:
-        """Finish the gather, which was planned as in `usual`, and show the unsharded parameters."""
-        pending, self.pending = self.pending, None
-        try:
-            pending.wait()
-            drain(map(call, usual.opens))
-        except BaseException:
-            self.free(failed=True)
-            raise
-        self.state, self.showing.unsharded = GATHERED, True
-        ledger = self.ledger
-        gathered = ledger.gathered
-        if gathered + ledger.reducing + usual.copied > ledger.peak:  # noqa: PLR1730 - `max` takes longer
-            ledger.peak = gathered + ledger.reducing + usual.copied
-        ledger.gathered = gathered + usual.settles
-
-    def close(self, usual: Any) -> None:
-        """Show the sharded parameters, and free; the unit was opened."""
-        drain(map(call, usual.closes))
-        self.ledger.gathered -= usual.gather.live_bytes
-        self.state, self.gathered, self.showing.unsharded = SHARDED, None, False
-
-    def show(self, usual: Any) -> None:
-        """Show the unsharded parameters; the unit stayed gathered."""
-        drain(map(call, usual.shows))
-        self.showing.unsharded = True
-
-    def hide(self, usual: Any) -> None:
-        """Show the sharded parameters; the unit was opened, and stays gathered."""
-        drain(map(call, usual.hides))
-        self.showing.unsharded = False
-
     def _forget_plan(self) -> None:
         """Drop the gather plan: the next gather is planned anew."""
         self.plan = self.usual = None
