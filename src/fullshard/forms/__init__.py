@@ -24,7 +24,7 @@ from .member import (
 from .messages import kind_and_shape
 from .place import Ignored, Place
 from .placeholders import HiddenParameter, retire, stand_in_for
-from .row_shard import RowShard, full_of
+from .row_shard import RowShard, full_of, split_alike
 from .rows import RowsForm, RunsForm
 from .scratch import Scratch
 from .split import SpmdMesh, TensorParallel

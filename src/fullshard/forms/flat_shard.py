@@ -293,8 +293,8 @@ def _local(value: Any, run: Run | None, func: Any) -> Any:
         return value._local_tensor
     if tuple(value.shape) == run.shape and value.dim():
         return run.cut(value)
-    if value.numel() == 1 and value.dim() <= 1:
-        return value
+    if value.numel() == 1:
+        return value.reshape(()) if value.dim() > 1 else value
     raise _unsupported(func, (), f"an operand of shape {tuple(value.shape)} beside {run.name} of shape {run.shape}")
 
 
@@ -333,10 +333,58 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     return plain
 
 
+def _whole(func: Any, args: tuple[Any, ...], dim: Any = None, keepdim: bool = False) -> tuple[Run, Any]:
+    """The run of a tensor that is reduced over all elements, and a function that gives the result its shape."""
+    run: Run = args[0]._run
+    dims = [dim] if isinstance(dim, int) else dim or range(len(run.shape))
+    if len({each % len(run.shape) for each in dims}) < len(run.shape):
+        raise _unsupported(func, args, "a reduction along some dims only")
+    return run, lambda value: value.reshape([1] * len(run.shape)) if keepdim else value
+
+
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    run = args[0]._run
-    total = run.reduce(args[0]._local_tensor.sum(**kwargs))
-    return total / run.numel if func is aten.mean.default else total
+    dtype = kwargs.pop("dtype", None)
+    run, shaped = _whole(func, *_bound(args), **kwargs)
+    total = run.reduce(args[0]._local_tensor.sum(dtype=dtype))
+    result: torch.Tensor = shaped(total / run.numel if func in (aten.mean.default, aten.mean.dim) else total)
+    return result
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The largest or smallest element; of truth values: whether any, or all, are true."""
+    run, shaped = _whole(func, *_bound(args), **kwargs)
+    largest, local = "max" in func.__name__ or "any" in func.__name__, args[0]._local_tensor
+    if not local.numel():
+        limits = torch.finfo(local.dtype) if local.is_floating_point() else None
+        least, most = (-math.inf, math.inf) if limits is not None else (False, True)
+        if limits is None and local.dtype is not torch.bool:
+            least, most = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
+        local = local.new_full((1,), least if largest else most)
+    if func in (aten.all.default, aten.any.default):
+        local = local.bool()
+    value = (local.max() if largest else local.min()).to(torch.uint8 if local.dtype is torch.bool else local.dtype)
+    result: torch.Tensor = shaped(run.reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN))
+    return result.to(local.dtype)
+
+
+def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    run, _ = _whole(func, *_bound(args), **kwargs)
+    return run.reduce(args[0]._local_tensor.count_nonzero())
+
+
+def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    correction = kwargs.pop("correction", None)
+    run, shaped = _whole(func, *_bound(args), **kwargs)
+    local = args[0]._local_tensor
+    squares = (local - run.reduce(local.sum()) / run.numel).square().sum()
+    variance = shaped(run.reduce(squares) / max(run.numel - (1 if correction is None else correction), 0))
+    result: torch.Tensor = variance.sqrt() if func is aten.std.correction else variance
+    return result
+
+
+def _bound(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `_whole` among those of a reduction: itself, the dims, and whether they are kept."""
+    return args, *args[1:3]
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -345,9 +393,9 @@ def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    if (len(args) > 2 and args[2] is not None) or kwargs.get("dim") is not None:
-        raise _unsupported(func, args, "a norm along some dims only")
-    return _norms([args[0]], _order(args, kwargs), kwargs.get("dtype"))[0]
+    _, shaped = _whole(func, args, *args[2:4], **{key: kwargs[key] for key in ("dim", "keepdim") if key in kwargs})
+    result: torch.Tensor = shaped(_norms([args[0]], _order(args, kwargs), kwargs.get("dtype"))[0])
+    return result
 
 
 def _norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -422,6 +470,8 @@ _LOCAL = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.lift_fresh.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill_.Scalar,
 }
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.detach.default: _detach,
@@ -432,8 +482,11 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.new_ones.default: _new,
     aten.new_full.default: _new,
     aten.new_empty_strided.default: _new,
-    aten.sum.default: _sum,
-    aten.mean.default: _sum,
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _sum),
+    **dict.fromkeys((aten.max.default, aten.min.default, aten.amax.default, aten.amin.default), _extreme),
+    **dict.fromkeys((aten.all.default, aten.any.default), _extreme),
+    **dict.fromkeys((aten.count_nonzero.default, aten.count_nonzero.dim_IntList), _count),
+    **dict.fromkeys((aten.var.correction, aten.std.correction), _variance),
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     **({aten._foreach_powsum.Scalar: _foreach_powsum} if hasattr(aten, "_foreach_powsum") else {}),

@@ -60,7 +60,8 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
         f"{func} is not supported on a flat shard, of which each rank has a run of elements"
         + (f": {why}." if why else "."),
         parameter=parameter,
-        expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
+        expected="an element-wise operation, a reduction over all elements (sum, mean, norm, max, min, var, std, all, "
+        "any), or a random fill",
         remedy="in an optimizer's step: fullshard.OwnerOptimizer(model.parameters(), ...), which steps whole tensors; "
         "if the unit is freed and this is its forward: call it through the unit's forward or "
         "register_fsdp_forward_method; "

@@ -32,6 +32,7 @@ from ..torch_private.local_tensor import (
     write_grad,
 )
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of, wait_before
+from .corrected import corrected
 from .elementwise import on_locals
 from .member import NAME_KEY, attributes_of
 from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
@@ -145,6 +146,8 @@ class RowShard(DTensor):
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
             return result
+        if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
+            return as_row_shard(result)
         try:
             result = plain_call(func, types, args, kwargs or {})
         except RuntimeError as error:
@@ -187,6 +190,13 @@ def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Change the class of `tensor` to this one if it is a plain DTensor; returns the same object."""
     if type(tensor) is DTensor:
         tensor.__class__ = RowShard
+    return tensor
+
+
+def split_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in the placements of `like`: a gradient that every rank has, as of a penalty on a single row."""
+    if isinstance(tensor, DTensor) and isinstance(like, DTensor) and tensor.placements != like.placements:
+        return tensor.redistribute(placements=like.placements)
     return tensor
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..containers import drain
+from ..forms import split_alike
 from ..torch_private.holders import holders, holders_of_many
 from ..torch_private.local_tensor import inside, plain_access
 from .reduce_buffer import PlannedReduction
@@ -94,7 +95,7 @@ class GradientSet:
         """Add the gradients to the members' parts; None: nothing to add."""
         for part, grad in zip(self.parts, grads, strict=True):
             if grad is not None:
-                part.add_(grad)
+                part.add_(split_alike(grad, part))
 
 
 _FLAT, _BASE, _NONEMPTY, _PLACES = (attrgetter(name) for name in ("flat", "_base", "_nonempty", "_places"))

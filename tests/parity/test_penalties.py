@@ -1,0 +1,119 @@
+"""Losses and logs made from sharded parameters themselves: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullshard
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum of squares": lambda p, q: p.pow(2).sum(),
+    "mean of squares": lambda p, q: (p - q).square().mean(),
+    "mean of absolute values": lambda p, q: p.abs().mean(),
+    "norm": lambda p, q: p.norm(),
+    "norm of a difference": lambda p, q: torch.linalg.norm(p - q),
+    "norm of all dims": lambda p, q: torch.linalg.vector_norm(p, 2, (0, 1)),
+    "norm 1": lambda p, q: p.norm(1),
+    "norm 3": lambda p, q: p.norm(3),
+    "largest absolute value": lambda p, q: p.norm(math.inf),
+    "smallest absolute value": lambda p, q: torch.linalg.vector_norm(p, -math.inf),
+    "amax": lambda p, q: p.abs().amax(),
+    "amin": lambda p, q: torch.amin(p),
+    "amax of all dims": lambda p, q: p.amax((0, 1)),
+    "amax of equal elements": lambda p, q: (p > 0).to(p.dtype).mul(p.detach()).clamp(max=0.0).add(p * 0).amax(),
+    "max": lambda p, q: p.abs().max(),
+    "min": lambda p, q: p.min(),
+    "distance of max and min": lambda p, q: p.max() - p.min(),
+    "var": lambda p, q: p.var(),
+    "std": lambda p, q: (p - q).std(),
+    "var of all": lambda p, q: p.var(correction=0),
+    "sum of norms": lambda p, q: p.norm() + (2 * p).norm() ** 2,
+}
+BY_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mse_loss": F.mse_loss,
+    "MSELoss, the other way round": lambda p, q: nn.MSELoss()(q, p),
+    "mse_loss, reduction": lambda p, q: F.mse_loss(p, q, None, None, "mean"),
+    "sum of mse_loss": lambda p, q: F.mse_loss(p, q, reduction="sum"),
+    "smooth_l1_loss": lambda p, q: F.smooth_l1_loss(p, q, beta=0.1),
+    "huber_loss": lambda p, q: F.huber_loss(p, q, "mean", 0.1),
+    "soft_margin_loss": lambda p, q: F.soft_margin_loss(p, q.sign()),
+    "l1_loss": F.l1_loss,
+    "norms of columns": lambda p, q: p.norm(dim=0).sum(),
+    "norms of columns, cubed": lambda p, q: torch.linalg.vector_norm(p, 3, dim=0).pow(3).sum(),
+    "norms of rows": lambda p, q: torch.norm(p, dim=1).sum(),
+    "columns of norm 1": lambda p, q: (p / p.norm(dim=0, keepdim=True)).pow(3).sum(),
+}
+PARTS_ON_ALL_RANKS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # else DTensor raises where there is none
+    "largest of columns": lambda p, q: p.amax(0).sum(),
+}
+LOGS: dict[str, Callable[[Tensor], Any]] = {
+    "finite": lambda p: torch.isfinite(p).all(),
+    "any NaN": lambda p: p.isnan().any(),
+    "zeros": lambda p: torch.count_nonzero(p > 0),
+    "counted": lambda p: (p > 0).sum(),
+    "largest": lambda p: p.max(),
+    "smallest": torch.amin,
+    "a dtype": lambda p: p.sum(dtype=torch.float64),
+}
+FLAT_LOGS: dict[str, Callable[[Tensor], Any]] = {
+    "largest integer": lambda p: (p * 10).long().max(),
+    "smallest integer": lambda p: (p * 10).int().min(),
+}
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def differences(layout: str, rows: int) -> dict[str, Any]:
+    """What differs from one process: value and gradient of each penalty, and each logged value."""
+    found: dict[str, Any] = {}
+    of_rows = {**BY_ROWS, **(PARTS_ON_ALL_RANKS if rows > 1 else {})}
+    for name, penalty in {**ELEMENTWISE, **(of_rows if layout == "rows" else {})}.items():
+        torch.manual_seed(0)
+        plain = nn.Linear(3, rows, bias=False)
+        model = nn.Linear(3, rows, bias=False)
+        model.load_state_dict(plain.state_dict())
+        fullshard.fully_shard(model, layout=layout)
+        ours, theirs = (penalty(p, p.detach() * 0.5) for p in (model.weight, plain.weight))
+        inputs = torch.ones(2, 3)
+        (model(inputs).square().mean() + whole(ours)).backward()
+        (plain(inputs).square().mean() + theirs).backward()
+        gradients = whole(model.weight.grad), plain.weight.grad
+        if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in ((whole(ours), theirs), gradients)):
+            found[name] = (float(whole(ours)), float(theirs), *gradients)
+    for name, log in {**LOGS, **(FLAT_LOGS if layout == "flat" else {})}.items():
+        ours, theirs = whole(log(model.weight.detach())), log(plain.weight.detach())
+        if ours.dtype != theirs.dtype or not torch.allclose(ours.double(), theirs.double()):
+            found[name] = (ours, theirs)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_penalties_are_those_of_one_process(run_ranks, layout, rows):
+    found = run_ranks(differences, layout, rows)
+    assert found == [{}, {}]
+
+
+def refused() -> list[str]:
+    model = fullshard.fully_shard(nn.Linear(3, 4, bias=False), layout="flat")
+    raised = []
+    for penalty in (lambda p: p.norm(dim=0), lambda p: p.var(0), lambda p: p.amax(1), lambda p: F.mse_loss(p, p)):
+        with pytest.raises(fullshard.PhaseError) as error:
+            penalty(model.weight)
+        raised.append(str(error.value))
+    return raised
+
+
+def test_reductions_along_a_dim_of_a_flat_shard_are_refused_by_name(run_ranks):
+    *along, loss = run_ranks(refused)[0]
+    assert all("a reduction along some dims only" in text for text in along)
+    assert all("weight" in text for text in (*along, loss))
