@@ -608,7 +608,6 @@ def test_warnings_of_the_command_are_without_source(tmp_path, capsys):
         [f"{EXAMPLE}:demo_model", "--fix", "layout=flat", "layout=rows"],
         [f"{EXAMPLE}:demo_model", "--dtype", "float17"],
         [f"{EXAMPLE}:demo_model", "--dtype", "int8"],
-        [f"{EXAMPLE}:demo_model", "--solve", "None"],
         [f"{EXAMPLE}:demo_model", "--fix", "units=Blok"],
         [f"{EXAMPLE}:demo_model", "--fix", "layout"],
         [f"{EXAMPLE}:demo_model", "--fix", "colour=red"],
@@ -627,6 +626,11 @@ def test_warnings_of_the_command_are_without_source(tmp_path, capsys):
 def test_bad_arguments_of_the_command(words, capsys):
     assert main(["plan", *words]) == 2
     assert capsys.readouterr().err.startswith("fullshard: ")
+
+
+def test_arguments_that_tyro_refuses(capsys):
+    assert main(["plan", f"{EXAMPLE}:demo_model", "--solve", "None"]) == 2
+    assert "--solve" in capsys.readouterr().err
 
 
 def test_a_hugging_face_configuration(tmp_path, capsys):

@@ -81,11 +81,19 @@ def test_what_is_wrong_is_told_in_words(here: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "arguments", [["a.pt"], ["a.pt", "a.pt"], ["a.pt", "b", "--to", "zip"], ["a.pt", "b", "--model", "nothing"]]
+    ("arguments", "named"),
+    [
+        (["a.pt"], "DST"),
+        (["a.pt", "a.pt"], "a.pt already exists"),
+        (["a.pt", "b", "--to", "zip"], "--to"),
+        (["a.pt", "b", "--model", "nothing"], "--model"),
+    ],
 )
-def test_arguments_that_make_no_sense(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_arguments_that_make_no_sense(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
     assert main(["convert", *arguments]) == 2
-    assert capsys.readouterr().err and not Path("b").exists()
+    assert named in capsys.readouterr().err and not Path("b").exists()
 
 
 def test_formats_are_listed_in_one_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from itertools import takewhile
+from contextlib import contextmanager
 from typing import TypeVar
 
 import tyro
@@ -26,14 +24,12 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
     """Parse a command's arguments and call `answer` with them.
 
     Returns:
-        The exit code. tyro itself prints the help.
+        The exit code. tyro itself prints the help, and what is wrong with the arguments.
     """
-    panel = io.StringIO()
     try:
-        with redirect_stderr(panel):
-            options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
+        options = tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
     except SystemExit as stop:
-        return refuse(f"{_in_one_line(panel.getvalue())} (fullshard {command} --help)") if stop.code else 0
+        return int(stop.code or 0)
     try:
         code = answer(options)
         sys.stdout.flush()
@@ -48,13 +44,6 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
 
 
 _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _in_one_line(panel: str) -> str:
-    """tyro's message on bad arguments, which it prints in a panel of several lines, without the advice below it."""
-    lines = [line.strip("│╭╰╮╯─ ") for line in panel.splitlines()[1:]]
-    message = list(takewhile(bool, lines))
-    return " ".join(message[:2] if message and message[0].endswith(":") else message)
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:
