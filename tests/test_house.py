@@ -209,11 +209,12 @@ def test_exported_names_are_these() -> None:
 
 
 def test_names_are_imported_when_they_are_used() -> None:
-    """`import fullshard` and the help of each command cost no import of torch; type checkers see the same names."""
+    """`import fullshard`, help and missing paths cost no import of torch; type checkers see the same names."""
     program = (
         "import sys, fullshard.cli.main as cli; "
         "codes = [cli.main([*name, '--help']) for name in [[], *([name] for name in cli.COMMANDS)]]; "
-        "assert 'torch' not in sys.modules and not any(codes); "
+        "refused = [cli.main(words.split()) for words in ('trace nowhere', 'inspect nowhere', 'convert nowhere b')]; "
+        "assert 'torch' not in sys.modules and not any(codes) and refused == [2, 2, 2]; "
         "import fullshard; fullshard.fully_shard, fullshard.wrap.ModuleWrapPolicy, fullshard.state_dict"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

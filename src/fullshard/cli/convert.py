@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _convert(options: Arguments) -> int:
+    terminal.check_exists(options.src)
     import torch
 
     from ..exchange.convert import convert

@@ -47,6 +47,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _inspect(options: Arguments) -> int:
+    terminal.check_exists(options.path)
     from ..exchange.inspect import inspect
 
     with terminal.progress("comparing hashes") as progress:

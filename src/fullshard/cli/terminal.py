@@ -6,7 +6,8 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from ..errors import FullshardError
+from ..errors import CheckpointError, FullshardError
 from .main import printable, refuse
 
 T = TypeVar("T")
@@ -44,6 +45,17 @@ def run(kind: type[T], command: str, arguments: list[str], answer: Callable[[T],
 
 
 _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_exists(path: Path) -> None:
+    """Refuse a missing path before a command imports torch, which takes seconds.
+
+    Raises:
+        CheckpointError: nothing is there. Other errors are left to the reader.
+    """
+    with suppress(OSError):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist.")
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .messages import no_files, not_a_trace, same_rank, two_runs
-from .record import COLUMNS, FORMAT
+
+FORMAT = "fullshard trace 2"
+COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
+"""The columns of an event's row; `allocated`: bytes according to the accelerator's allocator, -1 if not sampled."""
 
 
 class Row(NamedTuple):

@@ -22,11 +22,9 @@ from ...comm import objects_of_all, timed_event
 from ...events import Event, record_events
 from ...mesh import device_of
 from ...store.in_place import replace_file
+from .merge import COLUMNS, FORMAT
 from .messages import cannot_write, not_a_path
 
-FORMAT = "fullshard trace 2"
-COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
-"""The columns of an event's row; `allocated`: bytes according to the accelerator's allocator, -1 if not sampled."""
 ROUNDS = 24  # all-reduces that compare the clocks; they take a few milliseconds in total
 SAMPLED = ("gathered", "collect")  # verbs at which allocated bytes are sampled: memory peaks there
 
