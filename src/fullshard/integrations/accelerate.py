@@ -252,7 +252,8 @@ def _check_count(folder: Path, models: int) -> None:
     Raises:
         CheckpointError: see above; or the folder holds none.
     """
-    with Ranks().step("looking for saved models"):
+
+    def check() -> None:
         saved = [path.name for path in sorted(folder.glob(f"{FOLDER}*")) if path.is_dir()]
         if len(saved) != models:
             raise CheckpointError(
@@ -262,6 +263,8 @@ def _check_count(folder: Path, models: int) -> None:
                 remedy="prepare the same models in the same order before load_state; to load a single model: "
                 f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
             )
+
+    Ranks().together("looking for saved models", check)
 
 
 def take_over(

@@ -75,36 +75,44 @@ def save_safetensors(
         raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)
     selected = Adapter.of(model, adapter, ranks) if adapter else None
-    sink: SafetensorsSink | None = None
+
+    def plan() -> tuple[list[Export], SafetensorsSink | None]:
+        exports = (
+            exports_of(model, dtype, merge_lora, buffers=True)
+            if selected is None
+            else [Export(Wanted(name, row, dtype)) for name, row in selected.rows.items()]
+        )
+        _refuse_subclasses(exports)
+        if not ranks.is_first:
+            return exports, None
+        entries = {MODEL + e.wanted.name: Entry(e.wanted.shape, e.final_dtype) for e in exports}
+        one_file = sum(entry.nbytes for entry in entries.values()) + 1
+        new = SafetensorsSink(folder, entries, *((max_file_bytes, "model") if selected is None else (one_file, STEM)))
+        opened.enter_context(new)
+        return exports, new
+
+    def write() -> None:
+        tensors: Any = stream(exports, bucket_bytes, ranks)
+        for name, tensor in tensors:
+            try:
+                if sink is not None:
+                    sink.write(MODEL + name, tensor)
+            except Exception as error:
+                tensors.throw(error)  # reports it to the other ranks
+
+    def finish() -> None:
+        if sink is None:
+            return
+        if selected is None:
+            _save_configs(model, sink.folder, dtype, merge_lora)
+        else:
+            selected.save_config(sink.folder)
+        sink.finish()
+
     with ExitStack() as opened:
-        with ranks.step("planning the files"):
-            exports = (
-                exports_of(model, dtype, merge_lora, buffers=True)
-                if selected is None
-                else [Export(Wanted(name, row, dtype)) for name, row in selected.rows.items()]
-            )
-            _refuse_subclasses(exports)
-            entries = {MODEL + e.wanted.name: Entry(e.wanted.shape, e.final_dtype) for e in exports}
-            if selected is not None:
-                max_file_bytes = sum(entry.nbytes for entry in entries.values()) + 1
-            if ranks.is_first:
-                sink = SafetensorsSink(folder, entries, max_file_bytes, stem="model" if selected is None else STEM)
-                opened.enter_context(sink)
-        with ranks.step("save_safetensors"):
-            tensors: Any = stream(exports, bucket_bytes, ranks)
-            for name, tensor in tensors:
-                try:
-                    if sink is not None:
-                        sink.write(MODEL + name, tensor)
-                except Exception as error:
-                    tensors.throw(error)  # reports it to the other ranks
-        with ranks.step("finishing save_safetensors"):  # no rank can fail after it
-            if sink is not None:
-                if selected is None:
-                    _save_configs(model, sink.folder, dtype, merge_lora)
-                else:
-                    selected.save_config(sink.folder)
-                sink.finish()
+        exports, sink = ranks.together("planning the files", plan)
+        ranks.together("save_safetensors", write)
+        ranks.together("finishing save_safetensors", finish)  # no rank can fail after it
 
 
 def _refuse_subclasses(exports: list[Export]) -> None:
@@ -235,11 +243,14 @@ def load_safetensors(
             check_names("Safetensors files do", missing, unexpected, remedy)
         return source, reads, LoadedNames(missing, unexpected)
 
+    @torch.no_grad()
+    def read() -> None:
+        for piece, name in reads:
+            piece.tensor.copy_(source.read(name, piece.offsets, piece.sizes))
+
     with ExitStack() as opened:
         source, reads, not_loaded = ranks.together("comparing safetensors files with the model", compare)
-        with torch.no_grad(), ranks.step("reading safetensors files (the model may be partially loaded)"):
-            for piece, name in reads:
-                piece.tensor.copy_(source.read(name, piece.offsets, piece.sizes))
+        ranks.together("reading safetensors files (the model may be partially loaded)", read)
     return not_loaded
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +42,8 @@ class Ranks:
         """Whether this is the first rank."""
         return self.rank == 0
 
-    @contextmanager
-    def step(self, action: str, files: bool = False) -> Iterator[None]:
-        """A part of the work that every rank does, after which all raise if any did.
+    def together(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
+        """Run `fn` on every rank, and return its result; all raise if it raised on any.
 
         Args:
             action: the work, for error messages: "writing".
@@ -57,18 +56,14 @@ class Ranks:
         error: Exception | None = None
         try:
             with RANK.files() if files else nullcontext():
-                yield
+                result = fn()
         except Exception as failure:
             error = failure
         self.meet(error, action)
-
-    def together(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
-        """Run `fn` on every rank, and return its result; see `step`."""
-        with self.step(action, files):
-            return fn()
+        return result
 
     def first(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
-        """Run `fn` on the first rank, and return its result on every rank; see `step`."""
+        """Run `fn` on the first rank, and return its result on every rank; see `together`."""
         result: T = self.share(self.together(action, lambda: fn() if self.is_first else None, files))
         return result
 
@@ -76,7 +71,7 @@ class Ranks:
         """Wait for all ranks. If any passes an error, raise on all.
 
         Raises:
-            FullshardError: see `step`.
+            FullshardError: see `together`.
         """
         if self._group is None:
             if error is not None:

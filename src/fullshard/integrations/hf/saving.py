@@ -48,9 +48,12 @@ def save_pretrained(
         transformers_model: Any = model
         if dtype is not None:
             weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-        with Ranks().step("save_pretrained", files=True):
+
+        def save() -> None:
             if weights:
                 transformers_model.save_pretrained(str(folder), state_dict=weights, max_shard_size=max_shard_size)
+
+        Ranks().together("save_pretrained", save, files=True)
         return
     write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size)
 
@@ -92,14 +95,14 @@ def write_weights(
     size, path = bytes_of(max_shard_size), Path(folder)
     fresh = path / ".fullshard-writing"
     ranks = Ranks()
-    with ranks.step("creating a folder for weights", files=True):
-        if ranks.is_first:
-            shutil.rmtree(fresh, ignore_errors=True)
-            path.mkdir(parents=True, exist_ok=True)
+
+    def create_folder() -> None:
+        shutil.rmtree(fresh, ignore_errors=True)
+        path.mkdir(parents=True, exist_ok=True)
+
+    ranks.first("creating a folder for weights", create_folder, files=True)
     save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=has_adapter(model))
-    with ranks.step("moving weights into place", files=True):  # no rank returns earlier
-        if ranks.is_first:
-            put_weights(fresh, path)
+    ranks.first("moving weights into place", lambda: put_weights(fresh, path), files=True)  # no rank returns earlier
 
 
 def bytes_of(size: int | str) -> int:

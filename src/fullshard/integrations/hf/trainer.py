@@ -110,16 +110,20 @@ class ShardedTrainerMixin:
         weights = not _internal_call or self.args.save_only_model
         if weights:
             save_pretrained(self.model, folder)  # and their configuration
-        with Ranks().step("save_model", files=True):  # no rank returns before all files are written
-            if self.args.should_save:
-                folder.mkdir(parents=True, exist_ok=True)
-                parts: list[Any] = [self.processing_class or getattr(self.data_collator, "tokenizer", None)]
-                if not weights and not has_adapter(self.model):
-                    parts.append(getattr(self.model, "config", None))
-                for part in parts:
-                    if hasattr(part, "save_pretrained"):
-                        part.save_pretrained(str(folder))
-                torch.save(self.args, folder / ARGUMENTS)
+
+        def save_others() -> None:
+            if not self.args.should_save:
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            parts: list[Any] = [self.processing_class or getattr(self.data_collator, "tokenizer", None)]
+            if not weights and not has_adapter(self.model):
+                parts.append(getattr(self.model, "config", None))
+            for part in parts:
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(str(folder))
+            torch.save(self.args, folder / ARGUMENTS)
+
+        Ranks().together("save_model", save_others, files=True)  # no rank returns before all files are written
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
