@@ -362,3 +362,20 @@ def test_an_optimizer_that_is_not_known():
     step(model)
     with warns("UserWarning: Momentum was given runs of elements in one dim"):
         optimizer.step()
+
+
+def test_an_optimizer_from_before_sharding():
+    """It is refused, except where the wrapper keeps the Parameter objects: there it trains them."""
+    for original in (False, True):
+        model = two_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        instance = FSDP(model, use_orig_params=original)
+        step(instance)
+        held = [parameter for parameter in instance.parameters() if parameter.numel()]
+        before = [parameter.detach().clone() for parameter in held]
+        if original:
+            optimizer.step()
+            assert not any(map(torch.equal, before, held))
+        else:
+            with raises("ConfigError: This SGD was built before its model was"):
+                optimizer.step()
