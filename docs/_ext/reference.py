@@ -155,7 +155,7 @@ class Writer:
         comment = re.search(r"\s{2}# (?!type:|noqa|fmt:)(.+)$", entry.written)
         if comment and entry.kind != "outside":
             return comment[1]
-        written = re.sub(r"(: | -> )Any(?=[,)= ]|$)", "", " ".join(entry.written.split()))
+        written = without_any(" ".join(entry.written.split()))
         return f"`{written[:LONGEST]}{'…' * (len(written) > LONGEST)}`" if "`" not in written else written
 
     def items(self, dotted: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ class Writer:
         above = "".join(f"@{escape(str(one.value))}<br>" for one in getattr(entry.obj, "decorators", []))
         return (
             f'<section class="definition" id="{escape(entry.qualified)}"><h{level}><code>{above}'
-            f'{escape(entry.written, quote=False)}</code> <a class="line" href="#L{entry.lines[0]}">line '
+            f'{escape(without_any(entry.written), quote=False)}</code> <a class="line" href="#L{entry.lines[0]}">line '
             f"{entry.lines[0]}</a></h{level}>\n{self.docstring(entry.obj.docstring)}"
             + f"<dl>{fields}</dl>" * bool(fields)
             + "".join(self.definition(one, min(level + 1, 6)) for one in inner if one.kind in ("class", "method"))
@@ -239,9 +239,10 @@ class Writer:
 
     def field(self, entry: Entry) -> str:
         """A constant, variable, field or enum member: how it is written, and what it means where somebody said so."""
-        written, told = escape(entry.written.partition("  #")[0][:LONGEST], quote=False), self.meaning(entry)
-        link = f'<dt><a href="#L{entry.lines[0]}"><code>{written}</code></a></dt>'
-        return link + f"<dd>{self.inline(told)}</dd>" * (not told.startswith("`" + entry.written[:20]))
+        written, told = without_any(entry.written), self.meaning(entry)
+        shown = escape(written.partition("  #")[0][:LONGEST], quote=False)
+        link = f'<dt><a href="#L{entry.lines[0]}"><code>{shown}</code></a></dt>'
+        return link + f"<dd>{self.inline(told)}</dd>" * (not told.startswith("`" + written[:20]))
 
     def index(self, file: File) -> str:
         """Every name of a file: what it means, where it is defined, which lines use it here and in other files."""
@@ -380,6 +381,11 @@ def shown_name(item: Any, docstring: griffe.Docstring | None) -> str:
         return names_of(item)
     named = str(getattr(item, "annotation", None) or "")
     return named if docstring is not None and f"{named}:" in docstring.value else ""
+
+
+def without_any(written: str) -> str:
+    """A definition without the annotations that say nothing."""
+    return re.sub(r"(: | -> )Any(?=[,)= ]|$)", "", written)
 
 
 def order(entry: Entry) -> tuple[bool, str, str]:
