@@ -217,6 +217,20 @@ def test_no_rank_returns_before_all_files_are_there(tmp_path):
 
 
 @on_ranks(by="run_clients")
+def test_a_full_disk_leaves_the_old_files(tmp_path):
+    trainer = sharded_trainer(tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path), _internal_call=True)
+    arguments = tmp_path / "training_args.bin"
+    before = arguments.read_bytes()
+    trainer.args.seed += 1
+    full = mock.patch("os.fsync", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(fullshard.CheckpointError, match="save_model failed on rank 0"):
+        trainer.save_model(str(tmp_path), _internal_call=True)
+    assert arguments.read_bytes() == before
+
+
+@on_ranks(by="run_clients")
 def test_models_whose_files_have_other_names(tmp_path):
     """Transformers stacks experts while it loads: files are as its own, and loading them into shards is refused."""
     from transformers import MixtralConfig, MixtralForCausalLM

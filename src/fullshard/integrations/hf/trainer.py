@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from transformers import TrainerCallback
 from ...errors import CheckpointError, ConfigError, message
 from ...insight.monitor import Monitor
 from ...store.hugging_face import load_safetensors
+from ...store.in_place import replace_file
 from ...store.load import load
 from ...store.ranks import Ranks
 from ...store.save import save
@@ -121,7 +123,7 @@ class ShardedTrainerMixin:
             for part in parts:
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(str(folder))
-            torch.save(self.args, folder / ARGUMENTS)
+            _replace(folder / ARGUMENTS, self.args)
 
         Ranks().together("save_model", save_others, files=True)  # no rank returns before all files are written
         if self.args.push_to_hub and not _internal_call:
@@ -134,7 +136,7 @@ class ShardedTrainerMixin:
         folder, optimizer = Path(output_dir), unwrapped(self.optimizer)
         save(folder / FOLDER, self.model, optimizer, step=self.state.global_step, rng=False, keep_last=1)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            _replace(folder / SCHEDULER, self.lr_scheduler.state_dict())
 
     # Loading.
 
@@ -172,6 +174,13 @@ class ShardedTrainerMixin:
             self._load_from_checkpoint(str(folder))
         else:
             super()._load_best_model()  # type: ignore[misc]
+
+
+def _replace(path: Path, value: Any) -> None:
+    """As `torch.save`, atomically: a full disk or an interrupted save leaves the old file."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    replace_file(path, data.getvalue())
 
 
 STATE = "trainer_state.json"
