@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fullshard
 from fullshard import CheckpointError
@@ -55,8 +56,8 @@ def test_every_pair_of_dtypes(tmp_path: Path) -> None:
             assert (model.weight.float() == (1.5 if fits and wanted.is_floating_point else float(fits))).all()
 
 
-def test_each_kind_of_loading_has_its_habit(tmp_path: Path) -> None:
-    """A checkpoint goes on with training: exact. Published weights are read in the dtype that is wanted."""
+def test_each_kind_of_loading_has_its_habit(tmp_path: Path, fake_world: Callable[..., None]) -> None:
+    """A checkpoint continues training: exact. Published weights, and state dicts, are cast as users of these expect."""
     load = in_a_folder(tmp_path / "checkpoint", torch.float32)
     with pytest.raises(CheckpointError, match="cast=True"):
         fullshard.load(tmp_path / "checkpoint", model_of(torch.bfloat16))
@@ -65,6 +66,14 @@ def test_each_kind_of_loading_has_its_habit(tmp_path: Path) -> None:
     in_safetensors(tmp_path / "weights.safetensors", torch.float32)
     fullshard.load_safetensors(model := model_of(torch.bfloat16), tmp_path / "weights.safetensors")
     assert (model.weight == 1.5).all()
+    fake_world(1)
+    whole = {"weight": torch.full((2, 2), 1 + 2**-10)}  # 1 in bfloat16
+    fullshard.fully_shard(functional := nn.Linear(2, 2, bias=False, dtype=torch.bfloat16))
+    set_model_state_dict(functional, whole, options=StateDictOptions(full_state_dict=True))
+    wrapper = fullshard.FullyShardedDataParallel(nn.Linear(2, 2, bias=False, dtype=torch.bfloat16))
+    wrapper.load_state_dict(whole)
+    for model in (functional, wrapper):
+        assert {name: (value == 1).all() for name, value in fullshard.full_parameters(model)} == {"weight": True}
 
 
 def test_optimizer_state_is_not_rounded_either(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Whether values to load fit the model: their names, shapes and dtypes, in state dicts and in files.
 
 Values of state dicts are copied as PyTorch copies them, whatever their dtype. Files are checked more strictly: a cast
-that would round values is refused unless the caller asks for it.
+that would round values needs `cast=True`, which is the default of `load_safetensors` alone (docs/decisions/0022).
 """
 
 from __future__ import annotations
