@@ -78,7 +78,7 @@ test-clients: $(CLIENTS)
 	$(BIN)/python -m pytest -n 0 --timeout 900 tests/clients $(ARGS)
 
 # One file for each library and way to use it; a few minutes, most of them spent on importing the libraries.
-SHORT_CLIENTS := accelerate peft torchtitan
+SHORT_CLIENTS := accelerate hf_trainer lightning peft torchtitan trl
 test-clients-short: $(CLIENTS)
 	$(BIN)/python -m pytest -n 0 --timeout 900 $(SHORT_CLIENTS:%=tests/clients/test_%.py) $(ARGS)
 
