@@ -89,7 +89,7 @@ def state_that_was_not_saved(rank: int, folder: Path) -> None:
     made.load(folder / "half", {"model": model, "epoch": 1})
 
 
-@PROGRAMS.raise_("CheckpointError: is no checkpoint, or damaged")
+@PROGRAMS.raise_("CheckpointError: is not a checkpoint, or is damaged")
 def a_damaged_file(rank: int, folder: Path) -> None:
     made = fabric()
     model = made.setup_module(two_layers())

@@ -21,7 +21,7 @@ class Stale:
     On a CPU it compares values, which detects every change. On an accelerator that would make the host wait for the
     device in every pass that begins with gathered units (each generated token, each micro-batch), so the hosts compare
     the changes that they have recorded. In addition each pass compares the values of a single unit, in turn, and reads
-    the result late (`late.py`): an unrecorded change, such as a write by a kernel that torch did not see, is then an
+    the result late (`LateSums`): an unrecorded change, such as a write by a kernel that torch did not see, is then an
     error.
 
     Args:

@@ -42,7 +42,7 @@ class UseAgreement:
     `requires_grad` and of the order of gathers and reductions since the last backward, because gathers of equal sizes
     would silently swap two units. Only a rank that lacks gradients for some parameters has to read the result at once.
     All else is compared at once on a CPU, where that costs nothing, and a few backwards later on an accelerator
-    (`late.py`): in the same backward on all ranks, without a host waiting.
+    (`LateSums`): in the same backward on all ranks, without a host waiting.
 
     Args:
         comm: collectives.

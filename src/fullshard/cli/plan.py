@@ -357,5 +357,8 @@ def bytes_of(text: str) -> int | None:
         raise ConfigError(f"{text!r} is not a size of memory", expected="80GiB, 80GB, 24576MiB, ...")
     nbytes = round(float(match[1]) * UNITS[match[2]])
     if text.strip().isdigit() and nbytes < 2**20:
-        raise ConfigError(f"{text!r} is a number of bytes, and too small", expected=f"a size with a unit: {text}GiB")
+        raise ConfigError(
+            f"{text!r} means {text.strip()} bytes, which is too small; add a unit",
+            expected=f"a size such as {text.strip()}GiB",
+        )
     return nbytes

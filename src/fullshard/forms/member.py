@@ -73,7 +73,7 @@ class Member:
         """Set the name relative to the root, which errors use from now on."""
         self.qualified = name
         self.sharded.__dict__[NAME_KEY] = name
-        run = self.sharded.__dict__.get("_run")  # of a FlatShard, whose errors name it, too
+        run = self.sharded.__dict__.get("_run")  # a FlatShard's errors take the name from its run
         if run is not None:
             self.sharded.__dict__["_run"] = replace(run, name=name)
 

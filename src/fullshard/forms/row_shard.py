@@ -269,7 +269,7 @@ class _Whole(torch.autograd.Function):
 
 _NAMES = "device dtype shape layout ndim requires_grad is_leaf is_cpu is_cuda is_sparse"
 _FACTS = {getattr(torch.Tensor, name).__get__ for name in _NAMES.split()}
-"""Attributes that are no tensors: read in a third of the time."""
+"""Non-tensor attributes; direct access takes a third of the time."""
 
 _VIEWS = {
     torch.Tensor.detach,

@@ -187,7 +187,7 @@ class Comparison:
             only = "Fullshard" if pytorch is None else "PyTorch's FSDP"
             return f"{place}, which only {only} has"
         ratio = abs(fullshard - pytorch) / max(abs(pytorch), abs(fullshard), 1e-300)
-        rounding = f", {ratio:.1g} of it: as if numbers were added in another order" if ratio < ROUNDING else ""
+        rounding = f", {ratio:.1g} of it: as if numbers were added in a different order" if ratio < ROUNDING else ""
         values = f"{pytorch!r} on PyTorch's FSDP, {fullshard!r} on Fullshard"
         return f"{place}: {values} ({fullshard - pytorch:+.3g}{rounding})"
 

@@ -110,9 +110,9 @@ def _load(
             state = torch.load(source, map_location="cpu", weights_only=True)
         except Exception as error:  # of any class, where bytes are damaged
             raise CheckpointError(
-                f"{path} is no checkpoint, or damaged: {type(error).__name__}: {error}",
+                f"{path} is not a checkpoint, or is damaged: {type(error).__name__}: {error}",
                 expected="a folder that fullshard.save wrote, or a file of torch.save",
-                remedy="pass another checkpoint; nothing was loaded",
+                remedy="pass a different checkpoint; nothing was loaded",
             ) from error
     if lacking := sorted(set(required) - state.keys()):
         raise CheckpointError(

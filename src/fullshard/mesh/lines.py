@@ -104,9 +104,8 @@ def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_hos
     else:
         side = gloo_group(f"{prefix}/side", rank, size, timeout, connect_within=min(timeout, _CONNECTED))
     if side is not None and (apart is not None or not on_host):
-        addresses = listening(
-            f"{prefix}/{'data' if on_host else 'side'}", size
-        )  # groups beside "data" share its thread
+        # groups beside "data" share its thread
+        addresses = listening(f"{prefix}/{'data' if on_host else 'side'}", size)
         _opened[group] = _Own(data, side, apart, addresses)
     return lines_of(group)
 

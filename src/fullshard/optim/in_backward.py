@@ -278,7 +278,7 @@ class StepsInBackward:
                 "optimizer.step() got arguments, but with step_in_backward units have stepped without them.",
                 expected="no argument but a closure",
                 got=", ".join([*map(repr, args[2:]), *(name for name in kwargs if name != "closure")])[:200],
-                remedy="call remove() of what step_in_backward returned, or set what the arguments say in the groups",
+                remedy="call remove() on the object that step_in_backward returned, or set these values in the groups",
                 topic="step-in-backward",
             )
         self._finish()
@@ -291,7 +291,7 @@ class StepsInBackward:
                 "Parameters were added to an optimizer that clips in the backward: the norm is without them.",
                 parameter=added[0].__dict__.get(NAME_KEY, "?"),
                 expected="all groups before step_in_backward(optimizer, max_norm=...)",
-                remedy="call remove() of what step_in_backward returned, add the group, and step_in_backward again",
+                remedy="call remove() on the object that step_in_backward returned, add the group, and call it again",
                 topic="step-in-backward",
             )
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
@@ -452,7 +452,7 @@ def _why_not(optimizer: torch.optim.Optimizer, clip: Clip) -> tuple[str, str] | 
     """Why an optimizer cannot step in the backward, and the remedy; None if it can."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(STEPPED_KEY in parameter.__dict__ for parameter in parameters):
-        return "whose parameters already step in backward", "call remove() of what the first call returned"
+        return "whose parameters already step in backward", "call remove() on the object that step_in_backward returned"
     afterwards = "step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)"
     if any(PART_KEY in parameter.__dict__ for parameter in parameters):
         return "which has flat runs of elements", afterwards

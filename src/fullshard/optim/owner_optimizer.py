@@ -136,7 +136,7 @@ class _Param:
         return run_of(local, self.bounds[replica], self.bounds[replica + 1])
 
     def runs(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """What ranks of each replica own in a tensor like `self.local`: replica, view."""
+        """The parts of a tensor like `self.local` that each replica's ranks own, as (replica, view)."""
         if self.elementwise:
             bounds = enumerate(pairwise(self.bounds))
             return [(replica, run_of(local, start, stop)) for replica, (start, stop) in bounds if start < stop]

@@ -63,7 +63,7 @@ class StateFile:
         return plain.untyped_storage().data_ptr() in self._addresses
 
     def _place(self, place: Place, nbytes: int) -> torch.Tensor:
-        """Return the memory of a tensor: what it had before, if that is large enough."""
+        """Return memory for a tensor: its previous memory, if large enough."""
         if place not in self._places or self._places[place].numel() < nbytes:
             rounded = -(-nbytes // ALIGN) * ALIGN
             if self._used + rounded > self._memory.numel():

@@ -333,7 +333,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     if ON_HOST_KEY in optimizer.__dict__:
         raise _refused("an optimizer whose state is in host memory already")
     if AFTER_STEP_KEY in optimizer.__dict__:
-        raise _refused("an optimizer whose state is on disk", "call remove() of what optimizer_state_on_disk returned")
+        raise _refused(
+            "an optimizer whose state is on disk", "call remove() on the object that optimizer_state_on_disk returned"
+        )
     if getattr(optimizer.__dict__.get(STEPPED_KEY), "clip", None) == "redo":
         raise _refused('step_in_backward(clip="redo"), which keeps copies of the state', 'use clip="two passes"')
     if (reason := why_not_in_parts(optimizer)) is not None:

@@ -428,9 +428,9 @@ def changes_in_words(account: Account, planned: Planned | None, why: str | None)
 
     Args:
         account: what holds memory.
-        planned: the peak of a step, bytes that each change frees of it, and its description; None: estimated from
+        planned: the peak of a step, and for each change the bytes it frees and its description; None: estimated from
             `account`.
-        why: what is not planned, and why; None, and nothing is planned: it was not tried.
+        why: what the plan leaves out and why, or why there is no plan; None for a full plan, or if none was tried.
     """
     rest = account.rest or 0
     named = {kind: names[account.wrapped] for kind, names in CHANGES.items()}

@@ -390,9 +390,8 @@ class Reducer:
         self._may_have_partial = False
         for runner in self.units:
             if any([gradients.partial is not None for gradients in runner.unit.gradients]):
-                if (
-                    runner.settings.reduce.all_reduce and runner.index not in self._use.reduced
-                ):  # else it took part already
+                # a unit in `reduced` has taken part already
+                if runner.settings.reduce.all_reduce and runner.index not in self._use.reduced:
                     self.owed[runner.index] = runner
                 self._may_have_partial = True
 

@@ -50,7 +50,7 @@ def all_roots() -> list[Root]:
 
 
 def _name_of_model(top: Runner) -> str:
-    """The class of the root's module, with a number if that of a root that is alive has the same."""
+    """The root module's class name, numbered if another live root has the same name."""
     kind = plain_class(top.modules[0]).__name__ if top.modules else ""
     taken = {root.ledger.model for root in all_roots()}
     return next(name for name in chain([kind], map(f"{kind} {{}}".format, count(2))) if name not in taken)

@@ -119,7 +119,7 @@ class Runner:
             if self.is_top and root.pass_grad:
                 try:
                     called = [*map(_OF_TENSOR, [*args, *kwargs.values()]), *kwargs]
-                except Exception:  # of an argument that is no plain tensor: its values may change
+                except Exception:  # an argument is not a plain tensor: its values may change
                     called = _UNLIKE
                 if called != root.called:
                     root.called = called

@@ -149,7 +149,7 @@ def _index(metadata: Any, sizes: dict[str, int]) -> Index:
             raise TypeError(f"{_kind(facts)} of {name!r}")
     paths = {checked_name(name): tuple(path) for name, path in (getattr(metadata, "planner_data", None) or {}).items()}
     if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
-        raise TypeError("a path that is not of names and numbers")
+        raise TypeError("a path with a key that is not a short name or a number")
     return _under_our_keys(Index(entries, stored, values, paths))
 
 

@@ -114,7 +114,7 @@ def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
 
 
 def empty_piece(name: str, shape: tuple[int, ...], local: torch.Tensor, writes: bool = False) -> Piece:
-    """The piece of a rank that has no element of a tensor; of a 0-d tensor, which has no empty piece, a new tensor."""
+    """An empty piece, for a rank without elements of a tensor. A 0-d tensor cannot be empty; it gets a new tensor."""
     sizes = (0,) * len(shape)
     return Piece(name, shape, sizes, sizes, local.new_empty(sizes), writes)
 

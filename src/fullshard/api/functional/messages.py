@@ -45,7 +45,7 @@ def applied_twice(kind: str) -> AssertedError:
 
 
 def ignored_not_parameters(got: str) -> ArgumentTypeError:
-    """The error for `ignored_params` that is no set, or contains anything but parameters."""
+    """The error if `ignored_params` is not a set, or contains anything but Parameters."""
     return ArgumentTypeError(
         "ignored_params must hold Parameters.",
         expected="a set of Parameter objects, such as {model.head.weight}",

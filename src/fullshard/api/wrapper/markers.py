@@ -143,7 +143,7 @@ class Markers:
 
     @property
     def _use_orig_params(self) -> bool:
-        """`use_orig_params`."""
+        """Whether the instance was built with `use_orig_params=True`."""
         use_orig_params: bool = self.use_orig_params  # type: ignore[attr-defined]
         return use_orig_params
 

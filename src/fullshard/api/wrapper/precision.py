@@ -1,4 +1,4 @@
-"""The wrapper's mixed precision: what of it is the engine's policy, and what is not (buffers, eval mode)."""
+"""The wrapper's mixed precision: the engine's policy, and what that does not cover (buffers, eval mode)."""
 
 from __future__ import annotations
 

@@ -219,10 +219,10 @@ def strategies(
 
 
 def with_fields(candidates: Iterable[Strategy], fixed: Mapping[str, Any], ranks: int, batch: int) -> list[Strategy]:
-    """Strategies with some fields set; those that are invalid then are left out.
+    """The candidates with the fields in `fixed` set, without those that this makes invalid.
 
     Raises:
-        ConfigError: all are invalid, or there is no such field.
+        ConfigError: all are invalid, or a field does not exist.
     """
     names = [field.name for field in fields(Strategy)]
     if unknown := [name for name in fixed if name not in names]:

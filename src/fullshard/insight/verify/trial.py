@@ -406,7 +406,7 @@ class Trial(ABC):
     def train(
         self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]
     ) -> Step | list[Finding]:
-        """Train one step of the sharded model, in a context; or the errors that it raised. Collective.
+        """Train the sharded model for one step, in `recording`; return findings if it raised errors. Collective.
 
         Raises:
             ConfigError: the step ran, but cannot be compared.
@@ -487,7 +487,7 @@ class Trial(ABC):
         for optimizer in optimizers_in(self.optimizer):
             optimizer.step()
             optimizer.zero_grad()
-        model.zero_grad()  # what no optimizer has
+        model.zero_grad()  # also parameters that no optimizer has
         return losses
 
     # Comparisons.
