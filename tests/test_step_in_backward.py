@@ -577,7 +577,7 @@ def test_what_it_refuses(run_ranks):
         assert "no backward has measured" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
         assert "no sharded parameters" in errors["plain"]
         assert "depends on others" in errors["together"]
-        assert "or fails where another has no gradient" in errors["no gradient"]
+        assert "or fails if another has no gradient" in errors["no gradient"]
         assert "runs of elements" in errors["view"]
         assert "exchanges all parameters at once" in errors["owners"]
         assert "max_norm is out of range" in errors["norm"]

@@ -92,7 +92,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, borrowed
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of `value` with `fn` applied to all of its leaves, those of other types than tensors included."""
+    """A copy of `value` with `fn` applied to all of its leaves, including those that are not tensors."""
     items = _items(value)
     return fn(value) if items is None else _rebuilt(value, {key: map_leaves(fn, item) for key, item in items})
 
@@ -148,7 +148,7 @@ _SIMPLE = frozenset(
 
 
 def borrowed_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Borrowed | None:
-    """Everything among a call's arguments that the call can write to; None if there is nothing."""
+    """All of a call's arguments that the call can write to; None if there are none."""
     values: list[Any] = []
     ahead = [*args, *kwargs.values()] if kwargs else list(args)
     for value in ahead:  # grows during the loop
@@ -180,7 +180,7 @@ class Borrowed:
         for value in values:
             self._add(value)
         self._originals: dict[int, tuple[Any, Any]] = {}  # by id of a replacement: the replacement and its original
-        self._versions: dict[int, int] = {}  # of tensors in replacements, by id, if torch counts them
+        self._versions: dict[int, int] = {}  # versions of tensors in replacements, by id
 
     def _add(self, value: Any) -> None:
         items = _items(value)

@@ -57,7 +57,7 @@ class FullshardError(Exception):
     """
 
     topic: str | None = None
-    """Of every error of the class that names no other."""
+    """The topic of errors of this class that do not name one."""
 
     def __init__(
         self,
@@ -78,7 +78,11 @@ class FullshardError(Exception):
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).__new__, (type(self), *self.args), self.__dict__  # its text as it is, in another process too
+        return (
+            type(self).__new__,
+            (type(self), *self.args),
+            self.__dict__,
+        )  # keeps the text, also in a different process
 
 
 class ConfigError(FullshardError, ValueError):

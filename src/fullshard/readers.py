@@ -1,4 +1,4 @@
-"""What reads parameters and optimizer state beside training: a snapshot that a thread copies (`store/background.py`).
+"""Readers of parameters and optimizer state beside training: a snapshot that a thread copies (`store/background.py`).
 
 Whoever is about to change them calls `wait_for_readers` first: an optimizer's step, an operation on a sharded
 parameter, a load. Imports nothing of the package, and calls nothing of it: every floor may wait, for a fact alone.

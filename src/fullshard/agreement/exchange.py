@@ -1,4 +1,4 @@
-"""What ranks tell each other beside the collectives of training: integers, short texts, and sums that are read later.
+"""What ranks exchange beside the collectives of training: integers, short texts, and sums that are read later.
 
 Integers and texts go over connections of their own (`Axis.aside`). `LateSums` are sums over ranks that the host of an
 accelerator reads a few rounds later, when they have long arrived: so the host never waits for the device, and all ranks
@@ -149,7 +149,7 @@ class _Round:
 
 
 class LateSums:
-    """Sums that are read late. One per mesh and purpose; every round calls `due`, then `send`.
+    """Sums that are read some rounds later. One per mesh and purpose; every round calls `due`, then `send`.
 
     Ownership: the buffers of `_LATE` rounds, which are reused.
 

@@ -32,7 +32,7 @@ MOST_UNITS = 1 << 20
 """An upper bound: no root has this many units."""
 
 _MEMORY = 1024  # passes
-_KINDS = 64  # of passes whose tokens are remembered
+_KINDS = 64  # kinds of passes whose tokens are remembered
 _CONTEXT = 512  # passes that a prediction looks back: 256 micro-batches
 
 

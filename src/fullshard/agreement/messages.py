@@ -172,7 +172,7 @@ def goes_on_differently(
 
 
 def compared_alone(token: int, names: Sequence[str]) -> str:
-    """A note for a rank that compares what it is about to do, while others do what they did before."""
+    """A note for a rank that compares its next action, while others repeat their previous pass without comparing."""
     why = ""
     if token & VERB == BACKWARD:
         why = ": requires_grad of all parameters of a unit, or gradient sync, changed on this rank"

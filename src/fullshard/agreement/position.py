@@ -80,7 +80,7 @@ class Position:
         self.axes = _compared(units, comm)
         self._place = RANK.new_root(self, names, [unit.gathered_bytes for unit in units])
         self._gathers = (0, self._gathered())  # number of storage moves, and the checksum after them
-        self._warned = False  # of a changed order
+        self._warned = False  # whether it warned of a changed order
         self.turns = self._count_turns()
 
     def _count_turns(self) -> count[int]:
@@ -232,7 +232,7 @@ class Position:
 
 
 class Every(Position):
-    """For `check="every"`: compares every token, expected or not."""
+    """With `check="every"`: compares every token, expected or not."""
 
     def issue(self, verb: int, index: int) -> None:
         """See `Position.issue`."""

@@ -1,4 +1,4 @@
-"""One order of units, shared by all ranks, for passes in which ranks run different units (`unused="zeros"`).
+"""An order of units that all ranks share, for passes in which ranks run different units (`unused="zeros"`).
 
 A rank may skip units: it still gathers and frees them in step with the others, and takes part in their reductions with
 zeros. In the first pass of a kind ranks announce each unit before they begin or end it; one of the announced units is
@@ -105,7 +105,7 @@ class SharedOrder:
         """End the pass."""
         if self._merging is not None:
             tokens = self._merging.tokens
-            if not self._always:  # else no pass follows it
+            if not self._always:  # otherwise no pass follows this order
                 self._orders[self._kind] = completed(tokens, parents_of(self._names))
             elif torch.is_grad_enabled():
                 for token in tokens:

@@ -56,7 +56,7 @@ class UseAgreement:
         self.comm, self.position = comm, position
         self.reduced: set[int] = set()
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
-        self._steps = 0  # of optimizers, before the backward that runs now
+        self._steps = 0  # optimizer steps before the current backward
         self._late: dict[tuple[dist.ProcessGroup, ...], LateSums] = {}  # by the mesh's groups
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -68,7 +68,7 @@ class UseAgreement:
         self._steps = sum(map(_STEPS, units))
 
     def note_changed(self, index: int) -> None:
-        """Note, in a backward, that a unit's weights are not those that its forward used."""
+        """Note, in a backward, that a unit's weights have changed since its forward."""
         self._changed.add(index)
 
     def reset(self) -> None:
@@ -131,7 +131,7 @@ class UseAgreement:
             refuse_changed(units, changed)
             return used
         on_device = has_streams(axes.device)
-        if on_device and captures(axes.device):  # the host is no part of a graph; ranks compared the steps before it
+        if on_device and captures(axes.device):  # a graph does not contain the host; ranks compared the steps before it
             refuse_undecided(group)
             refuse_changed(units, changed)
             return used
@@ -179,7 +179,7 @@ class UseAgreement:
             raise different_parameters_train(names[at], (ranks[0], ranks[other]), (bool(first[at]), bool(second[at])))
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
-        """Raise, with details: ranks' optimizers stepped differently since the model was built. Collective."""
+        """Raise, with details: optimizer steps have differed between ranks since the model was built. Collective."""
         steps = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
         local = f"{self._steps} {'; '.join(steps)}"  # the last steps' settings may be the same on all ranks
         error: DivergenceError | None = None

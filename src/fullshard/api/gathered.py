@@ -34,7 +34,7 @@ def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:
         module: a unit, or a module that contains units, when the context is entered.
 
     Raises, on entry or exit:
-        ConfigError: there is no unit in `module` (`owner_of` names the unit that `module` is part of).
+        ConfigError: `module` contains no unit (`owner_of` names the unit that it is part of).
         PhaseError: the unit's own forward or backward is running, or it shows whole parameters
             (`summon_full_params`); on exit, gathered weights were written to.
         DivergenceError: other ranks do something else.
@@ -114,7 +114,7 @@ def free(model: nn.Module) -> None:
         model: a model sharded by either front-end, or a module in it.
 
     Raises:
-        ConfigError: there is no unit in `model`.
+        ConfigError: `model` contains no unit.
         PhaseError: a forward or backward through it is running; or gathered weights were written to (they are freed).
     """
     runners = runners_of(model, "free")

@@ -1,4 +1,4 @@
-"""Settings of gradients for both front-ends: what sums are divided by, and which checks run."""
+"""Settings of gradients for both front-ends: the divisor of sums, and which checks run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _below(top: Runner) -> Sequence[Any]:
 
 
 MOST_TOKENS = 2**48
-"""Of a rank in a micro-batch; a sum over ranks has to fit 64 bits."""
+"""The most tokens of a rank in a micro-batch: a sum over ranks has to fit in 64 bits."""
 
 
 def _checked(counts: Any) -> list[int | torch.Tensor]:

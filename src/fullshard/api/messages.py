@@ -84,7 +84,7 @@ def divisor_beside_hook(what: str, unit: str) -> ConfigError:
 
 
 def power_sgd_without_state(state: object) -> ConfigError:
-    """The error for `powerSGD_hook` with another state."""
+    """The error for `powerSGD_hook` with a state that is not a PowerSGDState."""
     return ConfigError(
         "powerSGD_hook must be registered together with a PowerSGDState.",
         expected="model.register_comm_hook(PowerSGDState(...), powerSGD_hook), or a function around it",
@@ -112,7 +112,7 @@ def hook_beside_hybrid(ways: int, copies: int) -> UsageError:
 
 
 def no_replicas_to_hook() -> ConfigError:
-    """The error for a hook that reduces between replicas where there are none."""
+    """The error for a hook that reduces between replicas, on a model without replicas."""
     return ConfigError(
         "PowerSGD reduces gradients between replicas, and this model has none.",
         expected="NO_SHARD, or a hybrid mesh (replicate, shard)",

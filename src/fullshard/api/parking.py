@@ -79,7 +79,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
         The bytes that were moved, and those that were in host memory already.
 
     Raises:
-        ConfigError: `model` has no units; an optimizer has none of its parameters.
+        ConfigError: `model` has no units, or an optimizer has none of its parameters.
         PhaseError: part of it is parked already; a forward, a backward, `keep_gathered` or `summon_full_params` is
             running; gradients accumulated without sync are not reduced yet, or steps may still be undone
             (`step_in_backward(clip="redo")`). Nothing has changed then.

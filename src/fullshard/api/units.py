@@ -17,7 +17,7 @@ def runners_of(module: nn.Module, function: str) -> list[Runner]:
         function: the function that was called, for the error.
 
     Raises:
-        ConfigError: not a module, or there is no unit in it.
+        ConfigError: it is not a module, or contains no unit.
     """
     if not isinstance(module, nn.Module):
         raise messages.takes_a_module(function, type(module).__name__)

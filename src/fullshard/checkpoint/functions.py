@@ -98,7 +98,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """State in which what was a Python number is one again; the state to load has tensors in its place."""
+    """Convert tensors of the state back to Python numbers where it had Python numbers before."""
 
     def of(key: str, value: Any) -> Any:
         is_number = isinstance(previous.get(key), (bool, int, float)) and isinstance(value, torch.Tensor)

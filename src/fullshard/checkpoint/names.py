@@ -20,7 +20,7 @@ from . import values
 
 @dataclass(eq=False)
 class Named:
-    """One parameter or buffer of a model: a row of its table.
+    """A parameter or buffer of a model: a row of its table.
 
     Attributes:
         parameter: as optimizers see it, unless they update a view or a `FlatParameter` over several.
@@ -99,7 +99,7 @@ class Table:
 
     @property
     def buffer_rows(self) -> list[Named]:
-        """The buffers, each as a row of a tensor that is in no unit."""
+        """The buffers, as rows of tensors in no unit."""
         return [Named(buffer, [name]) for name, buffer in self.buffers.items()]
 
     def of(self, member: Member) -> Named | None:
@@ -108,7 +108,7 @@ class Table:
 
     @property
     def axes(self) -> MeshAxes:
-        """The axes of the first bucket; of all ranks if there is none."""
+        """The axes of the first bucket; without buckets, those of all ranks."""
         for bucket in self.buckets():
             return bucket.axes
         return resolve_mesh(None)
@@ -150,7 +150,7 @@ def _units_in(model: nn.Module) -> list[tuple[Unit, Runner | None]]:
         if runner is not None:
             units.setdefault(id(runner.unit), (runner.unit, runner))
         hidden = (value for value in module.__dict__.values() if type(value) is HiddenParameter)
-        parameters += map(successor_of, hidden)  # of a `FlatParameter`
+        parameters += map(successor_of, hidden)  # the parts of a `FlatParameter`
     for parameter in parameters:
         unit = owner_of(parameter)
         if unit is not None:

@@ -30,7 +30,7 @@ States = dict[str, dict[str, Any]]  # by parameter name and key
 def blank_states(
     optimizer: torch.optim.Optimizer, tensors: Sequence[Any], frozen: bool = False
 ) -> list[dict[str, Any]]:
-    """The state that a first step would create for each of `tensors`, zeroed; neither they nor the optimizer change.
+    """The state that a first step would create for each of `tensors`, zeroed; does not change them or the optimizer.
 
     It is created by a step with learning rate 0 and zero gradients, which changes no parameter and runs no hooks. An
     optimizer that computes losses itself (L-BFGS) cannot take such a step: the result is empty for every tensor. Frozen
@@ -248,7 +248,7 @@ def _collect_key(
 
 
 def _as_shown(row: Named, target: Target, value: Any, form: Form, device: torch.device) -> Any:
-    """State as the optimizer has it, sharing memory, or as a whole; of a view, as the parameter is shown."""
+    """State as the optimizer has it, sharing memory, or whole; a view's state has the form of the shown parameter."""
     if not values.is_array(value):
         return _copied(value)
     if target.view is not None and row.bucket is not None and row.member is not None:
@@ -340,7 +340,7 @@ def add_scalar(
         cast: whether the value may be rounded to the dtype of `like`.
 
     Raises:
-        CheckpointError: the value has another type than `like` or would be rounded, or differs between parameters.
+        CheckpointError: the value's type differs from `like`'s, it would be rounded, or it differs between parameters.
     """
     if not is_compatible(like, value) or (values.is_array(like) and value is not None):
         raise CheckpointError(

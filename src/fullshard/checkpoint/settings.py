@@ -110,7 +110,7 @@ def _warn_of_split_groups(
     settings: Sequence[Mapping[str, Any]],
     sources: Sequence[Mapping[int, str | None]],
 ) -> None:
-    """Warn if groups with different settings become alike because they were saved as one: hardly what users want."""
+    """Warn if groups with different settings become alike because they were saved as one, which is rarely intended."""
     first: dict[int, int] = {}  # per saved group: the first group here that has parameters of it
     for number, group in enumerate(groups):
         for source in sources[number]:

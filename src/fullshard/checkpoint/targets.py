@@ -17,7 +17,7 @@ from .names import Named, Table
 
 @dataclass(eq=False)
 class Target:
-    """One tensor that an optimizer updates.
+    """A tensor that an optimizer updates.
 
     Attributes:
         tensor: the tensor itself.
@@ -86,7 +86,7 @@ def targets_of(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Target
 
 @dataclass(frozen=True)
 class Kind:
-    """What one rank knows of one key of a parameter's state; enough for ranks that have no state of the parameter.
+    """Describes one key of a parameter's state, as one rank has it, for ranks that have no state of the parameter.
 
     Attributes:
         per: one value per element, one per parameter, or of a shape that only the optimizer understands.

@@ -134,7 +134,7 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal: numbers, tensors, or containers of them, where NaN equals NaN; or anything else."""
+    """Whether two values are equal: numbers, tensors, containers of them (NaN equals NaN), or any other objects."""
     pair = (first, second)
     if all(isinstance(value, (torch.Tensor, int, float, complex)) for value in pair):
         a, b = (torch.as_tensor(value, device="cpu").detach() for value in pair)
@@ -222,7 +222,7 @@ def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor
 
 @dataclass(eq=False)
 class Sent:
-    """A tensor that only rank 0 has, sent to the other ranks when they use it, so that only one is whole at a time.
+    """A tensor that only rank 0 has, sent to other ranks on use, so that only one whole tensor exists at a time.
 
     Every rank must use the same tensors in the same order. `nn.Module.load_state_dict` accepts it as a tensor.
 

@@ -64,7 +64,7 @@ class Wanted:
 
     @property
     def is_odd(self) -> bool:
-        """Whether it is of a tensor subclass that no plain tensor can represent."""
+        """Whether the value is of a tensor subclass that a plain tensor cannot represent."""
         if self.bucket is None:
             parameter = self.row.parameter
             return hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor")
@@ -160,7 +160,7 @@ class Batch:
 
 
 def _assembled(buffer: torch.Tensor, window: Window, index: int) -> torch.Tensor:
-    """One parameter out of a window: a view, or a copy where its parts are not in the parameter's memory order."""
+    """A parameter out of a window: a view, or a copy where its parts are not in the parameter's memory order."""
     layout, slot = window.slots[index]
     offset = window.whole_at(index)
     if offset is not None:
@@ -197,5 +197,5 @@ def saved_values(wanted: Iterable[Wanted], form: values.Form, keep: bool) -> Ite
             row = tensor.row
             assert row.bucket is not None and row.member is not None
             value = values.saved_form(row.bucket, row.member, whole, form, keep)
-            del whole  # so that the next batch does not find this one in memory
+            del whole  # free this batch before the next one is gathered
             yield value

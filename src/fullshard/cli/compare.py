@@ -91,7 +91,7 @@ def _compare(arguments: list[str], options: Arguments) -> int:
 
 
 def _other_engines(script: Path, side: str, engines: Sequence[str]) -> ConfigError:
-    """The error for a side on which the program does not run on the engine that is compared."""
+    """The error for a side on which the program does not use the engine to be compared."""
     other = "a model that Fullshard shards" if "fullshard" in engines else "a model that PyTorch's FSDP shards"
     return ConfigError(
         f"{script}: there is nothing to compare.",
@@ -112,7 +112,7 @@ def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
     cancelled = threading.Event()
 
     def run(side: str, sockets: Sequence[socket.socket]) -> list[str]:
-        """Run one side; returns what is wrong."""
+        """Run one side; returns a description of the failure, if any."""
         place = folder / side
         place.mkdir()
         child = ["-m", f"{__package__}.recorded", side, str(place), str(options.steps), str(options.script)]
@@ -163,7 +163,7 @@ def _seconds_since_a_step(folder: Path) -> float:
 
 
 def _no_step(folder: Path, ranks: int, seconds: float) -> str:
-    """The warning that no rank has ended a step for so long, with the steps that each has taken."""
+    """The warning that no rank has ended a step for some time, with the number of steps that each has taken."""
     sides = []
     for side, name in SIDES.items():
         taken = [folder / side / f"rank-{rank}.steps" for rank in range(ranks)]

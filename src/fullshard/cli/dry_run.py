@@ -80,7 +80,7 @@ def _run_script(
         return 1
     except KeyboardInterrupt:
         raise
-    except BaseException:  # as that of torch.distributed.checkpoint
+    except BaseException:  # torch.distributed.checkpoint raises one that is not an `Exception`
         traceback.print_exc()
         print(f"\nfullshard: the program raised an error as rank 0 of {world}", file=sys.stderr)
         return 1

@@ -62,7 +62,7 @@ def find(topic: str) -> tuple[str, str]:
     """A topic as the page spells it, and the text of its section.
 
     Raises:
-        ConfigError: there is no such topic; suggests similar ones.
+        ConfigError: the topic does not exist; suggests similar ones.
     """
     sections = topics()
     name = re.sub(r"[\s_]+", "-", topic.strip().lower())

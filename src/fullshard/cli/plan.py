@@ -156,7 +156,7 @@ def builder(model: str, dtype: Any) -> Callable[[], Any]:
     """A function that builds the model that the command line names.
 
     Raises:
-        ConfigError: there is no such file, function, or library.
+        ConfigError: the file, function or library does not exist.
     """
     path = Path(model)
     build = partial(from_configuration, path) if is_configuration(path) else function_at(model)
@@ -224,7 +224,7 @@ _FUNCTION = "for other models pass a function that builds them: FILE.py:FUNCTION
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, in one line."""
+    """An error's text, on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -258,7 +258,7 @@ def split_as_configured(model: Any, mesh: Any) -> None:
     """Split a Hugging Face model by the plan of its configuration.
 
     Raises:
-        ConfigError: it has none, or one with styles that `parallelize_module` does not have.
+        ConfigError: it has no plan, or a plan with styles that `parallelize_module` lacks.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -334,7 +334,7 @@ def dtype_named(name: str) -> Any:
     """The dtype with this name; None for an empty name.
 
     Raises:
-        ConfigError: there is no such dtype.
+        ConfigError: the dtype does not exist.
     """
     import torch
 

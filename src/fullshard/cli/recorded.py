@@ -66,7 +66,7 @@ class Turns:
             self._alone = True
 
     def take(self) -> float:
-        """Let the other side take its step, and wait until it has; returns the seconds that took."""
+        """Wait until the other side has taken its step; returns the seconds that took."""
         begun = time.perf_counter()
         try:
             if not self._alone:
@@ -99,7 +99,7 @@ class Recorder:
         self._within = False  # whether an optimizer stepped within the backward in progress
         self._mark = self._begun = time.perf_counter()
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in order of creation
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have stepped
         self.memory = 0
         self.units = 0
         self.engines: list[str] = []
@@ -160,7 +160,7 @@ class Recorder:
         self._optimizers.add(optimizer)
         if self._backwards:
             self._within = True  # the backward ends first
-        elif is_outer:  # else within another optimizer, and perhaps not on all ranks
+        elif is_outer:  # an inner step is part of another optimizer's, perhaps not on all ranks
             self._end_phase("optimizer")
             self._after_optimizer()
 
@@ -269,7 +269,7 @@ class Recorder:
 
 
 def _engine_of(module: nn.Module) -> str | None:
-    """The package that made a module a unit, "torch" or "fullshard"; None: it is none."""
+    """The package that made a module a unit, "torch" or "fullshard"; None if it is not a unit."""
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ in UNITS)
     return next((kind.__module__.partition(".")[0] for kind in kinds), None)
 

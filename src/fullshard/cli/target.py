@@ -19,7 +19,7 @@ def function_at(target: str) -> Callable[..., Any]:
     """Import the function at SCRIPT-OR-MODULE:FUNCTION.
 
     Raises:
-        ConfigError: there is no such file, module or function.
+        ConfigError: the file, module or function does not exist.
     """
     source, _, name = target.rpartition(":")
     if not source or not name:

@@ -83,7 +83,7 @@ def _verify(arguments: list[str], program: list[str], options: Arguments) -> int
 
 
 def _report(options: Arguments) -> Report:
-    """Call the user's function, and `verify` with what it returns.
+    """Call the user's function, then `verify` with the returned arguments.
 
     Raises:
         ConfigError: the function cannot be called, or `verify` cannot be called with its result.

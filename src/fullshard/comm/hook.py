@@ -72,7 +72,7 @@ class HookComm(Forwarding):
         return self.inner.all_reduce(axis, tensor, True)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
-        if self.between:  # not of a slice
+        if self.between:  # this sum is not of a slice
             return self.inner.all_reduce(axis, tensor, mean)
         reduced = tensor.detach()
         self.hook(self.state, reduced)

@@ -181,7 +181,7 @@ def turns_on(device: torch.device) -> Turns | OneStream:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether the current stream of `device` captures a graph, which the host is no part of."""
+    """Whether the current stream of `device` captures a graph, which does not contain the host."""
     return has_streams(device) and _captures(current_stream(device))
 
 
@@ -195,7 +195,7 @@ def timed_event(device: torch.device) -> torch.Event | None:
 
 
 def _captures(stream: torch.Stream) -> bool:
-    """Whether a graph is being captured: this starts on an idle device, and must not depend on work outside of it."""
+    """Whether a graph is being captured; capture starts on an idle device and must not depend on outside work."""
     asks = getattr(stream, "is_capturing", None)  # newer than torch 2.11, which can only ask the current stream
     return bool(asks() if asks else getattr(torch.get_device_module(), "is_current_stream_capturing", bool)())
 

@@ -36,7 +36,7 @@ def objects_of_all(value: Any, group: Group, what: str) -> list[Any]:
     Raises:
         DivergenceError: other ranks do not make this call, or are gone.
     """
-    if isinstance(group, AbsentGroup):  # of a planned step: all ranks do the same
+    if isinstance(group, AbsentGroup):  # a planned step: all ranks do the same
         return [value] * group.size()
     talk = _Talk(group, what)
     local = _pickled(value)
@@ -69,7 +69,7 @@ def object_from(source: int, value: Any, group: Group, what: str) -> Any:
 
 
 class _Talk:
-    """One exchange over a group.
+    """An exchange over a group.
 
     Attributes:
         rank, world: this process's rank in the group, and the group's size.

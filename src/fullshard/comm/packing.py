@@ -83,7 +83,7 @@ class Packing:
             values.copy_(scaled.round_() if self._rounds else scaled)
 
     def add(self, factor: float) -> None:
-        """Add what the bytes hold, times `factor`, to the floats."""
+        """Add the unpacked bytes, times `factor`, to the floats."""
         for floats, values, scales in self._blocks:
             floats.add_(values.to(torch.float32).mul_(scales), alpha=factor)
 

@@ -150,7 +150,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: GradientSlice) -> None:
         approximation = basis @ mean.to(computed).mT
         matrix.copy_(approximation)
         if state.warm_start:
-            kept[f"Q of {i}"] = mean.nan_to_num(0.0, 0.0, 0.0)  # of zeros `_orthonormal` makes unit vectors
+            kept[f"Q of {i}"] = mean.nan_to_num(0.0, 0.0, 0.0)  # `_orthonormal` turns zeros into unit vectors
         if state.use_error_feedback:
             kept[f"error of {i}"] = whole.sub_(approximation).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
 

@@ -95,7 +95,7 @@ def exchange_of(comm: Comm) -> Callable[[Axis, torch.Tensor, torch.Tensor], Pend
     """The `exchange` of a `Comm`.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has no such method.
     """
     method: Callable[[Axis, torch.Tensor, torch.Tensor], Pending] | None = getattr(comm, "exchange", None)
     if method is None:
@@ -195,7 +195,7 @@ class NullComm:
 
 
 class Forwarding:
-    """A `Comm` in front of another one, to which it leaves whatever a subclass does not do itself.
+    """A `Comm` in front of another; delegates whatever a subclass does not implement.
 
     Args:
         inner: the other one.
@@ -229,7 +229,7 @@ class Forwarding:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, as `RecordingComm` saw it. `nbytes` counts the larger of its buffers."""
+    """A collective, as recorded by `RecordingComm`. `nbytes` counts the larger of its buffers."""
 
     verb: str
     world: int

@@ -70,12 +70,12 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """As the hooks above, but communicate float16: half the bytes of float32."""
+    """Like the hooks above, but communicate float16: half the bytes of float32."""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """As the hooks above, but communicate bfloat16: half the bytes of float32."""
+    """Like the hooks above, but communicate bfloat16: half the bytes of float32."""
     _compressed(torch.bfloat16, state, grad, output)
 
 

@@ -141,7 +141,7 @@ def changes_in_place(name: str) -> bool:
 
 
 def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
-    """Wait for what reads parameters beside training, if an operation of this name and with these arguments writes."""
+    """Wait until nothing reads parameters beside training, if this operation writes."""
     if changes_in_place(name) or (kwargs and "out" in kwargs):
         wait_for_readers()
 
@@ -150,6 +150,6 @@ def note_change(tensors: Sequence[Any]) -> None:
     """Count a change for every unit that owns any of these sharded parameters; a single list stands for its items."""
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         tensors = tensors[0]
-    references = filter(None, map(getattr, tensors, repeat(OWNER_KEY), NONES))  # of copies: empty, see `Owner`
+    references = filter(None, map(getattr, tensors, repeat(OWNER_KEY), NONES))  # copies have empty ones, see `Owner`
     for unit in {*map(call, references)} - {None}:
         unit.touched.changes += 1

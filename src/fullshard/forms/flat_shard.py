@@ -124,7 +124,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. Assign only a FlatShard of the same run."""
+        """Like `Tensor.data`. Assign only a FlatShard of the same run."""
         view = read_data(self)
         mark_view(view, self)
         return view
@@ -135,7 +135,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As `Tensor.grad`. Setting it to None also discards gradients that were accumulated without sync."""
+        """Like `Tensor.grad`. Setting it to None also discards gradients that were accumulated without sync."""
         return read_grad(self)
 
     @grad.setter

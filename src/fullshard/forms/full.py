@@ -299,7 +299,7 @@ class PlainFull(Full):
             passing.append(received)
             outs = [received.tensor]
             to.fills.append(unpack)
-            if source.dtype != torch.uint8:  # else the home has packed it
+            if source.dtype != torch.uint8:  # otherwise the home has packed it
                 sent = self._sent = _sized(self._sent, sum(map(packed_bytes, lengths)), torch.uint8, source.device)
                 with _allocated(sent):
                     shard = sent.tensor

@@ -66,7 +66,7 @@ class Member:
 
     @property
     def shown(self) -> Any:
-        """What modules show while the parameter is sharded."""
+        """The object that modules show while the parameter is sharded."""
         return self.sharded if self.stand_in is None else self.stand_in
 
     def qualify(self, name: str) -> None:

@@ -34,7 +34,7 @@ class Place:
         return self._module()
 
     def shown(self) -> Any:
-        """The object that is there now."""
+        """The object that is registered now."""
         return self.target.get(self.name)
 
     @property
@@ -43,7 +43,7 @@ class Place:
         return partial(self.target.get, self.name)
 
     def show(self, tensor: Any) -> None:
-        """Put `tensor` there."""
+        """Register `tensor` under the name."""
         self.target[self.name] = tensor
 
     @property
@@ -85,7 +85,7 @@ class Place:
 
 
 class _Attributes:
-    """Replaces the `_parameters` of a module whose class watches its attributes: parameters are set as attributes.
+    """Stands in for `_parameters` of a module whose class watches its attributes: sets parameters as attributes.
 
     The reference to the module is weak.
     """

@@ -55,7 +55,7 @@ class RowShard(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. Assign only a DTensor of the same shape and placements."""
+        """Like `Tensor.data`. Assign only a DTensor of the same shape and placements."""
         with plain_access():
             view = as_row_shard(read_data(self))
         keep_mesh(view, self)
@@ -132,7 +132,7 @@ class RowShard(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> torch.Tensor:
-        """As DTensor's, but returns this class, which `torch.compile` then expects of inputs."""
+        """Like DTensor's, but returns this class, which `torch.compile` then expects of inputs."""
         return as_row_shard(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride))
 
     @classmethod
@@ -178,7 +178,7 @@ def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
 
 
 def _become_row_shard(result: Any, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Make the result of an operation on a sharded parameter one, too: a transposed weight can be misused like it."""
+    """Give the result of an operation on a sharded parameter this class: a transposed weight can be misused alike."""
     as_row_shard(result)
     if (name := name_of(args)) is not None:
         result.__dict__[NAME_KEY] = name

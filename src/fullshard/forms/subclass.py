@@ -224,7 +224,7 @@ class SubclassFull(Full):
         self._send = self._receive = Scratch(0, torch.uint8, device)  # [S] and [world * S + padding] bytes
         self._targets: list[torch.Tensor] = []  # per non-empty tensor, its bytes in `_send`
         self._copy_out: Callable[[], object] = bool
-        self._received: list[Scratch] = []  # of all parameters
+        self._received: list[Scratch] = []  # buffers of all parameters
         self._versions: Versions | None = None
         self.nbytes = self.passing_bytes = self.received_bytes = self.copied_bytes = 0
 
@@ -251,7 +251,7 @@ class SubclassFull(Full):
 
     @torch.no_grad()
     def _prepare(self, comm: Gathers, axis: Axis, mesh: DeviceMesh, *chunks: torch.Tensor) -> None:
-        """Fill `_send`. Of chunks in host memory this runs on the copy stream, beside the computation."""
+        """Fill `_send`. For chunks in host memory this runs on the copy stream, beside the computation."""
         sent = [
             gathered.tensors_to_send(chunk, mesh, self.form.policy)
             for gathered, chunk in zip(self._gathered, chunks, strict=True)
@@ -515,7 +515,7 @@ def _before_gather(
 
 
 def _lie_together(counts: Sequence[int]) -> bool:
-    """Whether rows, so many of each rank, have padding only behind them all if padded to the first rank's number."""
+    """Whether padding every rank to the first rank's number of rows adds padding only after the last row."""
     most, total = counts[0], sum(counts)
     return list(counts) == [max(0, min(most, total - rank * most)) for rank in range(len(counts))]
 

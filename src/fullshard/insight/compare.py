@@ -93,7 +93,7 @@ def _finite(number: float) -> float | None:
 
 
 class LossDifference(NamedTuple):
-    """The first loss that differs in any bit: of the first step, in it of the first micro-batch, then rank.
+    """The first loss that differs in any bit, in order of step, micro-batch and rank.
 
     Steps and micro-batches count from 1. A loss is None on the side whose step has fewer micro-batches.
     """
@@ -179,7 +179,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _first_loss(self, difference: LossDifference) -> str:
-        """Where the first loss that differs is, and its values, in words."""
+        """The position and values of the first loss that differs, in words."""
         step, micro_batch, rank, pytorch, fullshard = difference
         of = max(len(side.losses[step - 1][rank]) for side in (self.torch, self.fullshard))
         place = (f"in micro-batch {micro_batch} of {of} " if of > 1 else "") + f"on rank {rank}"

@@ -62,7 +62,7 @@ class Steps:
         self._since: Counter[tuple[str, str]] = Counter()  # since the last optimizer: of this step or of the next one
         self._outer = OuterSteps()
         self._stepped: list[torch.optim.Optimizer] = []  # in this step
-        self._known: list[torch.optim.Optimizer] = []  # that stepped in earlier ones
+        self._known: list[torch.optim.Optimizer] = []  # those that stepped in earlier steps
 
     def record(self, event: Event) -> None:
         """Count the bytes of an event of the engine."""
@@ -73,7 +73,7 @@ class Steps:
             self._since[event.verb, "bytes"] += event.nbytes * (ranks - 1) // ranks * twice
 
     def begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer begins to step: the next training step's, if it has stepped in this one."""
+        """Note that an optimizer begins to step; if it already has in this training step, the next one begins."""
         if self._outer.begin() and optimizer in self._stepped:
             self.end()
 
@@ -111,7 +111,7 @@ class Steps:
 
     def _describe(self) -> str:
         lines: list[str] = []
-        ranks: set[int] = set()  # of all meshes
+        ranks: set[int] = set()  # the ranks of all meshes
         for root in all_roots():
             for model in root.top.modules:
                 lines += [describe(model, plans=True), "", str(memory_use(model, self._known)), ""]
@@ -171,7 +171,7 @@ def dry_run(program: Callable[[], object], world: int, steps: int) -> tuple[str,
             taken.end()
         except Enough:
             gc.collect()
-        except BaseException as error:  # torch.distributed.checkpoint raises one that is no `Exception`
+        except BaseException as error:  # torch.distributed.checkpoint raises one that is not an `Exception`
             if unwritten:
                 error.add_note(f"In a dry run no checkpoint is written: {', '.join(unwritten[:3])} cannot be read.")
             raise

@@ -95,7 +95,7 @@ def memory_use(
         optimizer: the optimizer, or several, of which to count the state of this model's parameters; None: none.
 
     Raises:
-        ConfigError: `model` is no module, or `optimizer` no optimizer.
+        ConfigError: `model` is not a module, or `optimizer` is not an optimizer.
     """
     optimizers = [] if optimizer is None else as_list(optimizer)
     _check_arguments("memory_use", model, optimizers)
@@ -327,7 +327,7 @@ def _unsharded(
     """
     nbytes = 0.0
     for parameter, value in state:
-        own, every = numels.get(id(parameter), (-1, 0))  # of an optimizer view or a FlatParameter: by `ratio`
+        own, every = numels.get(id(parameter), (-1, 0))  # an optimizer view or a FlatParameter: use `ratio`
         if isinstance(value, DTensor):  # it has the whole shape
             nbytes += value.numel() * value.element_size()
         elif own == every or value.dim() == 0 or value.numel() == every:

@@ -50,7 +50,7 @@ class _Optimizer(AcceleratedOptimizer):
     """Accelerate's, whose first step reports an optimizer that cannot step sharded parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        """As `AcceleratedOptimizer.step`."""
+        """Like `AcceleratedOptimizer.step`."""
         if closure is not None:  # it also runs the model, whose errors are not the optimizer's
             return super().step(closure)
         with explain_step_errors(self.optimizer):
@@ -105,7 +105,7 @@ class FullshardAccelerator(Accelerator):
     # Preparing.
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`; shards models in place, and points the optimizers among `args` at the shards.
+        """Like `Accelerator.prepare`; shards models in place, and points the optimizers among `args` at the shards.
 
         Raises:
             ConfigError: an optimizer already has state for parameters that are sharded here, or steps none
@@ -137,14 +137,14 @@ class FullshardAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As `Accelerator.prepare_model`; shards the model even if it is only for evaluation."""
+        """Like `Accelerator.prepare_model`; shards the model even if it is only for evaluation."""
         self.shard_model(model)
         if is_sharded(model):
             device_placement, evaluation_mode = False, True  # evaluation mode skips DDP
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As `Accelerator.prepare_optimizer`, pointed at shards; the first step reports that it cannot step these."""
+        """Like `Accelerator.prepare_optimizer`, for shards; the first step reports if it cannot step these."""
         repoint(unwrapped(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
@@ -189,7 +189,7 @@ class FullshardAccelerator(Accelerator):
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
-        """As `Accelerator.save_state`, but each rank writes its part of models and optimizers, with `fullshard.save`.
+        """Like `Accelerator.save_state`, but each rank writes its part of models and optimizers, with `fullshard.save`.
 
         Models and optimizers are written first: a save that is interrupted before they are complete leaves an earlier
         state in the folder intact. Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each
@@ -205,7 +205,7 @@ class FullshardAccelerator(Accelerator):
             return super().save_state(output_dir, safe_serialization, **settings)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
-        """As `Accelerator.load_state`, from a folder that `save_state` wrote on any number of ranks.
+        """Like `Accelerator.load_state`, from a folder that `save_state` wrote on any number of ranks.
 
         Raises:
             CheckpointError: the folder holds a different number of models; or see `fullshard.load`.

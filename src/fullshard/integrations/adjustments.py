@@ -82,7 +82,7 @@ def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> No
 
 @contextmanager
 def _clean_paths(model: nn.Module) -> Iterator[None]:
-    """Context in which `model.named_modules()` leaves out the wrapper's name; within another one, does nothing."""
+    """Context in which `model.named_modules()` leaves out the wrapper's name; has no effect if nested."""
     if "named_modules" in vars(model):
         yield
         return

@@ -175,7 +175,7 @@ def _package(module: Any) -> str:
 
 
 def _imports(replaced: Container[int]) -> Iterator[str]:
-    """What the program has imported too early: into modules, or into local variables of the callers of `adopt`.
+    """Names that the program imported too early: into modules, or into local variables of the callers of `adopt`.
 
     Args:
         replaced: ids of PyTorch's objects that get replaced, and of the modules that contain them.

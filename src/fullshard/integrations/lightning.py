@@ -108,7 +108,7 @@ def _load(
     if source is not None:
         try:
             state = torch.load(source, map_location="cpu", weights_only=True)
-        except Exception as error:  # of any class, where bytes are damaged
+        except Exception as error:  # damaged bytes can raise any class of error
             raise CheckpointError(
                 f"{path} is not a checkpoint, or is damaged: {type(error).__name__}: {error}",
                 expected="a folder that fullshard.save wrote, or a file of torch.save",
@@ -133,7 +133,7 @@ def _load(
 
 
 class _ShardingStrategy:
-    """What both strategies share; comes before Lightning's class among the bases."""
+    """The base that both strategies share; comes before Lightning's class among the bases."""
 
     num_nodes: int
     num_processes: int
@@ -228,7 +228,7 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes optimizer state straight from the shards."""
+        """Return nothing: `save_checkpoint` writes optimizer state straight from the shards."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

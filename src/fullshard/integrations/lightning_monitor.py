@@ -31,7 +31,7 @@ class MonitorCallback(Callback):
         self.monitor = Monitor(pl_module, unwrapped(trainer.optimizers[0]), start_step=self._steps, **self.settings)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report new steps of the optimizers; only the last micro-batch of a step makes any."""
+        """Report new optimizer steps; only the last micro-batch of a step makes any."""
         if self.monitor is None or self._steps == trainer.global_step:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

@@ -20,24 +20,24 @@ from . import messages
 
 
 def _lazy_init(state: nn.Module, root_module: nn.Module) -> nn.Module:
-    """As PyTorch's for its wrapper: run lazy initialization of an instance's root before the first forward."""
+    """Like PyTorch's for its wrapper: run lazy initialization of an instance's root before the first forward."""
     if isinstance(state, FullyShardedDataParallel):
         state.check_is_root()
     return state
 
 
 def _get_module_fsdp_state(module: nn.Module) -> nn.Module | None:
-    """As PyTorch's: an instance of the wrapper is its own state."""
+    """Like PyTorch's: an instance of the wrapper is its own state."""
     return module if isinstance(module, FullyShardedDataParallel) else None
 
 
 def _is_fsdp_flattened(tensor: Any) -> bool:
-    """As PyTorch's: whether a parameter is a `FlatParameter`, or an original parameter that views one."""
+    """Like PyTorch's: whether a parameter is a `FlatParameter`, or an original parameter that views one."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
-    """As PyTorch's: whether the instance manages any parameters itself."""
+    """Like PyTorch's: whether the instance manages any parameters itself."""
     runner = runner_of(module)
     return runner is not None and bool(runner.unit.buckets)
 
@@ -124,7 +124,7 @@ def _in_private_module(module: ModuleType) -> bool:
 
 
 def _is_private(module: ModuleType, name: str, value: Any) -> bool:
-    """Whether a name is private to PyTorch's FSDP; constants, other libraries' and Fullshard's objects are not."""
+    """Whether a name is private to PyTorch's FSDP; constants and objects of other libraries or Fullshard are not."""
     origin = getattr(value, "__module__", None)
     if not isinstance(origin, str) or not origin.startswith("torch.distributed.fsdp"):
         return False

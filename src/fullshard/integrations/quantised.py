@@ -64,7 +64,7 @@ class Recipe:
 
 
 def _on_device(context: Any, device: torch.device) -> Any:
-    """A weight's context for another device, which NF4 records in it."""
+    """A weight's context for a different device, which NF4 records in it."""
     meta = context.get("tensor_meta") if isinstance(context, dict) else None
     if meta is None or getattr(meta, "device", device) == device:
         return context

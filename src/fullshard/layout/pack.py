@@ -89,7 +89,7 @@ class _Scan:
         at, slope = cursor
         if numel == 0:
             return cursor
-        index = (at + slope * self.S) // self.S  # of the slice that the cursor is in
+        index = (at + slope * self.S) // self.S  # index of the slice that contains the cursor
         self.nonnegative(at, slope - index)
         self.nonnegative(-at - 1, index + 1 - slope)
         end = index + 1  # the slice ends at end * S

@@ -33,7 +33,7 @@ from .messages import (
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of a mesh: a process group and this rank's place in it.
+    """An axis of a mesh: a process group and this rank's place in it.
 
     Attributes:
         group: the process group; its ranks are in the axis' order.
@@ -179,7 +179,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
         device: on which to compute, of the mesh's device type; None for the current device of that type.
 
     Raises:
-        ConfigError: the mesh does not have 1 or 2 dims, does not contain this process, or has another device type.
+        ConfigError: the mesh does not have 1 or 2 dims, lacks this process, or has a different device type.
     """
     if mesh is None:
         ensure_group()
@@ -228,7 +228,7 @@ def check_smaller_groups(size: int, ranks: int) -> None:
 
 
 def subdivide(axes: MeshAxes, size: int) -> Axis:
-    """The axis of those `size` consecutive ranks of the shard axis that include this rank.
+    """The axis of the `size` consecutive ranks of the shard axis that include this rank.
 
     The first call makes the groups and is collective over the mesh.
 
@@ -322,7 +322,7 @@ def device_type_of(group: Any) -> str:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device for tensors that this rank exchanges over `group`: the device on which the group's units compute.
+    """The device for tensors exchanged over `group`: the one on which the group's units compute.
 
     Without units the device that the group is bound to (`init_process_group(device_id=)`), else the current device.
     Of ranks that do not exist the CPU, on which their fake tensors are.

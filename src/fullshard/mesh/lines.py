@@ -133,7 +133,7 @@ def _sockets() -> list[int]:
 
 @contextlib.contextmanager
 def _connection(fd: int) -> Iterator[socket.socket]:
-    """Context with a socket for a descriptor of a different owner, whose socket stays open and as it is."""
+    """Context with a socket for a descriptor that belongs to other code; that socket stays open and unchanged."""
     blocks = os.get_blocking(fd)
     with socket.socket(fileno=os.dup(fd)) as connection:
         os.set_blocking(fd, blocks)

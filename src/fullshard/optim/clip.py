@@ -89,7 +89,7 @@ def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm
 
 
 def clip_scale(total: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
-    """The factor of gradients of this total norm: 0-d, 1 if they are not clipped, NaN if the norm is."""
+    """The factor for gradients of this total norm: 0-d, 1 if they are not clipped, NaN if the norm is NaN."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
 
 
@@ -216,7 +216,7 @@ def _local_norms(parts: Parts, norm_type: float, device: torch.device) -> list[t
 
 
 def on_one_device(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of gradients of which some are offloaded, all on the accelerator; others as they are."""
+    """Bring norms to one device: to the accelerator, if some gradients are offloaded."""
     devices = {norm.device for norm in norms}
     if len(devices) == 1:
         return [*norms]
@@ -228,7 +228,7 @@ def joined_norm(norms: Iterable[tuple[Groups, torch.Tensor]], norm_type: float, 
     """The total norm, from 1-D tensors of local norms, each reduced over its groups. Collective.
 
     Args:
-        device: of the result, if there are no norms.
+        device: the result's device, if there are no norms.
     """
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM

@@ -337,7 +337,7 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
     if is_among(TAKE_PLAIN_TENSORS):
         remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     elif names_of(type(optimizer)) & COUPLED and _is_split(parameter):
-        remedy = "take another optimizer: it computes one number from all parameters"
+        remedy = "use a different optimizer: this one computes a number from all parameters"
     elif isinstance(parameter, FlatShard):
         projects = is_among({"galore_torch": {"AdamW", "Adafactor"}}) and "rank" in group  # GaLore's groups
         if not (projects or is_among(FAIL_ON_RUNS)):

@@ -52,7 +52,7 @@ class StepsInBackward:
     ) -> None:
         self.optimizer, self.max_norm, self.clip = optimizer, max_norm, clip
         self._worker = None if threads is None else StepWorker(threads)
-        self._end: BackwardEnd | None = None  # of the backward in which the worker got a step last
+        self._end: BackwardEnd | None = None  # end of the last backward that gave the worker a step
         self.norm: torch.Tensor | None = None
         self._redoes = max_norm is not None and clip == "redo"
         self._undos: list[StepUndo] = []  # with the copies of the steps since `optimizer.step()`, in order; then unused
@@ -179,7 +179,7 @@ class StepsInBackward:
     @torch.no_grad()
     def _consume(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step these parameters, or measure their gradients, and free the gradients."""
-        self._in_step = False  # of a step that raised
+        self._in_step = False  # may be left over from a step that raised
         step: Callable[[Sequence[torch.Tensor]], None] = self._step_clipped
         if self._measuring:
             self._note_norms(parameters)
@@ -187,7 +187,7 @@ class StepsInBackward:
             step = self._step_unclipped(parameters)
         if self._worker is not None and not self._measuring and _in_host_memory(parameters) and inside_backward():
             if self._end is None or self._end.alive() is None:
-                self._worker.drop()  # of a backward that raised
+                self._worker.drop()  # steps left over from a backward that raised
                 self._end = BackwardEnd(_weakly(self._on_end), 0)
             unit = owner_of(parameters[0])
             self._worker.submit(unit.name or "(root)", partial(step, parameters), partial(_free, parameters))
@@ -472,7 +472,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str | None:
     if needs_closure(kind):
         return "whose step() computes gradients"
     if treats_parameters(kind, optimizer.defaults, groups) is False:
-        return "whose step of a parameter depends on others, or fails where another has no gradient"
+        return "whose step of a parameter depends on others, or fails if another has no gradient"
     if steps_in_parts(kind, optimizer.defaults, groups) is False:
         return "whose parts of a step differ from a whole one: it counts steps in place, or treats all parameters alike"
     return None

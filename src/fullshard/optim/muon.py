@@ -134,7 +134,7 @@ class Muon(torch.optim.Optimizer):
                     stepped.append((parameter, group))
         if any(id(parameter) not in self._places for parameter, _ in stepped):
             self._places = places_of(parameter for group in self.param_groups for parameter in group["params"])
-        stepped.sort(key=lambda each: self._places.get(id(each[0]), (-1, 0)))  # those in no unit stay in place
+        stepped.sort(key=lambda each: self._places.get(id(each[0]), (-1, 0)))  # parameters in no unit keep their order
         self._update(stepped)
         return loss
 
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
             axis: the replicate axis; None if there are no replicas.
             home: the device of the exchanges.
         """
-        wholes: dict[_Batch, list[torch.Tensor]] = {}  # those that this rank owns, while their batch is whole
+        wholes: dict[_Batch, list[torch.Tensor]] = {}  # matrices that this rank owns, while their batch is whole
 
         def gather(batch: _Batch, ahead: bool) -> Finish:
             """Update the momentum, and start to send it to the owners."""
@@ -271,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_owners": {}, "_places": {}, "_axes": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict`, once its hooks have run; checks that the state is that of a Muon.
+        """Check that the state is Muon's; `load_state_dict` calls this once its hooks have run.
 
         Raises:
             MissingStateError: a parameter's state has no momentum, or a group lacks settings; nothing was changed.
@@ -337,7 +337,7 @@ def _check_matrix(parameter: torch.Tensor, name: str | None) -> None:
 
 def _check_settings(group: dict[str, Any]) -> None:
     """Refuse settings of a group that are out of range."""
-    expected_by_name: dict[str, str] = {}  # of settings that are out of range
+    expected_by_name: dict[str, str] = {}  # only settings that are out of range
     for name in ("lr", "weight_decay", "momentum", "eps"):
         value = group[name]
         single = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
@@ -367,7 +367,7 @@ _SETTINGS = ("lr", "weight_decay", "momentum", "eps", "ns_steps", "ns_coefficien
 
 
 def _check_state(groups: Sequence[dict[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
-    """Refuse what another optimizer saved."""
+    """Refuse state that a different optimizer saved."""
     remedy = "load the state of a Muon, fullshard's or torch's; or load none: the momentum then starts at zero"
     for number, group in enumerate(groups):
         for index, parameter in enumerate(group["params"]):
@@ -441,7 +441,7 @@ def _orthogonalized(wholes: list[torch.Tensor], groups: Sequence[dict[str, Any]]
 
 
 def _joined(parts: Sequence[torch.Tensor], shape: torch.Size, group: dict[str, Any]) -> torch.Tensor:
-    """The update of a matrix of `shape` from those of its parts."""
+    """The update of a matrix of `shape` from the updates of its parts."""
     if len(parts) == 1:
         return parts[0]
     factor = _lr_factor(shape, group)

@@ -47,7 +47,7 @@ class NonfiniteGradient:
     def __str__(self) -> str:
         where = f"{self.parameter} (unit {self.unit})" if self.unit is not None else f"{self.parameter} (in no unit)"
         if self.ranks is None:
-            return f"{where}: {self.kind}, of which rank is not known: call set_check_nonfinite(model, True)"
+            return f"{where}: {self.kind}, rank unknown: call set_check_nonfinite(model, True)"
         if not self.ranks:
             causes = "the sum over ranks overflowed, a hook changed it, or an 8-bit reduction spread it in a block"
             return f"{where}: {self.kind} that no rank contributed: {causes}"
@@ -196,7 +196,7 @@ def _forget(runners: list[Runner], nonfinite: set[_Key]) -> None:
 
 
 def _groups(runners: list[Runner]) -> list[dist.ProcessGroup]:
-    """The groups of all axes, and of tensor parallelism: exchanging over one after another reaches all ranks."""
+    """The groups of all axes, and of tensor parallelism: exchanging over each in turn reaches all ranks."""
     groups: list[dist.ProcessGroup] = []
     for runner in runners:
         if runner.settings.comm.communicates:

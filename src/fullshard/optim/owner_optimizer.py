@@ -1,4 +1,4 @@
-"""Run any optimizer so that one rank of all steps each parameter, or each element, and has its state: its owner."""
+"""Run any optimizer so that a single rank, the owner, steps each parameter or element and holds its state."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class _Param:
 
     @cached_property
     def cut(self) -> Any:
-        """How the pieces lie that its owner assembles; None if there are none: it is whole, elementwise or gathered."""
+        """The layout of the pieces that its owner assembles; None if it is whole, elementwise or gathered."""
         return None if self.elementwise or self.is_gathered else cut_of(self.tensor)
 
     @property
     def device(self) -> torch.device:
-        """Where it is stepped: parameters in host memory are assembled on the device of their group."""
+        """The device on which it is stepped; parameters in host memory are assembled on their group's device."""
         return self.local.device if self.cut is None else device_of(self.cut.group)
 
     @property
@@ -315,7 +315,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             parameter's shard is a tensor subclass and `elementwise` is true.
     """
 
-    _inner: torch.optim.Optimizer  # of `optimizer_class`, on `_wholes`; unset while __init__ adds the first groups
+    _inner: torch.optim.Optimizer  # an `optimizer_class` on `_wholes`; unset while __init__ adds the first groups
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._in_order: list[_Param] = []  # see `_ordered`
         self._ownerships: list[Ownership] = []  # see `ownerships`
         self._are_assigned = False  # whether parameters have owners
-        self._plans: dict[Any, Any] = {}  # of exchanges, by what they exchange
+        self._plans: dict[Any, Any] = {}  # plans of exchanges, by their contents
         self._known: dict[Any, dict[int, bool]] = {}  # tokens that ranks have compared, by their groups
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
@@ -530,8 +530,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         verdict = treats_parameters(self.optimizer_class, settings, self.param_groups)
         if verdict is False:
             raise _not_one_by_one(
-                f"{name}, whose step of a parameter depends on others, or fails where another has no gradient",
-                "skip parameters whose .grad is None, as torch's optimizers do, or use another optimizer",
+                f"{name}, whose step of a parameter depends on others, or fails if another has no gradient",
+                "skip parameters whose .grad is None, as torch's optimizers do, or use a different optimizer",
             )
         if verdict is None:
             warnings.warn(
@@ -713,7 +713,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return _Step(of_step, compared)
 
     def _numbers(self, stepped: Sequence[_Param]) -> dict[_Param, int]:
-        """The batch of each parameter, those of the same ranks one after another; see `in_turns` on their order.
+        """The batch of each parameter; batches of the same ranks are consecutive. See `in_turns` on their order.
 
         All are in one if the inner optimizer has to step all at once.
         """
@@ -924,7 +924,7 @@ def _check_class(optimizer_class: Any) -> None:
     elif hasattr(optimizer_class, "train") and hasattr(optimizer_class, "eval"):
         got = f"{name}, which also changes parameters in train() and eval()"
     elif needs_closure(optimizer_class):
-        got, remedy = f"{name}, whose step() computes gradients", "use another optimizer"
+        got, remedy = f"{name}, whose step() computes gradients", "use a different optimizer"
     if got is not None:
         raise _not_one_by_one(got, remedy)
 
@@ -983,7 +983,7 @@ def _only_rank(run: Run) -> int | None:
 
 
 def _sharded_like(parameter: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """A state tensor sharded like `parameter`, with this rank's piece of the whole `value`; zero without one."""
+    """A state tensor sharded like `parameter`, with this rank's piece of the whole `value`; zeros if that is None."""
     sharded = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if value is not None:
         piece = value if cut_of(parameter) is None else piece_of(parameter, value)
@@ -1003,7 +1003,7 @@ def _describe(shape: torch.Size, value: Any) -> tuple[str, Any]:
 
 
 _STEP = re.compile(r"\[\d*\]|\(\d*\)|\{[^}]*\}|<\w+>")
-"""One step into a nested value: `[index]` of a list, `(index)` of a tuple, `{key}` of a dict, `<name>` of a tensor
+"""A step into a nested value: `[index]` of a list, `(index)` of a tuple, `{key}` of a dict, `<name>` of a tensor
 inside a tensor subclass. Empty brackets stand for an empty container."""
 
 

@@ -136,7 +136,7 @@ def cut_of(tensor: torch.Tensor) -> Cut | OtherCut | None:
         return OtherCut()
     dim = placement.dim % tensor.dim()
     place = mesh.get_coordinate()
-    assert place is not None  # else this rank has no part
+    assert place is not None  # a rank outside the mesh has no part
     return RowsCut(mesh.get_group(axis), tensor.shape, dim, mesh.size(axis), place[axis])
 
 
@@ -164,7 +164,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def refuse_duplicates(parameters: Sequence[torch.Tensor], optimizer: str) -> None:
-    """Refuse a group that lists a parameter twice: it would be stepped twice, by one exchange.
+    """Refuse a group that lists a parameter twice: a single exchange would step it twice.
 
     Raises:
         ConfigError: names the parameter.
@@ -313,7 +313,7 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def balanced(costs: Sequence[int], world: int) -> list[int]:
-    """An owner for each cost: the largest first, each to the least loaded rank (Graham 1969)."""
+    """Assign an owner to each cost: the largest first, each to the least loaded rank (Graham 1969)."""
     owners, loads = [0] * len(costs), [0] * world
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         owners[index] = min(range(world), key=lambda rank: (loads[rank], rank))
@@ -330,7 +330,7 @@ def balanced_owners(costs: Sequence[int], cut: Cut | None, replicas: Axis | None
 
     Args:
         cut: of any of the tensors; None: each rank of the shard axis has them whole.
-        replicas: the replicate axis; None: there is none.
+        replicas: the replicate axis; None without one.
     """
     copies = replicas.size if replicas else 1
     numbers = balanced(costs, copies * (cut.world if cut else 1))
@@ -365,7 +365,7 @@ def batches_of(nbytes: Sequence[int], owners: Sequence[Hashable]) -> list[int]:
 
 
 def elements_at_once() -> int:
-    """Elements of whole tensors of one shape that are computed with in one operation, small beside a batch.
+    """The most elements of whole tensors of one shape in a single operation, small beside a batch.
 
     2^20 by default: larger matrices fill a processor by themselves.
     """

@@ -50,7 +50,7 @@ _DETACH: Callable[[Any], torch.Tensor] = torch.Tensor.detach
 
 
 def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Make the arguments of a step those of a step on local tensors, if it can be one. For `hook_around_all`.
+    """Return the arguments of the same step on local tensors, if it can run on these. For `hook_around_all`.
 
     Returns:
         The arguments, with another object in place of `optimizer`; None: the step goes its own way.
@@ -72,7 +72,7 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether its class is an element-wise one of torch's, and no method that a step calls is anybody else's."""
+    """Whether its class is one of torch's element-wise ones, and every method that a step calls is torch's."""
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind.__name__ not in ELEMENT_WISE:
         return False
@@ -97,7 +97,7 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def step_part_plainly(optimizer: Optimizer, parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """As `step_part`, on local tensors if it can be a step on these."""
+    """Like `step_part`, on local tensors if possible."""
     part = part_of(optimizer, parameters)
     given = (part, *args)
     given, kwargs = on_plain_tensors(part, given, kwargs) or (given, kwargs)
@@ -106,12 +106,12 @@ def step_part_plainly(optimizer: Optimizer, parameters: Iterable[torch.Tensor], 
 
 
 class _Step:
-    """One step on local tensors. Owns views of parameters, which hold their gradients.
+    """A step on local tensors. Owns views of parameters, which hold their gradients.
 
     Args:
         parameters: of the optimizer, in order.
         parts: by parameter, a view of the local tensor inside; a plain parameter itself.
-        states: by parameter, its state; None where there is none yet.
+        states: each parameter's state; None if it does not exist yet.
         stepped: the sharded parameters that have a gradient, and their sharded state.
 
     Attributes:
@@ -158,7 +158,7 @@ def _around(value: Any, parameter: Any, part: torch.Tensor) -> Any:
 
 
 def _step_of(optimizer: Optimizer, parameters: list[Any]) -> _Step | None:
-    """The step of these parameters on local tensors; None if it cannot be one."""
+    """The step of these parameters on local tensors; None if it cannot run on these."""
     kinds, states = {*map(type, parameters)} - _PLAIN, [*map(optimizer.state.get, parameters)]
     if not kinds or not kinds <= _PARAMETERS or not {*map(type, states)} <= _STATES:
         return None

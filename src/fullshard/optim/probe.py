@@ -92,7 +92,7 @@ def names_of(optimizer_class: type) -> set[str]:
 
 
 def _known(optimizer_class: Any) -> bool | None:
-    """False for coupled optimizers, True for those with the step of an element-wise one of torch's; None: unknown."""
+    """False for coupled optimizers, True for those with an element-wise step of torch's; None: unknown."""
     if names_of(optimizer_class) & COUPLED:
         return False
     is_torch_step = optimizer_class.step.__module__.startswith("torch.optim.")
@@ -122,7 +122,7 @@ def _at_once(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 def _in_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Step the last parameter first, so that it is the first of its group; a second group is empty."""
+    """Step parameters one by one, the last first, so that it comes first in its group; a second group is empty."""
     if len(optimizer.param_groups) == 1:
         optimizer.add_param_group(
             {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(2, 2, device="cpu"))]}
@@ -141,7 +141,7 @@ def group_settings(group: Settings) -> dict[str, Any]:
 def arguments_of(optimizer_class: type[torch.optim.Optimizer], defaults: Settings) -> dict[str, Any]:
     """The arguments with which a class makes an optimizer that has these `defaults`."""
     accepted: set[str] = set()
-    for kind in optimizer_class.__mro__:  # one with **kwargs may pass them on to its base
+    for kind in optimizer_class.__mro__:  # an __init__ with **kwargs may pass them on to its base
         constructor: Any = vars(kind).get("__init__")
         if kind is torch.optim.Optimizer or constructor is None:
             continue

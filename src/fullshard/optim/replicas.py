@@ -30,7 +30,7 @@ CPUs then process each element as they would in the whole tensor, so that result
 
 
 def element_bounds(sizes: Sequence[int], replicas: int) -> list[list[int]]:
-    """Cut tensors that lie one after another into equal runs, one per replica.
+    """Cut consecutive tensors into equal runs, one per replica.
 
     Args:
         sizes: elements of each tensor.

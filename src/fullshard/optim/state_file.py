@@ -45,7 +45,7 @@ class StateFile:
         self._folder, self.nbytes = folder, 0
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # [bytes], of the file that has room
         self._used = 0  # bytes of it
-        self._addresses: set[int] = set()  # of all files
+        self._addresses: set[int] = set()  # of the memory of all files
         self._moving = threading.Lock()  # units may step on two threads
         self._places: dict[Place, torch.Tensor] = {}  # [bytes] each
         self._reserve(max(expected, 1))

@@ -287,7 +287,7 @@ def optimizer_state_on_host(optimizer: torch.optim.Optimizer, *, keep: int = 0) 
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         fullshard.optimizer_state_on_host(optimizer)
 
-    Parameters and gradients stay on the device, where they step, one unit after another. Copies run beside the steps of
+    Parameters and gradients stay on the device, where they step unit by unit. Copies run beside the steps of
     other units, and the state of at most four units is on the device. In `optimizer.step()` the host waits until the
     state is back. Results are the same bits; checkpoints (`save`, `state_dict`) work as without. With
     `step_in_backward`, units step, and their state is copied, during the backward: do not read it before

@@ -41,7 +41,7 @@ class StepUndo:
         self._events: list[torch.Event] = []
 
     def record(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """Copy what a step of these parameters, all of which have gradients, changes."""
+        """Copy everything that a step of these parameters changes; all have gradients."""
         self.parameters = list(parameters)
         states: list[Any] = [optimizer.state.get(parameter) for parameter in parameters]
         # Containers are rebuilt, as the step may change them; tensors are the same, as the step may replace them.

@@ -26,7 +26,7 @@ class _Job:
 
 
 class StepWorker:
-    """One thread that runs steps in the order in which they are handed over.
+    """A thread that runs steps in the order in which they are handed over.
 
     Ownership: the thread starts with the first step, and ends when this object is collected. A step may refer to
     parameters only until it has run.
@@ -39,7 +39,7 @@ class StepWorker:
         self._executor = ThreadPoolExecutor(1, "fullshard-steps")
         self._jobs: deque[_Job] = deque()  # oldest first
         self._failed = False  # whether a step raised, or is running
-        self._error: BaseException | None = None  # what it raised
+        self._error: BaseException | None = None  # the error that a step raised
         processors = None if isinstance(threads, int) else set(threads)
         number = threads if isinstance(threads, int) else len(threads)
         self._executor.submit(_begin, number, processors).result()
@@ -61,7 +61,7 @@ class StepWorker:
         self._jobs.append(_Job(unit, self._executor.submit(self._run, step), then))
 
     def _run(self, step: Callable[[], None]) -> None:
-        """On the worker's thread: run a step, unless an earlier one has raised. So the same steps run on all ranks."""
+        """On the worker's thread: run a step unless an earlier one raised, so that the same steps run on all ranks."""
         if not self._failed:
             self._failed = True
             step()

@@ -1,4 +1,4 @@
-"""One forward call of a unit, from inputs to backward: the tensors whose gradients mark where that begins and ends.
+"""A forward call of a unit, from inputs to backward: the tensors whose gradients mark the backward's start and end.
 
 Between two units one tensor marks both: the unchanged output of one is the input of the next. When it gets its
 gradient, the backward of the next unit has ended and that of the previous unit begins.
@@ -123,7 +123,7 @@ class Forward:
                     self.watch(tensors_behind(value)[0])
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Watch for the gradients of those of these tensors that this call produced."""
+        """Watch for the gradients of the tensors, among these, that this call produced."""
         for tensor in tensors:
             node = tensor.grad_fn
             if node is not None and number_of(node) >= self.first_node:

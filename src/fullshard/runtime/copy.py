@@ -127,7 +127,7 @@ def copy_unsharded(model: nn.Module) -> dict[int, nn.Module]:
     Raises:
         NotSupportedError: parameters of a tensor subclass that defines its own gather, or `dp_mesh_dims`.
     """
-    memo: dict[Any, Any] = {_COPYING: True}  # of `copy.deepcopy`: what replaces modules and tensors, by id
+    memo: dict[Any, Any] = {_COPYING: True}  # for `copy.deepcopy`: replacements of modules and tensors, by id
     shown: list[tuple[Place, nn.Parameter]] = []
     for runner in runners_in(model):
         for bucket in runner.unit.buckets:
@@ -172,7 +172,7 @@ def _core(module: nn.Module) -> nn.Module:
 
 
 def _attributes_of(module: nn.Module, memo: dict[Any, Any]) -> dict[str, Any]:
-    """What the copy of a module has in its `__dict__`."""
+    """The `__dict__` of a module's copy."""
     methods = module.__dict__.get(FORWARD_METHODS_KEY, {})
     left_out = {RUNNER_KEY, FORWARD_METHODS_KEY, "_compiled_call_impl", "_parameters", "_buffers", "_modules", *methods}
     attributes: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
@@ -221,7 +221,7 @@ def _copied_or_shared(value: Any, memo: dict[Any, Any]) -> Any:
 
 @contextmanager
 def without_units(model: nn.Module) -> Iterator[None]:
-    """In which no unit of a model can run: a copy's code that calls its original, out of a closure, raises."""
+    """Context in which no unit of a model can run: a copy's code that calls the original, from a closure, raises."""
     runners = {module: module.__dict__.pop(RUNNER_KEY) for module in model.modules() if RUNNER_KEY in module.__dict__}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Notes on PyTorch errors that sharding is likely to have caused: raised in a forward, or for want of memory.
+"""Notes on PyTorch errors that sharding is likely to have caused: raised in a forward, or out of memory.
 
 Such an error mentions shapes, dtypes or memory, but neither the parameter nor the remedy. Errors are inspected only
 after they are raised, and only if their text is one that sharding is known to cause.
@@ -49,7 +49,7 @@ def add_hint(error: RuntimeError, runner: Runner) -> None:
 
 
 def explain_failed_allocation(error: BaseException, runners: Sequence[Runner]) -> None:
-    """Add what holds memory to an error of memory that is not explained yet, before these units' state is reset."""
+    """Explain an out-of-memory error by what holds memory, unless done already, before these units' state is reset."""
     if is_out_of_memory(error) and _SEEN not in error.__dict__:
         held = account(runners, asked=bytes_asked(str(error)))
         root = runners[0].root
@@ -59,7 +59,7 @@ def explain_failed_allocation(error: BaseException, runners: Sequence[Runner]) -
 
 
 class Explained(NamedTuple):
-    """What an error of memory was explained by.
+    """The explanation added to an out-of-memory error.
 
     Attributes:
         runner: of one of the units.
@@ -73,7 +73,7 @@ class Explained(NamedTuple):
 
 
 def explained(error: BaseException) -> Explained | None:
-    """What `explain_failed_allocation` added to this error."""
+    """The explanation that `explain_failed_allocation` added to this error."""
     seen = error.__dict__.get(_SEEN)
     return seen if isinstance(seen, Explained) else None
 

@@ -1,4 +1,4 @@
-"""What the last forward was called with: shapes, dtypes and plain values, without memory or references to objects."""
+"""The arguments of the last forward: shapes, dtypes and plain values, without memory or references to objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorInput(SimpleNamespace):
 
 
 class OtherInput(SimpleNamespace):
-    """In place of any other object: the name of its class."""
+    """Stands for any other object: the name of its class."""
 
     kind: str
 
@@ -50,7 +50,7 @@ def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     try:
         return Inputs(_without_memory(tuple(args)), _without_memory(dict(kwargs)), autocast)
-    except Exception:  # of a user's class, or of containers inside themselves: they only serve explanations
+    except Exception:  # a user's class, or a container inside itself: inputs only serve explanations
         return None
 
 

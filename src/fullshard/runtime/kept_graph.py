@@ -1,4 +1,4 @@
-"""What a backward with `create_graph` leaves, and the backward that differentiates it.
+"""The graph that a backward with `create_graph` leaves, and the backward that differentiates it.
 
 The reduced gradients that it leaves are reduced over ranks outside autograd. They are correct as constants, but a loss
 computed from them would silently lose its gradient, so they carry a node that raises when a backward reaches it.

@@ -155,7 +155,7 @@ def tokens_of_fewer_ranks(unit: str, ranks: int, counted: int) -> ConfigError:
 
 
 def setting_below_the_root(setting: str, of_root: str, differing: Mapping[str, str]) -> str:
-    """The warning for a setting that only counts on the root; `differing`: the values of units below, by name."""
+    """The warning for a setting that only takes effect on the root; `differing`: the values of units below, by name."""
     values = [f"{value!r} of {name!r}" for name, value in differing.items()]
     return message(
         f"{setting}= of units below the root is ignored: only the root's value counts.",
@@ -364,7 +364,7 @@ Planned = tuple[int, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True)
 class Account:
-    """What holds memory on this rank.
+    """Bytes that hold memory on this rank, by use.
 
     Attributes:
         gathered: units and their bytes, by why they are gathered: "running", "kept", "prefetched".

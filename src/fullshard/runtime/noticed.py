@@ -147,7 +147,7 @@ def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
 def _leaves_above(roots: Any) -> set[int]:
     """Ids of the tensors that get gradients in a backward from `roots`."""
     ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in _as_tuple(roots)]
-    seen: set[Any] = set()  # of nodes; holding them keeps Python from making new objects for them
+    seen: set[Any] = set()  # nodes; holding them keeps Python from creating new objects for them
     leaves: set[int] = set()
     while ahead:
         node = ahead.pop()

@@ -112,13 +112,13 @@ def _saved_by_more_ranks(every: Sequence[Gradients], optimizer: int | None) -> i
 
 
 def _on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those in host memory beside an accelerator's."""
+    """Leave out tensors in host memory beside an accelerator's."""
     devices = {tensor.device.type for tensor in tensors}
     return [tensor for tensor in tensors if len(devices) == 1 or tensor.device.type != "cpu"]
 
 
 def _allocator(device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes allocated, and reserved by the caching allocator; None without one, or from one that keeps no statistics.
+    """Bytes allocated and reserved by the caching allocator; None if it does not exist or keeps no statistics.
 
     It never raises: it is called while a user's error is handled, which must not be hidden.
     """

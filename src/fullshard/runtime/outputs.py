@@ -166,7 +166,7 @@ class FirstGradient:
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = weakref.WeakMethod(arrived)
         self._expected: list[weakref.WeakMethod[Callable[[], None]]] = []  # what is called next, if anything
-        self._generation = -1  # of the parameters that have the hook
+        self._generation = -1  # generation of the parameters that have the hook
 
     def expect(self, unit: Unit) -> None:
         """A forward began that a backward may follow. The unsharded parameters are shown."""
@@ -191,7 +191,7 @@ class FirstGradient:
 _WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient shows that a backward runs
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)
-DICT, EMPTY = repeat("__dict__"), repeat(())  # of modules that are gone: no attributes
+DICT, EMPTY = repeat("__dict__"), repeat(())  # modules that are gone have no attributes
 
 
 class Leftovers:

@@ -3,7 +3,7 @@
     phase         the unit is ...
     IDLE          sharded, or kept gathered; none of its code is running
     FORWARD       in its forward
-    PARTLY        between the forwards of its modules, of which some have run; it stays shown for the others
+    PARTLY        between the forwards of its modules, some of which have run; it stays shown for the others
     RECOMPUTING   in its forward again, within a backward (activation checkpointing)
     RECOMPUTED    gathered, and its backward comes next
     BACKWARD      between its output's gradient and its input's

@@ -100,7 +100,7 @@ class Root:
         adds: whether there were gradients before the first of those backwards.
     """
 
-    stream = stream  # of events: its listeners are among what `usual.py` compares
+    stream = stream  # `usual.py` compares, among others, its listeners
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Root:
         self.reducer = Reducer(comm, top.settings.in_flight)
         self.usual_forward = self.usual_backward = False
         self._list_units()
-        self._thread = get_ident()  # of the last forward
+        self._thread = get_ident()  # the last forward's thread
         self.finalizing: object = None
         self.unfinalized = False
         self.adds = False
@@ -341,7 +341,7 @@ class Root:
             self.end_backward, self._thread if has_streams(settings.axes.device) else get_ident()
         )
         self.ahead.clear()
-        # A backward that reduces other buckets, since `requires_grad` changed, is one of another kind.
+        # A backward that reduces other buckets, since `requires_grad` changed, is of a different kind.
         trains = crc32(bytes(map(_TRAINS, chain.from_iterable(map(_BUCKETS, self._unit_list)))))
         self.position.begin(BACKWARD, settings.reduce.sync | trains << 1, self._gathered())
         self.usual_forward = False
@@ -473,7 +473,7 @@ class Root:
             self.recover()
 
     def recover_if_broken_here(self) -> None:
-        """As `recover_if_broken`, only for a backward that this thread called: other threads may be using the model."""
+        """Like `recover_if_broken`, only for a backward that this thread called; other threads may use the model."""
         if self.backward is not None and self.backward.ended_here():
             self.recover()
 

@@ -187,7 +187,7 @@ class Runner:
             written += root.guide.written(self.index, period.leads_back)
         if written:
             self.kept = False
-            unit.gathered_version = -1  # where it stays gathered: its values are not the shards'
+            unit.gathered_version = -1  # if it stays gathered: its values are not the shards'
             raise unit.written_error(written)
         if unit.usual is None and unit.state is GATHERED:
             plan_usual_step(self)
@@ -204,7 +204,7 @@ class Runner:
             raise unit.assigned_error(assigned)
 
     def break_forward(self) -> None:
-        """As `close_forward`, after an exception. It may stay gathered here too: other ranks may not have raised."""
+        """Like `close_forward`, after an exception. It may stay gathered here too: other ranks may not have raised."""
         self._ran.clear()
         self.forwards.clear()
         self.unit.showing.show_sharded()
@@ -329,7 +329,7 @@ class Runner:
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather()
             if in_step is not None:
-                unit.drop_kept()  # as ranks that only take part do: all ranks must gather from the same source next
+                unit.drop_kept()  # like ranks that only take part: all ranks must gather from the same source next
         unit.showing.show_unsharded()
 
     def take_part(self) -> None:

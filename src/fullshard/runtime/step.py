@@ -264,7 +264,7 @@ class Call:
     version: int
     done = hands_on = False
     forgets: Sequence[Callable[[], None]] = ()
-    graph: Graph | None = None  # what the last backward with `create_graph` left
+    graph: Graph | None = None  # left by the last backward with `create_graph`
 
     def __del__(self) -> None:
         if not self.done:

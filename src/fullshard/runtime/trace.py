@@ -147,8 +147,8 @@ class Traces:
         self.current: Trace | None = None
         self.reached: Trace | None = None
         self.ahead: defaultdict[int, int] = defaultdict(int)
-        self._recent: list[Trace] = []  # of passes since the last backward ended
-        self._reached: list[Trace] = []  # of passes that the current backward has reached
+        self._recent: list[Trace] = []  # traces of passes since the last backward ended
+        self._reached: list[Trace] = []  # traces that the current backward has reached
 
     @property
     def are_none(self) -> bool:

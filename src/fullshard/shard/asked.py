@@ -93,7 +93,7 @@ def _all_followed(buckets: Sequence[Bucket]) -> bool:
 
 
 UNDOABLE: weakref.WeakKeyDictionary[Any, set[Unit]] = weakref.WeakKeyDictionary()
-"""By what stepped them in a backward: units whose steps `optimizer.step()` may still undo, to clip their gradients."""
+"""Units stepped in a backward whose steps `optimizer.step()` may still undo, to clip their gradients; by stepper."""
 
 
 def refuse_undoable(units: Sequence[Unit]) -> None:

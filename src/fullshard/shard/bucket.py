@@ -290,7 +290,7 @@ class Bucket:
         return self.sharded
 
     def list_unsharded(self) -> list[nn.Parameter]:
-        """As `list_sharded`, for the unsharded ones; empty before the first gather."""
+        """Like `list_sharded`, for unsharded parameters; empty before the first gather."""
         unsharded = [member.unsharded for member in self.members if member.unsharded is not None]
         self.unsharded = unsharded if len(unsharded) == len(self.members) else []
         return self.unsharded

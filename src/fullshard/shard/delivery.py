@@ -120,7 +120,7 @@ class Delivery:
                     self.undecided.append(index)
                 if not shows:
                     continue
-            target.shown[index] = True  # as `_give`, without a call for each parameter
+            target.shown[index] = True  # like `_give`, without a call for each parameter
             if gives_empty or target.parts[index].numel():
                 write_grad(member.sharded, target.parts[index])
             if self.hooked and (got[index] or fills):

@@ -176,7 +176,7 @@ class Gradients:
             or planned.buffer is not buffer
             or total is not None
             or self.partial is not None
-            or current.storage.nbytes()  # else it was released: nobody else holds it, nothing shows it
+            or current.storage.nbytes()  # 0 once released: nothing else holds or shows it
         ):
             planned = self._plan(comm, rules, total, buffer)
         else:
@@ -309,7 +309,7 @@ class Gradients:
         for member in self.bucket.members:
             if member.unsharded is not None:
                 member.unsharded.grad = None
-        self.delivery.used = self.delivery.nobody  # of the backward that broke
+        self.delivery.used = self.delivery.nobody  # uses in the backward that broke do not count
         self._drop()
 
     def _drop(self) -> None:
@@ -380,7 +380,7 @@ class Gradients:
         """Drop buffers and sets of the old device or dtype after the shard moved; they are recreated when needed."""
         self.discard()
         self.buffer = self.own = None
-        self.residuals.clear()  # of gradients at other values
+        self.residuals.clear()  # they belong to gradients at other values
         self.delivery.forget()
 
 
@@ -420,7 +420,7 @@ def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: s
     Args:
         unit: the unit's name.
         gradients: those of its buckets.
-        what: what is refused, as a participle ("copied").
+        what: the refused action, as a participle ("copied").
         do: the same, as an instruction ("copy the model").
 
     Raises:

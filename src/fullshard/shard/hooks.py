@@ -27,7 +27,7 @@ def sees_gradients(parameters: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
-    """Show an empty gradient on a parameter of which this rank has no part, if it shows none."""
+    """Show an empty gradient on a parameter of which this rank has no part, if `.grad` is None."""
     empty = torch.zeros_like(parameter) if parameter.numel() == 0 and parameter.grad is None else None
     if empty is not None:
         parameter.grad = empty
@@ -39,7 +39,7 @@ def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def run_hooks(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-    """Run a sharded parameter's hooks on a gradient, one after another; returns `grad` itself if they return nothing.
+    """Run a sharded parameter's hooks on a gradient, in order; returns `grad` itself if they return nothing.
 
     Args:
         parameter: the parameter.

@@ -49,7 +49,7 @@ class Home:
         """Return a copy in memory of this kind of a tensor of any class, as its own `to` makes it."""
         kept = tensor.to(self.device, copy=True)
         for plain in plain_tensors(kept) if self.pinned else ():
-            stride = torch.empty_like(plain, device="meta").stride()  # of the same order, without gaps
+            stride = torch.empty_like(plain, device="meta").stride()  # same order, without gaps
             plain.data = self.empty(plain.numel(), plain.dtype).as_strided(plain.shape, stride).copy_(plain)
         return kept
 

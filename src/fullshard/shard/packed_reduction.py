@@ -170,7 +170,9 @@ class PackedAllReduce:
         width = packed_bytes(length)
         self._exchange, self._gather, self._axis, self._out = exchange_of(comm), comm.gather, axis, out
         self._scale = 1.0 / world if mean else 1.0
-        self._floats = Scratch(world * length, torch.float32, device)  # of all ranks, then their sum in the first row
+        self._floats = Scratch(
+            world * length, torch.float32, device
+        )  # all ranks' floats, then their sum in the first row
         self._sent, self._received = (Scratch(world * width, torch.uint8, device) for _ in range(2))
         self._buffers = self._floats, self._sent, self._received
         self._content, self._padding = self._floats.tensor.split([numel, world * length - numel])

@@ -28,7 +28,7 @@ class BuildSettings:
     Attributes:
         axes, comm, policy, layout: of the bucket; of the unit, the defaults for parameters without their own.
         placement: `shard_placement_fn`.
-        spmd: the mesh of which `axes` are some of the dims.
+        spmd: the mesh that contains the dims in `axes`.
         form: creates the form; None: DTensors for rows, FlatShards for runs.
         home: memory of shards and gradients, if that is not the mesh's device.
         keeps_compute_dtype: whether `.grad` keeps the compute dtype.

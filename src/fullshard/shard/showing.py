@@ -155,7 +155,7 @@ class Showing:
         return None
 
     def _uncover(self, plan: ShowPlan) -> Member | None:
-        """As `show_sharded`, when users have assigned to a place."""
+        """Like `show_sharded`, when users have assigned to a place."""
         first = None
         for index, (place, member) in enumerate(plan.places):
             if plan.read[index]() is plan.unsharded[index]:

@@ -331,7 +331,7 @@ class Unit:
         """Return the parameters that a forward wrote to, in gathered memory that is about to be released."""
         if not self.showing.unsharded or self.gathered.is_intact():
             return []
-        fulls: list[Any] = [bucket.full for bucket in self.buckets]  # none is None while the parameters are shown
+        fulls: list[Any] = [bucket.full for bucket in self.buckets]  # all exist while the parameters are shown
         written = [member for full in fulls for member in full.written()]
         if written:
             self._forget_plan()

@@ -159,7 +159,7 @@ class Writer:
         self._sender: threading.Thread | None = None  # waits for the device, then sends the job
         self._running: Order | None = None
         self._answer: dict[str, str] | None = None
-        self._partial = b""  # of an answer
+        self._partial = b""  # the received part of an answer
         self.part: Part | None = None
 
     def start(self, order: Order, pieces: Sequence[Piece], lock: int, until_step: bool = False) -> Part:
@@ -381,7 +381,7 @@ atexit.register(WRITER.at_exit)
 def _after_fork() -> None:
     """Reset the writer in a child: the process and the snapshot belong to the parent."""
     WRITER.__init__()  # type: ignore[misc]
-    READERS.clear()  # so is the thread that copies
+    READERS.clear()  # the thread that copies exists in the parent only
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -289,7 +289,7 @@ class Folder:
             patience: seconds to wait for another process.
 
         Raises:
-            CheckpointError: another process still holds it then.
+            CheckpointError: another process still holds it.
         """
         import fcntl
 

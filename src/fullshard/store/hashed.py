@@ -74,7 +74,7 @@ class FileFacts:
 
 
 class Hashed:
-    """A stream that writes to another one, and hashes every `BLOCK` bytes.
+    """A stream that writes to another stream and hashes every `BLOCK` bytes.
 
     Args:
         below: the stream to write to.

@@ -43,7 +43,7 @@ class Reader:
         self._missing: dict[str, None] = {}
         entries = files.index.entries
         named = any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
-        self._bare = files.is_foreign and bool(entries) and not named  # one of ours may hold `state=` alone
+        self._bare = files.is_foreign and bool(entries) and not named  # a checkpoint of ours may contain `state=` alone
         self._ties = _tied_names(files.manifest.ties)
         self._plain = files.scalars(self.tensor)
         self._saved = self._saved_states()

@@ -117,7 +117,7 @@ class RemoteFolder(Folder):
                 fs.rm_file(path)
                 continue
             began = _time_in(self._start_of(f"{name}/{_SAVING}") or b"")
-            if began is None:  # perhaps of a save that is just beginning
+            if began is None:  # perhaps a save is just beginning
                 fs.pipe_file(path, str(time.time()).encode())
             elif time.time() - began > _OLD:
                 fs.rm(self._resolve(name)[1], recursive=True)

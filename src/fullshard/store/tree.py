@@ -191,7 +191,7 @@ def dtype_named(name: Any) -> torch.dtype:
     """The reverse of `dtype_name`.
 
     Raises:
-        ValueError: there is no such dtype.
+        ValueError: the dtype does not exist.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):

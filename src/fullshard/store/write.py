@@ -35,7 +35,7 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class Order:
-    """One rank's part of a save, to be done at once or by its writer process.
+    """One rank's part of a save, written at once or by its writer process.
 
     Attributes:
         folder: the folder of checkpoints.
@@ -75,7 +75,7 @@ def write(order: Order, pieces: Sequence[Piece], progress: Callable[[int], None]
     """
     if not pieces:
         return Written([], {})
-    ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned to its item size
+    ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # aligns each piece to its item size
     file, stored = file_of(order.rank), []
     with order.folder.create(order.name, file) as below:
         stream = Hashed(below, progress)

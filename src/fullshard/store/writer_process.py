@@ -100,7 +100,7 @@ def _note_failure(path: Path, order: Order, text: str) -> str:
     except OSError as report_error:
         try:
             (path / f"rank-{order.rank}.failed").touch()
-        except OSError:  # perhaps the disk itself failed: the rank reports it at its next call
+        except OSError:  # the disk itself may have failed: the rank reports it at its next call
             return f" (and could not report it in the folder: {report_error})"
     return ""
 

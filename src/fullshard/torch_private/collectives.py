@@ -126,7 +126,7 @@ def swap(out: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, rank: 
 
 def swap_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, rank: int) -> Call:
     """An all-gather of two shards [S] of any dtype into out [2 * S]: by a swap, and a copy of this rank's own shard."""
-    slices: list[torch.Tensor] = []  # of `out`, by rank: views, taken when it has memory first
+    slices: list[torch.Tensor] = []  # views of `out`, by rank, created when it first has memory
 
     def started() -> Any:
         if not slices:

@@ -57,7 +57,7 @@ def pretended(world: int) -> Iterator[None]:
             super().__init__(*args[:5], **kwargs | {"wait_for_workers": False})
 
     replaced = {"init_process_group": init_process_group, "new_group": new_group, "TCPStore": Store}
-    replaced["monitored_barrier"] = lambda *args, **kwargs: None  # of gloo's groups only
+    replaced["monitored_barrier"] = lambda *args, **kwargs: None  # only gloo's groups have it
     before = {name: getattr(dist, name) for name in replaced}
     for name, value in replaced.items():
         setattr(dist, name, value)

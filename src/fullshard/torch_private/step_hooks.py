@@ -118,12 +118,12 @@ def hook_closely(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) ->
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The closure among the arguments of a step, as its hooks get them; None: there is none."""
+    """The closure among the arguments of a step, as its hooks get them; None without one."""
     return kwargs.get("closure") or (args[1] if len(args) > 1 else None)
 
 
 def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any] | None) -> tuple[Any, Any]:
-    """These arguments with another closure in place of `closure_of`."""
+    """These arguments with a different closure in place of `closure_of`."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs

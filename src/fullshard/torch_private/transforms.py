@@ -13,4 +13,4 @@ from typing import Any
 import torch
 
 current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The innermost active transform; None if there is none."""
+"""The innermost active transform; None outside of transforms."""

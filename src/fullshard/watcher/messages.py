@@ -20,7 +20,7 @@ from .judge import (
 )
 
 _MOST_STACKS = 8
-_MOST_LINES = 20  # of a stack
+_MOST_LINES = 20  # lines of a stack
 _OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "computes": "compute"}
 
 

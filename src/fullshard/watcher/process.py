@@ -27,7 +27,7 @@ SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 _OURS = f"{Path(__file__).parent.parent}/"
-_MODULE_CALLS = f"{_OURS}api/"  # whose `__call__` and `forward` run a sharded model
+_MODULE_CALLS = f"{_OURS}api/"  # its `__call__` and `forward` run a sharded model
 _TORCH = re.compile(r"/(site|dist)-packages/torch/")
 _STANDARD = f"{os.path.dirname(os.__file__)}/"
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n", re.MULTILINE)

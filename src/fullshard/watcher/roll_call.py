@@ -392,7 +392,7 @@ class Watcher:
         return unheard(rank, last or {}, time.monotonic() - self._answered_store)
 
     def word_on_keeper(self) -> str:
-        """What the rank that may keep the store is doing, if it is on this machine; else empty."""
+        """The activity of the rank that may keep the store, if it is on this machine; else empty."""
         status = self._status_without_store(_KEEPER)
         return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {messages.line_of(status)}"
 
@@ -465,7 +465,7 @@ class Watcher:
             sys.stderr.flush()
 
     def _last_word(self) -> None:
-        """Put the rank's last status: that it ended, and the error it raised."""
+        """Publish the rank's last status: that it ended, and the error it raised."""
         status = self.status(True)
         status["gone"] = "exit code 1" if status["raised"] is not None else "it ended by itself"
         self._put({"round": self._roll["round"], **status})
@@ -598,7 +598,7 @@ class Watcher:
     # What neighbours are doing.
 
     def _seen(self, silent: dict[Any, int]) -> dict[str, Any]:
-        """What this rank observes of the silent ranks assigned to it, as a part of its status."""
+        """This rank's observations of the silent ranks assigned to it, as a part of its status."""
         seen = {}
         for rank in [int(rank) for rank, looker in silent.items() if looker == self.number]:
             if rank not in self.last_statuses:

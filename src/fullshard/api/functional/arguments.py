@@ -99,7 +99,7 @@ def reshard_of(reshard: bool | int | None, ranks: int) -> tuple[bool | None, int
         ranks: on the shard axis.
 
     Raises:
-        ConfigError: it is no integer, or does not divide the ranks.
+        ConfigError: it is not an integer, or does not divide the number of ranks.
     """
     if reshard is None or isinstance(reshard, bool):
         return reshard, 0

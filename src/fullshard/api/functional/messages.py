@@ -147,7 +147,7 @@ def not_units(what: str, kind: str) -> ConfigError:
 
 
 def not_a_root(kind: str, unit: str) -> ConfigError:
-    """The error for `share_comm_ctx` of a unit below another root."""
+    """The error for `share_comm_ctx` of a unit that is not a root."""
     return ConfigError(
         "share_comm_ctx takes roots, whose forward is called from outside.",
         got=f"{kind}, unit {unit!r} of a different root",

@@ -300,13 +300,13 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`; inside `summon_full_params` with the names of the unwrapped module."""
+        """Like `nn.Module.named_parameters`; inside `summon_full_params` with the names of the unwrapped module."""
         summoned = is_summoned(self)
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (clean_name(name) if summoned else name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `nn.Module.named_buffers`; inside `summon_full_params` with the names of the unwrapped module."""
+        """Like `nn.Module.named_buffers`; inside `summon_full_params` with the names of the unwrapped module."""
         summoned = is_summoned(self)
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (clean_name(name) if summoned else name), buffer

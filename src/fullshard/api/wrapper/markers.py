@@ -161,7 +161,7 @@ class Markers:
 
     @property
     def training_state(self) -> TrainingState:
-        """What the instance is doing now."""
+        """The instance's current activity."""
         runner = self._runner()
         if runner.unit.showing.summoned:
             return TrainingState.SUMMON_FULL_PARAMS

@@ -54,7 +54,7 @@ def first_instance(module: nn.Module) -> Any:
     """The outermost wrapper instance in `module`, or the first of several.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no instance.
     """
     instance = next(iter(instances_of(module)), None)
     if instance is None:
@@ -259,13 +259,13 @@ class StateDictMethods:
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """As `optim_state_dict` with whole values in host memory, on rank 0 only by default. Deprecated in PyTorch."""
+        """Like `optim_state_dict`, with whole values in host memory, by default on rank 0. Deprecated in PyTorch."""
         _warn("full_optim_state_dict", "optim_state_dict", optim_input)
         return _saved(model, optim, Form("whole", to_cpu=True, rank0_only=rank0_only))
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """As `optim_state_dict` with sharded values. Deprecated in PyTorch."""
+        """Like `optim_state_dict`, with sharded values. Deprecated in PyTorch."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
         return _saved(model, optim, Form("sharded", dtensor=first_instance(model)._arguments.mesh_given))
 
@@ -276,7 +276,7 @@ class StateDictMethods:
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """As `optim_state_dict_to_load`, from whole values on every rank. Deprecated in PyTorch."""
+        """Like `optim_state_dict_to_load`, from whole values on every rank. Deprecated in PyTorch."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict)
 
@@ -284,7 +284,7 @@ class StateDictMethods:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """As `optim_state_dict_to_load`, from sharded values. Deprecated in PyTorch."""
+        """Like `optim_state_dict_to_load`, from sharded values. Deprecated in PyTorch."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         return _to_load(model, optim.param_groups, sharded_optim_state_dict)
 
@@ -296,7 +296,7 @@ class StateDictMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """As `shard_full_optim_state_dict`, from values on rank 0, which sends them. Deprecated in PyTorch."""
+        """Like `shard_full_optim_state_dict`, from values on rank 0, which sends them. Deprecated in PyTorch."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, sent=True)
 

@@ -83,7 +83,7 @@ class Outputs:
 
     def close(self) -> None:
         """Close files."""
-        with suppress(OSError):  # what could not be written before
+        with suppress(OSError):  # closing retries writes that failed before
             self._open_files.close()
 
 

@@ -99,7 +99,7 @@ class GatherCosts:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """One unit on one rank. Bytes, unless stated otherwise.
+    """A unit on one rank. Bytes, unless stated otherwise.
 
     Attributes:
         name: path of its module; "" for the root.
@@ -256,7 +256,7 @@ def _separate(outline: nn.Module, meshes: Mapping[str, MeshAxes] | None) -> dict
 
 
 def _kind(separate: Mapping[int, ShardPlacementResult], item: Found) -> tuple[object, ...]:
-    """What the costs of a parameter depend on."""
+    """The properties of a parameter that determine its costs."""
     p = item.parameter
     return p.shape, p.stride(), p.dtype, p.requires_grad, type(p), separate.get(id(p))
 

@@ -55,7 +55,7 @@ def plan_changes(
     sequence: int = 1,
     until: float | None = None,
 ) -> tuple[Plan, dict[str, int], dict[str, str]]:
-    """The plan of a sharded model as it is, and the bytes that changes free at the peak of a step; negative: it grows.
+    """The plan of the sharded model as it is, and the bytes that changes free at a step's peak (negative: it grows).
 
     The third: changes that could not be planned, and why.
 
@@ -71,7 +71,7 @@ def plan_changes(
         until: give up what is not planned at this time of `time.monotonic`; None: never.
 
     Raises:
-        ConfigError: see `fullshard.plan`; `build` makes another model; or there was no such forward.
+        ConfigError: see `fullshard.plan`; `build` makes a different model; or there was no such forward.
     """
     units = dict(named_runners(model))
     root = units.get("")
@@ -124,7 +124,7 @@ def plan_changes(
 
 
 def _inputs(model: nn.Module) -> Inputs | None:
-    """Those of the last forward, if `model` is the root's module."""
+    """The inputs of the last forward, if `model` is the root's module."""
     runner = runner_of(model)
     return runner.root.inputs if runner is not None and runner.root is not None and runner.is_top else None
 
@@ -136,7 +136,7 @@ class _Again:
         size: their sequences: the first tensor's first dim.
 
     Raises:
-        ConfigError: there was no forward, or one with inputs of other kinds.
+        ConfigError: there was no forward, or its inputs are of other kinds.
     """
 
     def __init__(self, inputs: Inputs | None) -> None:
@@ -167,7 +167,7 @@ class _Again:
         with nullcontext() if inputs.autocast is None else torch.autocast("cpu", inputs.autocast):
             try:
                 output = model(*args, **kwargs)
-            except PhaseError as error:  # of a unit that is not the copy's: see `without_units`
+            except PhaseError as error:  # raised by a unit that is not the copy's: see `without_units`
                 raise messages.cannot_repeat(
                     "the model calls a sharded module that is not among its submodules.",
                     "pass step=, a function that leaves this out",
@@ -302,7 +302,7 @@ def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any
 
 
 def _maker_of_shards(optimizers: Optimizers | None) -> Callable[..., Any]:
-    """The same for a list of parameters, which plans of tensor parallelism have: all in the first group."""
+    """The same for a list of parameters, as in tensor-parallel plans: all in the first group."""
     live = [] if optimizers is None else as_list(optimizers)[:1]
 
     def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -97,7 +97,7 @@ def takes_names(make: Callable[..., Any]) -> bool:
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """What a `MakeOptimizer` returned."""
+    """The result of a `MakeOptimizer` as a list."""
     return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
@@ -205,7 +205,7 @@ def _run_as(rank: int, sharded: Sharded, make: MakeOptimizer, foreach: bool) -> 
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     groups = list(dict.fromkeys(verb_and_group for p in stepped for verb_and_group in _groups_of(p)))
     with sharded.fakes, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's, of addresses of fake tensors
+        warnings.simplefilter("ignore")  # torch warns about addresses of fake tensors
         for parameter in stepped:
             parameter.grad = torch.empty_like(parameter)
         temporary = _step_twice(optimizers, stepped, groups)
@@ -247,7 +247,7 @@ def _step_twice(
     parameters: Sequence[torch.Tensor],
     groups: Sequence[tuple[str, AbsentGroup]] = (),
 ) -> int:
-    """Take two steps; returns the temporary bytes of the second, whose exchanges alone the groups have counted."""
+    """Take two steps; returns the temporary bytes of the second, the only one whose exchanges are counted."""
     with _Values():
         for optimizer in optimizers:
             optimizer.step()

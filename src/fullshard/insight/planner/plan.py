@@ -660,10 +660,10 @@ def assumed_rates(device: str) -> Rates:
 
 
 def built_model(model: Any) -> tuple[nn.Module, Step | None]:
-    """A model, or what a function builds on the meta device, with the step that it returns beside it.
+    """A model, or the model that a function builds on the meta device, and the step that it may return with it.
 
     Raises:
-        ConfigError: it cannot be built, is no module, or is sharded already.
+        ConfigError: it cannot be built, is not a module, or is sharded already.
     """
     step = None
     if not isinstance(model, nn.Module):
@@ -703,13 +703,13 @@ def _optimizer(optimizer: str | MakeOptimizer, device: str) -> MakeOptimizer:
     matrix = nn.Parameter(torch.zeros(2, 2, device="cpu"))
     if optimizer in FAIL_ON_RUNS["torch"] and not treats_elements(kind([matrix])):
         raise messages.needs_whole_tensors(optimizer)
-    many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # what its default is on a GPU
+    many = device == "cuda" and "foreach" in kind.__init__.__code__.co_varnames  # its default on a GPU
     options: dict[str, Any] = {"foreach": True} if many else {}
     return partial(kind, **options)
 
 
 def list_of(kind: type[T], name: str, value: T | Sequence[T]) -> list[T]:
-    """One object of this class, or several."""
+    """Return a list of one object of this class, or of several."""
     listed = [value] if isinstance(value, kind) else value
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(each, kind) for each in listed):
         raise messages.invalid(name, f"a {kind.__name__}, or a list of some", value)

@@ -128,9 +128,9 @@ def profile(
         Exception: whatever the model raises.
     """
     modules = {path: model.get_submodule(path) for path in units}
-    parameters: dict[str, list[nn.Parameter]] = {}  # of each unit, without those of units inside it
+    parameters: dict[str, list[nn.Parameter]] = {}  # by unit, without those of units inside it
     dtypes: dict[int, torch.dtype] = {}  # by id of the parameter
-    reduced: dict[int, torch.dtype | None] = {}  # in which its gradient is
+    reduced: dict[int, torch.dtype | None] = {}  # the dtype of its reduced gradient, by id
     policies: dict[int, MixedPrecisionPolicy] = {}
     for path, module in modules.items():
         inner = [m for p, m in modules.items() if p and p != path and (not path or p.startswith(path + "."))]
@@ -268,7 +268,7 @@ DEVICE = torch.ops.prim.device.default
 
 
 class TooMuch(BaseException):
-    """More bytes are alive than fit. Not an `Exception`, because a model may catch those."""
+    """More bytes are alive than fit. Not an `Exception`, which a model may catch."""
 
 
 class Tracker(TorchDispatchMode):

@@ -187,14 +187,14 @@ class Timeline:
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which slices are kept for the backward
         self.whole: set[str] = set()  # units whose gradients of earlier micro-batches wait for a reduction
-        self.copied: set[str] = set()  # whose sums over several micro-batches are copied into new gradients
+        self.copied: set[str] = set()  # units whose sums over micro-batches are copied into new gradients
         self.partial: dict[str, int] = {}  # bytes of slices that wait, reduced over the shard axis only, by unit
         # The reduction in flight: its unit, its bytes besides the buffer, and when it ends.
         self.reducing: tuple[UnitCosts, int, float] | None = None
         self.replicating: list[tuple[UnitCosts, int, float]] = []  # the same, for all-reduces
         self.ahead: set[str] = set()  # prefetched in the forward, not yet entered
         self.free_at = 0.0  # when the network has sent all that was issued
-        self.waiting = dict(self.hosted)  # that has not been on the device in this step
+        self.waiting = dict(self.hosted)  # units that were not on the device in this step
         self.leaving: list[int] = []  # bytes of the last two units that stepped
         self.copied_at = 0.0  # when state that was on the device is on the host again
         self.live = NOTHING  # at the current moment

@@ -80,7 +80,7 @@ def solve(
     shared.check_fixed(fields)
 
     def plans(value: int) -> Iterator[Plan]:
-        """Plans of all strategies for this number; those that need little memory come first."""
+        """Plans of all strategies for this number; those that need the least memory come first."""
         world = value if what == "world" else ranks
         sequences = value if what == "micro-batch" else batch
         length = value if what == "sequence" else sequence

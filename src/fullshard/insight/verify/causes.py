@@ -86,7 +86,7 @@ BACKWARD = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank observed in a step.
+    """One rank's observations in a step.
 
     Attributes:
         stepped: whether an optimizer stepped.
@@ -211,8 +211,8 @@ def _scale_cause(scale: float, ranks: int, micro_batches: int, clipped: float) -
     if clipped < 1 and abs(scale - 1) < FIT:
         return "gradients are not clipped: max_norm= says that the step clips them, and the reference's were clipped"
     scale, before = scale / clipped, scale
-    if clipped < 1 and before < 1:  # what is clipped has lost its own scale
-        reason = "the step clips them to another norm than max_norm=, or scales them after clipping"
+    if clipped < 1 and before < 1:  # clipping removes the gradients' own scale
+        reason = "the step clips them to a norm other than max_norm=, or scales them after clipping"
         return f"gradients are {scale:.5g} times the expected ones: {reason}"
     usual_scales = (
         (ranks, "gradients are summed over ranks where their mean is expected: divide by the number of ranks"),
@@ -221,7 +221,7 @@ def _scale_cause(scale: float, ranks: int, micro_batches: int, clipped: float) -
         (1 / micro_batches, "losses are divided by the number of micro-batches one time too many"),
     )
     fitting = [text for usual, text in usual_scales if usual != 1 and abs(scale / usual - 1) < 0.01]
-    if fitting:  # as many ranks as micro-batches: either
+    if fitting:  # both, if there are as many ranks as micro-batches
         return "; or ".join(fitting)
     if scale < 1 and clipped == 1:
         reason = "clipping by norm (if the step clips, pass the norm as max_norm=), or a different divide factor"

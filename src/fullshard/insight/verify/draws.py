@@ -24,7 +24,7 @@ from .session import Session, generator_states
 
 @dataclass(frozen=True)
 class Draw:
-    """One call that drew random numbers for a tensor of more than one element.
+    """A call that drew random numbers for a tensor of more than one element.
 
     Attributes:
         module: the name of the innermost module that was running; "" outside of all modules.

@@ -50,7 +50,7 @@ class ModelParts:
         self.buffers = buffers_of(model)
 
     def dtypes(self) -> set[torch.dtype]:
-        """Those in which parameters are stored, computed with and reduced."""
+        """The dtypes in which parameters are stored, computed with and reduced."""
         dtypes = {self.dtype(row) for row in self.rows.values()}
         for unit, _ in self.table.units:
             for gradients in unit.gradients:

@@ -33,7 +33,7 @@ from .whole import Structure, compare_structures
 
 @dataclass
 class Call:
-    """One forward of a chosen module, all tensors on the host.
+    """A forward of a chosen module, all tensors on the host.
 
     Attributes:
         inputs: (args, kwargs) as the module got them.
@@ -105,7 +105,7 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[
 
 
 def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules of these names, without what wraps them."""
+    """The modules with these names, unwrapped."""
     modules = modules_of(model)
     missing = [name for name in names if name not in modules]
     if missing or not names:

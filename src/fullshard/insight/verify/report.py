@@ -12,7 +12,7 @@ SHOWN = 8  # findings that a report prints in full
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference between the sharded model and the reference.
+    """A difference between the sharded model and the reference.
 
     Attributes:
         kind: "error", "structure", "tie", "dtype", "buffer", "value" (of a parameter before the first step), "draws"

@@ -149,7 +149,7 @@ def _check_sharded(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def _uninitialized_memory_is_nan() -> Iterator[None]:
-    """So that values which `to_empty()` left uninitialized are never correct by chance."""
+    """Fill new memory with NaN: values that `to_empty()` left uninitialized are then never correct by chance."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
@@ -263,7 +263,7 @@ class _OptimizerSteps:
             self.refusal = _several_calls(optimizer)
         elif is_first:
             self.copy_gradients()
-        elif optimizer is not self.optimizers[0]:  # whose step has moved parameters before this backward
+        elif optimizer is not self.optimizers[0]:  # the first one's step has changed parameters already
             self.refusal = (
                 f"verify cannot compare the closure of a second optimizer ({type(optimizer).__name__}), which runs "
                 "after the first one's step; verify a step whose backward comes before both"
@@ -271,7 +271,7 @@ class _OptimizerSteps:
 
 
 class _Closure:
-    """A closure, and what is done after each call with the number of calls."""
+    """A closure, and a function that gets the number of calls after each call."""
 
     def __init__(self, closure: Callable[[], Any], after: Callable[[int], None]) -> None:
         self._closure, self._after, self._calls = closure, after, 0
@@ -290,7 +290,7 @@ def _names_in(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, s
 
 
 def _refusal_of(returned: Any, micro_batches: int) -> str | None:
-    """Why what a `train_step_fn` returned cannot be the losses of its micro-batches; None if it can."""
+    """Why the result of a `train_step_fn` cannot be the losses of its micro-batches; None if it can."""
     losses = returned if isinstance(returned, list) else [returned]
     right_length = losses is not returned or len(losses) == micro_batches
     if returned is None or (right_length and all(map(_is_number, losses))):
@@ -348,7 +348,7 @@ class Trial(ABC):
         self.session, self.plan = session, plan
         self.model, self.optimizer = model, optimizer
         self.compared = 0
-        self._settings = [_settings_of(each) for each in optimizers_in(optimizer)]  # of the last step
+        self._settings = [_settings_of(each) for each in optimizers_in(optimizer)]  # settings of the last step
         self.trained: frozenset[str] = frozenset()
         parts = ModelParts(model)
         rows = parts.rows.values()

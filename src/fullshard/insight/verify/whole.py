@@ -182,7 +182,7 @@ Fact = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Structure:
-    """What exists in a model, without values.
+    """The names, shapes and dtypes in a model, without values.
 
     Attributes:
         tensors: whole shape and dtype of each parameter and buffer, by kind and name.
@@ -401,7 +401,7 @@ class WholeTrial(Trial):
                     sizes = session.data_world, self.plan.micro_batches
                     cause = causes.loss_cause(a, b, *sizes, bool(step.recorded), others)
                     if self.plan.train_step_fn is not None and cause in (causes.FORWARD, causes.DRAWN):
-                        cause += ". Or the training step returns another number than the mean of its losses"
+                        cause += ". Or the training step returns a number other than the mean of its losses"
                     findings.append(replace(finding, element=None, cause=cause))
         return merged(session, findings)
 

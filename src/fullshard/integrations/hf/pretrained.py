@@ -85,7 +85,7 @@ def from_pretrained(
             got=str(folder),
             remedy="download the model first; from_pretrained downloads nothing",
         )
-    if isinstance(dtype, str):  # as in Transformers
+    if isinstance(dtype, str):  # Transformers accepts names
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         remedy = "pass torch.bfloat16, for example; None or 'auto' uses the configuration's dtype"
@@ -111,7 +111,7 @@ def from_pretrained(
 
 
 def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module:
-    """What `prepare` returns for a base whose parameters appear to be on the CPU, so that it adds parameters there.
+    """The result of `prepare` on a base whose parameters appear to be on the CPU, so that it adds parameters there.
 
     Raises:
         ConfigError: it returned no model, or PEFT would compute initial adapters from weights that have no values yet.

@@ -76,7 +76,7 @@ class ShardedTrainerMixin:
         super().__init__(*args, **settings)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer.create_accelerator_and_postprocess`, with an accelerator that shards."""
+        """Like `Trainer.create_accelerator_and_postprocess`, with an accelerator that shards."""
         from ..accelerate import take_over
 
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -88,13 +88,13 @@ class ShardedTrainerMixin:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
-        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the last complete checkpoint."""
+        """Like `Trainer.train`; `resume_from_checkpoint=True` resumes from the last complete checkpoint."""
         if resume_from_checkpoint is True and self.args.output_dir is not None:
             resume_from_checkpoint = last_complete(self.args.output_dir) or True  # which Trainer refuses
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **settings: Any) -> torch.optim.Optimizer:
-        """As `Trainer.create_optimizer`, after sharding the model."""
+        """Like `Trainer.create_optimizer`, after sharding the model."""
         self.accelerator.shard_model(self.model)
         return super().create_optimizer(*args, **settings)  # type: ignore[misc]
 

@@ -98,7 +98,7 @@ class PiecedSource(Source):
 def _elements(pieces: Sequence[Piece], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of the concatenated pieces. One-dimensional."""
     elements = torch.empty(stop - start, dtype=dtype, device="cpu")
-    begin = 0  # of the piece, in the concatenation
+    begin = 0  # where the piece begins in the concatenation
     for piece in pieces:
         end = begin + piece.stored.shape[0]
         first, last = max(start, begin), min(stop, end)

@@ -190,7 +190,7 @@ def _inside(folder: Path, name: str) -> Path:
 
     Raises:
         CheckpointError: the name, or the link of that name, leads out of the folder.
-        DamagedCheckpointError: there is no such file.
+        DamagedCheckpointError: the file does not exist.
     """
     root = folder.resolve()
     is_plain = Path(name).name == name and name not in (".", "..") and "\\" not in name and "\0" not in name

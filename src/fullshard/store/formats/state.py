@@ -264,7 +264,7 @@ def put_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
     """Put a value into nested dicts.
 
     Raises:
-        DamagedCheckpointError: its path leads through another value.
+        DamagedCheckpointError: its path leads through a value that is not a dict.
     """
     *outer, last = path
     for key in outer:
