@@ -71,8 +71,8 @@ def as_html(app: Any, what: str, name: str, obj: object, options: object, lines:
     """A docstring's lines, replaced by its HTML."""
     writer = page_writer(app)
     writer.file = app.reference.by_module.get(getattr(obj, "__module__", None))
-    made = writer.docstring(griffe.Docstring(inspect.cleandoc("\n".join(lines))))
-    lines[:] = [".. raw:: html", "", *(f"   {line}" for line in made.split("\n")), ""]
+    html = writer.docstring(griffe.Docstring(inspect.cleandoc("\n".join(lines))))
+    lines[:] = [".. raw:: html", "", *(f"   {line}" for line in html.split("\n")), ""]
 
 
 def source(app: Any, doctree: Any) -> None:

@@ -26,8 +26,8 @@ def faults(site: Path) -> Iterator[str]:
     there: dict[str, bool] = {}
     for path, text in texts.items():
         name = path.relative_to(site)
-        yield from (f"{name} loads {one}" for one in LOADED.findall(text))
-        for link in {found[1].replace("&amp;", "&") for found in LINK.findall(text)}:
+        yield from (f"{name} loads {url}" for url in LOADED.findall(text))
+        for link in {match[1].replace("&amp;", "&") for match in LINK.findall(text)}:
             if re.match(r"[a-z]+:|//", link):
                 continue
             file, _, anchor = link.partition("#")
@@ -41,7 +41,7 @@ def faults(site: Path) -> Iterator[str]:
                 yield f"{name} links to {link}, and that page has no such anchor"
     for path in sorted([*site.rglob("*.css"), *site.rglob("*.svg")]):
         text = path.read_text(errors="replace")
-        yield from (f"{path.relative_to(site)} loads {one}" for one in IN_STYLE.findall(text))
+        yield from (f"{path.relative_to(site)} loads {url}" for url in IN_STYLE.findall(text))
 
 
 def check(app: Sphinx, error: Exception | None) -> None:

@@ -20,13 +20,13 @@ def ordered(app: Sphinx) -> Iterator[tuple[str, list[str]]]:
     for tree in app.env.get_doctree(app.config.root_doc).findall(addnodes.toctree):
         pages: list[str] = []
         for page in tree["includefiles"]:
-            pages += [one for one in below(app, page) if one not in pages]
+            pages += [inner for inner in below(app, page) if inner not in pages]
         yield tree.get("caption") or "Pages", pages
 
 
 def below(app: Sphinx, page: str) -> list[str]:
     """A page and all that its tree leads to."""
-    return [page, *[one for inner in app.env.toctree_includes.get(page, []) for one in below(app, inner)]]
+    return [page, *[lower for inner in app.env.toctree_includes.get(page, []) for lower in below(app, inner)]]
 
 
 def summary(app: Sphinx, page: str) -> str:
@@ -47,8 +47,8 @@ def texts(app: Sphinx) -> tuple[str, str]:
     for caption, pages in ordered(app):
         short.append(f"## {caption}\n")
         for page in pages:
-            told = summary(app, page)
-            short.append(f"- [{titles[page].astext()}](_sources/{page}.md.txt){': ' + told if told else ''}")
+            description = summary(app, page)
+            short.append(f"- [{titles[page].astext()}](_sources/{page}.md.txt){description and f': {description}'}")
             full.append(source(app, page))
         short.append("")
     files = [f"- {path}: {file.purpose}" for path, file in app.reference.files.items()]  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def texts(app: Sphinx) -> tuple[str, str]:
 
 def first(app: Sphinx, page: str) -> str:
     """A page's first paragraph."""
-    return next(one.astext() for one in app.env.get_doctree(page).findall(nodes.paragraph))
+    return next(paragraph.astext() for paragraph in app.env.get_doctree(page).findall(nodes.paragraph))
 
 
 def source(app: Sphinx, page: str) -> str:

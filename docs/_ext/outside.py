@@ -48,9 +48,9 @@ def copied(text: str, file: str, page: str) -> str:
     """A Markdown file's text with its links as they must be in the page that it becomes in docs/."""
     here, there = os.path.dirname(file), os.path.dirname(f"docs/{page}")
 
-    def moved(found: re.Match[str]) -> str:
-        target = os.path.normpath(os.path.join(here, found[1]))
-        return f"]({os.path.relpath(target, there)}{found[2] or ''})"
+    def moved(match: re.Match[str]) -> str:
+        target = os.path.normpath(os.path.join(here, match[1]))
+        return f"]({os.path.relpath(target, there)}{match[2] or ''})"
 
     return LINK.sub(moved, text)
 
@@ -61,10 +61,10 @@ def write_copies(app: Sphinx) -> None:
     root = docs.parent
     results = sorted((root / RESULTS).glob("*.md"), reverse=True)
     wanted = {page_of(name): copied((root / name).read_text(), name, str(page_of(name))) for name in COPIES}
-    for one in results:
-        name = f"{RESULTS}/{one.name}"
-        wanted[page_of(name)] = copied(one.read_text(), name, str(page_of(name)))
-    listed = "\n".join(f"results/{one.stem}" for one in results)
+    for result in results:
+        name = f"{RESULTS}/{result.name}"
+        wanted[page_of(name)] = copied(result.read_text(), name, str(page_of(name)))
+    listed = "\n".join(f"results/{result.stem}" for result in results)
     wanted["project/results"] = (
         "# Results of benchmarks\n\nEach names its hardware, its date and the command that reproduces it.\n\n"
         f"```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
@@ -83,19 +83,19 @@ def lead_links(app: Sphinx, doctree: nodes.document) -> None:
     docs = Path(app.srcdir)
     here = app.env.docname
     for node in [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]:
-        given, _, anchor = str(node.get("reftarget", "")).partition("#")
-        if not given or "://" in given or (node.get("refexplicit") is None and "/" not in given):
+        target, _, anchor = str(node.get("reftarget", "")).partition("#")
+        if not target or "://" in target or (node.get("refexplicit") is None and "/" not in target):
             continue
-        page = page_of_link(given, docs, here)
+        page = page_of_link(target, docs, here)
         if page is not None:
             anchor = f"#{anchor}" if anchor else ""
             uri = relative_uri(app.builder.get_target_uri(here), f"{page}.html") + anchor
             node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
 
 
-def page_of_link(given: str, docs: Path, here: str) -> str | None:
+def page_of_link(link: str, docs: Path, here: str) -> str | None:
     """The page for a link as MyST hands it over: from docs/ with a `/`, from its page, or absolute without `.md`."""
-    ways = [docs / given.lstrip("/"), (docs / here).parent / given, Path(given), Path(f"{given}.md")]
+    ways = [docs / link.lstrip("/"), (docs / here).parent / link, Path(link), Path(f"{link}.md")]
     for way in ways:
         file = Path(os.path.normpath(way))
         if file.exists() and file.is_relative_to(docs.parent) and file != docs.parent:
@@ -108,7 +108,7 @@ def drop_empty_globs(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "index":
         docs = Path(app.srcdir)
         lines = source[0].split("\n")
-        source[0] = "\n".join(one for one in lines if not _GLOB.fullmatch(one) or list(docs.glob(f"{one}.md")))
+        source[0] = "\n".join(line for line in lines if not _GLOB.fullmatch(line) or list(docs.glob(f"{line}.md")))
 
 
 _GLOB = re.compile(r"[\w/.-]*\*")  # a line of a toctree; prose may end in bold

@@ -86,11 +86,13 @@ class File:
     @property
     def purpose(self) -> str:
         """What the file is for, in one sentence: its docstring's first, or what it holds."""
-        top = [one for one in self.entries if "." not in one.qualified and one.kind not in ("variable", "outside")]
-        names = [one.name for one in top if one.kind != "import"] or [one.name for one in top]
+        top = [
+            entry for entry in self.entries if "." not in entry.qualified and entry.kind not in ("variable", "outside")
+        ]
+        names = [entry.name for entry in top if entry.kind != "import"] or [entry.name for entry in top]
         names.sort(key=lambda name: name.startswith("_"))
         listed = ", ".join(names[:8]) + " and more" * (len(names) > 8)
-        verb = "Defines" if any(one.kind != "import" for one in top) else "Offers"
+        verb = "Defines" if any(entry.kind != "import" for entry in top) else "Offers"
         derived = f"{verb} {listed}." if names else "Statements only." if self.text.strip() else "An empty file."
         return "Cannot be parsed." if self.fault else sentence(self.docstring) or derived
 
@@ -111,8 +113,8 @@ class Package:
         self.entries: dict[str, Entry] = {}
         self.files = {path: File(path, module_name(path, around)) for path in sources}
         self.by_module = {file.module: file for file in self.files.values()}
-        self._found: dict[str, Entry | None] = {}
-        gc.disable()  # much is made here and all of it stays: to look for garbage would take half of the time
+        self._resolved: dict[str, Entry | None] = {}
+        gc.disable()  # many objects are created here and all stay: garbage collection would take half of the time
         try:
             self.read_all(sources)
         finally:
@@ -126,9 +128,9 @@ class Package:
         for module in list(self.collection.members.values()):
             loader.expand_wildcards(module, external=False)
         walks = [Walk(self, file, tree) for file, tree in trees if tree is not None]
-        members = [one for one in self.entries.values() if one.kind in ("method", "attribute")]
-        times = Counter(one.name for one in members)
-        self.only = {one.name: one for one in members if times[one.name] == 1 and one.name not in COMMON}
+        members = [entry for entry in self.entries.values() if entry.kind in ("method", "attribute")]
+        times = Counter(entry.name for entry in members)
+        self.only = {entry.name: entry for entry in members if times[entry.name] == 1 and entry.name not in COMMON}
         for walk in walks:
             walk.resolve()
         for file in self.files.values():
@@ -170,7 +172,7 @@ class Package:
 
     def find(self, dotted: str) -> Entry | None:
         """What a whole name means, through imports and base classes; None: nothing in this package."""
-        if dotted not in self._found:
+        if dotted not in self._resolved:
             entry = self.entries.get(dotted)
             if entry is None or entry.kind in ("import", "module"):
                 try:
@@ -178,8 +180,8 @@ class Package:
                     entry = self.entries.get((obj.final_target if obj.is_alias else obj).path, entry)
                 except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
                     entry = None if entry is not None and entry.kind == "import" else entry
-            self._found[dotted] = entry
-        return self._found[dotted]
+            self._resolved[dotted] = entry
+        return self._resolved[dotted]
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +210,7 @@ class Walk(ast.NodeVisitor):
     def __init__(self, package: Package, file: File, tree: ast.Module) -> None:
         assert file.obj is not None
         self.package, self.file, self.lines = package, file, file.text.split("\n")
-        wildcards = {name: one.target_path for name, one in file.obj.members.items() if one.is_alias}
+        wildcards = {name: member.target_path for name, member in file.obj.members.items() if member.is_alias}
         self.scope = Scope("module", file.module, file.obj, names=wildcards)
         self.pending: list[tuple[ast.Name | ast.Attribute, Scope]] = []
         self.generic_visit(tree)
@@ -244,21 +246,22 @@ class Walk(ast.NodeVisitor):
         self.define(name, node, "constant" if name.isupper() and scope.kind == "module" else named, scope=scope)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for one in [*node.decorator_list, *node.bases, *node.keywords]:
-            self.visit(one)
-        bases = ", ".join([*map(self.cut, node.bases), *(f"{one.arg}={self.cut(one.value)}" for one in node.keywords)])
+        for child in [*node.decorator_list, *node.bases, *node.keywords]:
+            self.visit(child)
+        keywords = [f"{keyword.arg}={self.cut(keyword.value)}" for keyword in node.keywords]
+        bases = ", ".join([*map(self.cut, node.bases), *keywords])
         entry = self.define(node.name, node, "class", f"class {node.name}" + f"({bases})" * bool(bases))
         obj = entry.obj if isinstance(entry.obj, griffe.Class) else griffe.Class(node.name, parent=self.file.obj)
         self.inside(Scope("class", f"{self.scope.dotted}.{node.name}", obj, self.scope), node.body)
 
     def visit_FunctionDef(self, node: Function) -> None:
-        for one in [*node.decorator_list, *filter(None, [node.returns])]:
-            self.visit(one)
+        for child in [*node.decorator_list, *filter(None, [node.returns])]:
+            self.visit(child)
         arguments = re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args))
         returns = f" -> {self.cut(node.returns)}" if node.returns else ""
         method = self.scope.kind == "class"
         self.define(node.name, node, "method" if method else "function", f"{node.name}({arguments}){returns}")
-        static = any(isinstance(one, ast.Name) and one.id == "staticmethod" for one in node.decorator_list)
+        static = any(isinstance(child, ast.Name) and child.id == "staticmethod" for child in node.decorator_list)
         scope = Scope("function", f"{self.scope.dotted}.{node.name}", self.scope.obj, self.scope)
         self.parameters(node.args, scope, method and not static)
         self.inside(scope, node.body)
@@ -272,7 +275,7 @@ class Walk(ast.NodeVisitor):
 
     def parameters(self, arguments: ast.arguments, scope: Scope, method: bool = False) -> None:
         """Define parameters; defaults and annotations belong to the scope around."""
-        starred = [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+        starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
         parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *starred]
         for default in [*arguments.defaults, *filter(None, arguments.kw_defaults)]:
             self.visit(default)
@@ -281,12 +284,12 @@ class Walk(ast.NodeVisitor):
         defaults |= zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         if method and parameters:
             scope.first = parameters.pop(0).arg
-        for one in parameters:
-            default = f" = {self.cut(value)}" if (value := defaults.get(one)) is not None else ""
-            self.define(one.arg, one, "parameter", self.cut(one) + default, scope)
-            if one.annotation is not None:
-                self.visit(one.annotation)
-                scope.hints[one.arg] = one.annotation
+        for parameter in parameters:
+            default = f" = {self.cut(value)}" if (value := defaults.get(parameter)) is not None else ""
+            self.define(parameter.arg, parameter, "parameter", self.cut(parameter) + default, scope)
+            if parameter.annotation is not None:
+                self.visit(parameter.annotation)
+                scope.hints[parameter.arg] = parameter.annotation
 
     def inside(self, scope: Scope, nodes: list[ast.AST]) -> None:
         """Visit nodes in a scope of their own."""
@@ -296,8 +299,8 @@ class Walk(ast.NodeVisitor):
         self.scope = before
 
     def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> None:
-        for one in ast.iter_child_nodes(node):
-            self.visit(one)
+        for child in ast.iter_child_nodes(node):
+            self.visit(child)
         hint = node.annotation if isinstance(node, ast.AnnAssign) else node.value
         for target in [node.target] if isinstance(node, ast.AnnAssign) else node.targets:
             if isinstance(target, ast.Name):
@@ -347,16 +350,16 @@ class Walk(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         assert self.file.obj is not None
-        for one in node.names:
-            target, name = one.name, one.asname or one.name.partition(".")[0]
+        for alias in node.names:
+            target, name = alias.name, alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.ImportFrom):
-                target, name = griffe.relative_to_absolute(node, one, self.file.obj), one.asname or one.name
+                target, name = griffe.relative_to_absolute(node, alias, self.file.obj), alias.asname or alias.name
             file = self.package.by_module.get(target) or self.package.by_module.get(target.rpartition(".")[0])
             if file is not None and file is not self.file:
-                self.file.imports.setdefault(file.path, []).append((one.asname or one.name, node.lineno))
+                self.file.imports.setdefault(file.path, []).append((alias.asname or alias.name, node.lineno))
             if name != "*":
-                self.define(name, one, "import", target)
-                whole = isinstance(node, ast.ImportFrom) or one.asname
+                self.define(name, alias, "import", target)
+                whole = isinstance(node, ast.ImportFrom) or alias.asname
                 self.scope.names[name] = target if whole else name
 
     visit_ImportFrom = visit_Import
@@ -454,30 +457,33 @@ def sentence(text: str) -> str:
 
 def sources(folder: Path) -> dict[str, Path]:
     """The Python files below a folder, by their paths with its name first; hidden and built ones are left out."""
-    found = {path.relative_to(folder.parent).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    paths = {path.relative_to(folder.parent).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     base = len(folder.parts)
     return {
         name: path
-        for name, path in found.items()
+        for name, path in paths.items()
         if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in path.parts[base:])
     }
 
 
-def locate(given: str) -> Package:
+def locate(target: str) -> Package:
     """Read the package that a folder, a Python file or the name of an installed package means.
 
     Raises:
         FileNotFoundError: there is no such path or package, or no Python file in it.
     """
-    path = Path(given)
-    if not path.exists() and given.replace(".", "").isidentifier():
-        inner = [Path(place, *given.split(".")) for place in sys.path]
-        path = next((one for one in [*inner, *(one.with_suffix(".py") for one in inner)] if one.exists()), path)
+    path = Path(target)
+    if not path.exists() and target.replace(".", "").isidentifier():
+        folders = [Path(place, *target.split(".")) for place in sys.path]
+        files = [folder.with_suffix(".py") for folder in folders]
+        path = next((place for place in [*folders, *files] if place.exists()), path)
     path = path.resolve()
-    found = sources(path) if path.is_dir() else {path.name: path} if path.suffix == ".py" and path.exists() else {}
-    if not found:
-        raise FileNotFoundError(f"{given!r} is neither a folder with Python files, a .py file nor an installed package")
+    paths = sources(path) if path.is_dir() else {path.name: path} if path.suffix == ".py" and path.exists() else {}
+    if not paths:
+        raise FileNotFoundError(
+            f"{target!r} is neither a folder with Python files, a .py file nor an installed package"
+        )
     name, around = path.stem, []
     while (path := path.parent).joinpath("__init__.py").is_file():
         around.insert(0, path.name)
-    return Package(name, found, ".".join(around))
+    return Package(name, paths, ".".join(around))

@@ -45,7 +45,7 @@ DIRECTIVE = re.compile(r"\.\. ([\w-]+)::[ ]?(.*)")
 ADMONITIONS = {"note", "notes", "warning", "warnings", "example", "tip", "important", "see-also", "references"}
 SEARCH = """<h1>All names</h1>
 <p><input id="names-query" type="search" placeholder="name, or a part of one" aria-label="search names"></p>
-<p id="names-told" role="status"></p><dl id="names-found"></dl>
+<p id="names-count" role="status"></p><dl id="names-list"></dl>
 <script src="names-data.js"></script><script src="names-search.js"></script>"""
 LONGEST = 110  # characters of a signature, assignment or expression in an index
 
@@ -84,10 +84,10 @@ class Writer:
         self.markdown.add_render_rule("code_inline", lambda _, tokens, at, *__: self.code(tokens[at].content))
         self.file: File | None = None
         self.described: dict[str, dict[str, str]] = {}
-        self.known: dict[str, Entry | None] = {}  # names that one file alone defines
+        self.unique: dict[str, Entry | None] = {}  # names that one file alone defines
         for entry in package.entries.values():
             if entry.obj is not None and entry.kind in ("class", "function", "method"):
-                self.known[entry.qualified] = None if entry.qualified in self.known else entry
+                self.unique[entry.qualified] = None if entry.qualified in self.unique else entry
 
     def to(self, page: str, anchor: str = "") -> str:
         """The link from the page that is written to another one, or to a place on it."""
@@ -108,7 +108,7 @@ class Writer:
         entry = None
         if re.fullmatch(r"[\w.]+", name):
             near = self.package.find(f"{self.file.module}.{name}") if self.file is not None else None
-            entry = near or self.package.find(name) or self.known.get(name)
+            entry = near or self.package.find(name) or self.unique.get(name)
         return f'<a href="{escape(self.link(entry))}">{shown}</a>' if entry is not None and entry.file else shown
 
     def inline(self, text: str) -> str:
@@ -116,7 +116,7 @@ class Writer:
 
     def docstring(self, docstring: griffe.Docstring | None) -> str:
         """A docstring as HTML, its sections with their names."""
-        made = []
+        parts = []
         for section in parsed(docstring):
             kind = section.kind.value
             title = section.title or kind.capitalize().replace("Parameters", "Arguments")
@@ -124,19 +124,19 @@ class Writer:
             if kind == "admonition" and section.value.kind not in ADMONITIONS:  # a line that ends in a colon
                 text = f"{title}:\n{indent(section.value.contents, '    ')}"
             if text:
-                made.append(self.markdown.render(markdown(text)))
+                parts.append(self.markdown.render(markdown(text)))
                 continue
-            made.append(f'<p class="head">{escape(title)}</p>')
+            parts.append(f'<p class="head">{escape(title)}</p>')
             if kind == "admonition":
-                made.append(self.markdown.render(markdown(section.value.contents)))
+                parts.append(self.markdown.render(markdown(section.value.contents)))
             elif kind == "examples":
                 texts = (text if kind.value == "text" else f"```\n{text}\n```" for kind, text in section.value)
-                made.append(self.markdown.render("\n\n".join(texts)))
+                parts.append(self.markdown.render("\n\n".join(texts)))
             elif kind != "deprecated":
                 rows = ((shown_name(item, docstring), item.description) for item in section.value)
-                told = (f"<code>{escape(name)}</code>: " * bool(name) + self.inline(text) for name, text in rows)
-                made.append("<ul>" + "".join(f"<li>{one}</li>" for one in told) + "</ul>")
-        return "\n".join(made)
+                items = (f"<code>{escape(name)}</code>: " * bool(name) + self.inline(text) for name, text in rows)
+                parts.append("<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>")
+        return "\n".join(parts)
 
     def meaning(self, entry: Entry) -> str:
         """What a name means, in one line of Markdown: its docstring's first sentence, or else how it is written."""
@@ -150,8 +150,8 @@ class Writer:
         if entry.kind in ("parameter", "attribute") and entry.file is not None:
             around = f"{entry.file.module}.{entry.qualified}".rpartition(".")[0]
             for place in (around, around.removesuffix(".__init__")):
-                if told := self.items(place).get(entry.name):
-                    return sentence(told)
+                if description := self.items(place).get(entry.name):
+                    return sentence(description)
         comment = re.search(r"\s{2}# (?!type:|noqa|fmt:)(.+)$", entry.written)
         if comment and entry.kind != "outside":
             return comment[1]
@@ -166,8 +166,8 @@ class Writer:
             lists = [section.value for section in sections if section.kind.value in ("parameters", "attributes")]
             self.described[dotted] = {
                 name.lstrip("*"): item.description
-                for one in lists
-                for item in one
+                for section in lists
+                for item in section
                 for name in names_of(item).split(", ")
             }
         return self.described[dotted]
@@ -180,7 +180,7 @@ class Writer:
             self.page, self.file = f"{file.path}.html", file
             yield self.page, file.module, self.file_page(file)
         self.file = None
-        for folder in sorted({str(one) for path in self.package.files for one in Path(path).parents} - {"."}):
+        for folder in sorted({str(parent) for path in self.package.files for parent in Path(path).parents} - {"."}):
             self.page = f"{folder}/index.html"
             yield self.page, f"{folder}/", self.folder_page(folder)
         self.page = "names.html"
@@ -188,13 +188,13 @@ class Writer:
 
     def file_page(self, file: File) -> str:
         """A file's page: what it is for, its definitions, its keyword index, its neighbours, its source."""
-        top = [one for one in file.entries if one.obj is not None and "." not in one.qualified]
-        named = [one for one in top if one.kind in ("constant", "variable") and one.name[:2] != "__"]
+        top = [entry for entry in file.entries if entry.obj is not None and "." not in entry.qualified]
+        named = [entry for entry in top if entry.kind in ("constant", "variable") and entry.name[:2] != "__"]
         values = "".join(map(self.field, named))
         parts = {
             "Overview": self.overview(file),
             "Classes and functions": "".join(
-                self.definition(one, 3) for one in top if one.kind in ("class", "function")
+                self.definition(entry, 3) for entry in top if entry.kind in ("class", "function")
             ),
             "Constants and variables": f"<dl>{values}</dl>" * bool(values),
             "Keyword index": self.index(file),
@@ -222,42 +222,43 @@ class Writer:
         """A class or function: signature, docstring, fields, methods."""
         assert entry.file is not None and entry.obj is not None
         inner = [
-            one for one in entry.file.entries
-            if one.obj is not None and one.qualified.rpartition(".")[0] == entry.qualified and entry.kind == "class"
+            member for member in entry.file.entries
+            if entry.kind == "class" and member.obj is not None
+            and member.qualified.rpartition(".")[0] == entry.qualified
         ]  # fmt: skip
-        own = (self.field(one) for one in inner if one.kind == "attribute" and one.name[:2] != "__")
+        own = (self.field(member) for member in inner if member.kind == "attribute" and member.name[:2] != "__")
         fields = "".join(dict.fromkeys(own))  # a line that assigns several has one place
-        above = "".join(f"@{escape(str(one.value))}<br>" for one in getattr(entry.obj, "decorators", []))
+        above = "".join(f"@{escape(str(decorator.value))}<br>" for decorator in getattr(entry.obj, "decorators", []))
         return (
             f'<section class="definition" id="{escape(entry.qualified)}"><h{level}><code>{above}'
             f'{escape(without_any(entry.written), quote=False)}</code> <a class="line" href="#L{entry.lines[0]}">line '
             f"{entry.lines[0]}</a></h{level}>\n{self.docstring(entry.obj.docstring)}"
             + f"<dl>{fields}</dl>" * bool(fields)
-            + "".join(self.definition(one, min(level + 1, 6)) for one in inner if one.kind in ("class", "method"))
+            + "".join(self.definition(child, min(level + 1, 6)) for child in inner if child.kind in ("class", "method"))
             + "</section>\n"
         )
 
     def field(self, entry: Entry) -> str:
         """A constant, variable, field or enum member: how it is written, and what it means where somebody said so."""
-        written, told = without_any(entry.written), self.meaning(entry)
-        shown = escape(written.partition("  #")[0][:LONGEST], quote=False)
-        link = f'<dt><a href="#L{entry.lines[0]}"><code>{shown}</code></a></dt>'
-        return link + f"<dd>{self.inline(told)}</dd>" * (not told.startswith("`" + written[:20]))
+        written, meaning = escape(entry.written.partition("  #")[0][:LONGEST], quote=False), self.meaning(entry)
+        link = f'<dt><a href="#L{entry.lines[0]}"><code>{written}</code></a></dt>'
+        return link + f"<dd>{self.inline(meaning)}</dd>" * (not meaning.startswith("`" + entry.written[:20]))
 
     def index(self, file: File) -> str:
         """Every name of a file: what it means, where it is defined, which lines use it here and in other files."""
         groups: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
         for entry in file.entries:
             groups[entry.kind].append(entry)
-        imported = {id(self.package.find(one.written)) for one in groups["import"]}
-        linked = {id(one): one for one, _ in file.links.values() if one.file is not file and one.kind != "module"}
-        groups["outside"] += [one for key, one in linked.items() if key not in imported]
-        made = []
+        imported = {id(self.package.find(entry.written)) for entry in groups["import"]}
+        linked = {id(entry): entry for entry, _ in file.links.values() if entry.file is not file}
+        linked = {key: entry for key, entry in linked.items() if entry.kind != "module"}
+        groups["outside"] += [entry for key, entry in linked.items() if key not in imported]
+        tables = []
         for kind, entries in groups.items():
-            rows = "".join(self.row(one, file) for one in sorted(entries, key=order))
+            rows = "".join(self.row(entry, file) for entry in sorted(entries, key=order))
             head = "<tr><th>name</th><th>meaning</th><th>defined</th><th>used on lines</th></tr>"
-            made.append(f"<h3>{KINDS[kind]}</h3><table><thead>{head}</thead>{rows}</table>" if entries else "")
-        return "\n".join(made)
+            tables.append(f"<h3>{KINDS[kind]}</h3><table><thead>{head}</thead>{rows}</table>" if entries else "")
+        return "\n".join(tables)
 
     def row(self, entry: Entry, file: File) -> str:
         """One name of a keyword index."""
@@ -267,15 +268,15 @@ class Writer:
         target = self.package.find(entry.written) if entry.kind == "import" else entry
         if target is not None and target.file is not None:
             shown = f'<a href="{escape(self.link(target))}">{shown}</a>'
-        defined, told = "", [self.lines(entry.uses[file.path], file.path)] if file.path in entry.uses else []
+        defined, uses = "", [self.lines(entry.uses[file.path], file.path)] if file.path in entry.uses else []
         if entry.file is file:
             defined = self.lines(entry.lines, file.path)
             others = sorted(path for path in entry.uses if path != file.path)
-            told += [f"{escape(path)}: {self.lines(entry.uses[path], path)}" for path in others]
+            uses += [f"{escape(path)}: {self.lines(entry.uses[path], path)}" for path in others]
         elif entry.file is not None:
             defined = f'<a href="{self.link(entry)}">{escape(entry.file.path)}</a>'
         meaning = self.inline(self.meaning(entry))
-        return f"<tr><td>{shown}</td><td>{meaning}</td><td>{defined}</td><td>{'; '.join(told)}</td></tr>"
+        return f"<tr><td>{shown}</td><td>{meaning}</td><td>{defined}</td><td>{'; '.join(uses)}</td></tr>"
 
     def lines(self, numbers: list[int] | dict[int, bool], path: str) -> str:
         """Lines of a file, each a link; a question mark after a guess."""
@@ -288,12 +289,12 @@ class Writer:
         rows = []
         for path, names in sorted(files.items()):
             page = f"{importer or path}.html"
-            told = ", ".join(
+            imported = ", ".join(
                 f'<a href="{self.to(page, f"L{line}")}"><code>{escape(name)}</code></a>' for name, line in names
             )
             link = f'<a href="{self.to(f"{path}.html")}"><code>{escape(path)}</code></a>'
             purpose = self.inline(self.package.files[path].purpose)
-            rows.append(f"<tr><td>{link}</td><td>{purpose}</td><td>{told}</td></tr>")
+            rows.append(f"<tr><td>{link}</td><td>{purpose}</td><td>{imported}</td></tr>")
         return f"<table>{''.join(rows)}</table>" * bool(rows)
 
     def source(self, file: File) -> str:
@@ -314,10 +315,10 @@ class Writer:
                 style = "k" if iskeyword(text) else None
             return "\n".join(f'<span class="{style}">{part}</span>' if style else part for part in text.split("\n"))
 
-        made = TOKEN.sub(shown, file.text).removesuffix("\n").split("\n") if file.text else []
+        coloured = TOKEN.sub(shown, file.text).removesuffix("\n").split("\n") if file.text else []
         rows = (
             f'<span class="line" id="L{n}"><a class="ln" href="#L{n}">{n:>4}</a> {text}</span>\n'
-            for n, text in enumerate(made, 1)
+            for n, text in enumerate(coloured, 1)
         )
         return f'<div class="highlight source"><pre>{"".join(rows)}</pre></div>'
 
@@ -333,13 +334,13 @@ class Writer:
         files, face = self.package.files, self.package.files.get(f"{folder}/__init__.py")
         inner = sorted({path[len(folder) + 1 :].split("/")[0] for path in files if path.startswith(f"{folder}/")})
         rows = []
-        for name in sorted(inner, key=lambda one: (one.endswith(".py"), one)):
+        for name in sorted(inner, key=lambda path: (path.endswith(".py"), path)):
             page = f"{folder}/{name}.html" if name.endswith(".py") else f"{folder}/{name}/index.html"
             file = files.get(f"{folder}/{name}") or files.get(f"{folder}/{name}/__init__.py")
-            told = self.inline(file.purpose) if file is not None else ""
+            purpose = self.inline(file.purpose) if file is not None else ""
             slash = "" if name.endswith(".py") else "/"
             rows.append(
-                f'<tr><td><a href="{self.to(page)}"><code>{escape(name)}{slash}</code></a></td><td>{told}</td></tr>'
+                f'<tr><td><a href="{self.to(page)}"><code>{escape(name)}{slash}</code></a></td><td>{purpose}</td></tr>'
             )
         about = self.docstring(face.obj.docstring) if face is not None and face.obj is not None else ""
         names = f'<p><a href="{self.to("names.html")}">All names</a></p>'
@@ -351,11 +352,14 @@ class Writer:
         paths = list(self.package.files)
         numbers = {path: number for number, path in enumerate(paths)}
         listed = [
-            (path, one) for path, file in self.package.files.items() for one in file.entries if one.obj is not None
+            (path, entry)
+            for path, file in self.package.files.items()
+            for entry in file.entries
+            if entry.obj is not None
         ]
         names = [
-            [one.qualified, one.kind, numbers[path], one.lines[0], self.meaning(one).replace("`", "")]
-            for path, one in sorted(listed, key=lambda at: order(at[1]))
+            [entry.qualified, entry.kind, numbers[path], entry.lines[0], self.meaning(entry).replace("`", "")]
+            for path, entry in sorted(listed, key=lambda at: order(at[1]))
         ]
         data = json.dumps({"files": paths, "names": names}, separators=(",", ":")).replace("</", "<\\/")
         yield "names-data.js", f"window.NAMES = {data};\n"
@@ -401,12 +405,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("package", metavar="PACKAGE", help="a folder, a .py file or the name of an installed package")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new or empty folder; NAME-reference by default")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        package = locate(given.package)
+        package = locate(options.package)
     except FileNotFoundError as error:
         parser.error(str(error))
-    out = given.out or Path(f"{package.name}-reference")
+    out = options.out or Path(f"{package.name}-reference")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"{str(out)!r} is not an empty folder")
     writer, start = Writer(package), next(iter(package.files))
@@ -448,10 +452,10 @@ BODY, TITLE = "@@reference-body@@", "@@reference-title@@"
 def read(app: Any) -> None:
     """Read the project's source, before pages are read: other extensions use it."""
     root = Path(app.srcdir).parent
-    found = sources(root / "src" / "fullshard")
+    paths = sources(root / "src" / "fullshard")
     for folder in PROGRAMS:
-        found |= {name: path for name, path in sources(root / folder).items() if "/_" not in name}
-    app.reference = Package("fullshard", found)
+        paths |= {name: path for name, path in sources(root / folder).items() if "/_" not in name}
+    app.reference = Package("fullshard", paths)
 
 
 def frames(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:

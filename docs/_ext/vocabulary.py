@@ -1,4 +1,4 @@
-"""The glossary: the tables of words in docs/architecture.md as a page, and each word told where a page first uses it.
+"""The glossary: the tables of words in docs/architecture.md as a page, and each word explained where it is first used.
 
 A word that is also plain English (`full`, `run`, `place`) has an entry and no hover: most uses mean nothing special.
 """
@@ -26,12 +26,12 @@ LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, 
 
 def words(architecture: str) -> dict[str, str]:
     """Every word of the tables and what it means: a row for each word, so that each meaning can be read by itself."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for table in architecture.split("| word | meaning |")[1:]:
         for row in table.partition("\n\n")[0].split("\n")[2:]:
             name, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|")))
-            found[name] = meaning
-    return found
+            meanings[name] = meaning
+    return meanings
 
 
 def plain(markdown: str) -> str:
@@ -56,12 +56,12 @@ def write_page(app: Sphinx) -> None:
 
 
 def pattern(terms: dict[str, str]) -> re.Pattern[str]:
-    """Matches a word that is told, in the singular or plural."""
-    told = sorted((term for term in terms if term not in PLAIN), key=len, reverse=True)
-    return re.compile(rf"\b({'|'.join(map(re.escape, told))})(s?)\b", re.IGNORECASE)
+    """Matches a word that is explained, in the singular or plural."""
+    explained = sorted((term for term in terms if term not in PLAIN), key=len, reverse=True)
+    return re.compile(rf"\b({'|'.join(map(re.escape, explained))})(s?)\b", re.IGNORECASE)
 
 
-def tell(app: Sphinx, doctree: nodes.document, page: str) -> None:
+def explain(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Give each word's first use on a page its meaning as a hover, and a link to the glossary."""
     if app.builder.format != "html" or page == PAGE:
         return
@@ -71,14 +71,14 @@ def tell(app: Sphinx, doctree: nodes.document, page: str) -> None:
     for node in list(doctree.findall(nodes.Text)):
         if not left or within(node):
             continue
-        found = next((one for one in matches.finditer(node) if one[1].lower() in left), None)
-        if found is None:
+        use = next((use for use in matches.finditer(node) if use[1].lower() in left), None)
+        if use is None:
             continue
-        word = found[1].lower()
+        word = use[1].lower()
         left.discard(word)
         link = nodes.reference("", "", internal=True, refuri=address(app, page, word), classes=["word"])
-        link += nodes.abbreviation(found[0], found[0], explanation=plain(terms[word]))
-        parts = [nodes.Text(node[: found.start()]), link, nodes.Text(node[found.end() :])]
+        link += nodes.abbreviation(use[0], use[0], explanation=plain(terms[word]))
+        parts = [nodes.Text(node[: use.start()]), link, nodes.Text(node[use.end() :])]
         node.parent.replace(node, [part for part in parts if part is link or str(part)])
 
 
@@ -101,5 +101,5 @@ def address(app: Sphinx, page: str, word: str) -> str:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
     app.connect("builder-inited", write_page)
-    app.connect("doctree-resolved", tell)
+    app.connect("doctree-resolved", explain)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

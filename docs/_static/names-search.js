@@ -3,8 +3,8 @@
   "use strict";
   var MOST = 200;
   var query = document.getElementById("names-query");
-  var told = document.getElementById("names-told");
-  var found = document.getElementById("names-found");
+  var count = document.getElementById("names-count");
+  var list = document.getElementById("names-list");
 
   // Better first: the name itself, then names that begin with the text, then names that hold it.
   function rank(name, text) {
@@ -13,23 +13,23 @@
   }
 
   function add(parent, tag, text) {
-    var made = document.createElement(tag);
-    made.textContent = text;
-    return parent.appendChild(made);
+    var element = document.createElement(tag);
+    element.textContent = text;
+    return parent.appendChild(element);
   }
 
   function search() {
     var text = query.value.trim().toLowerCase();
-    var hits = NAMES.names.map(function (one) { return [text ? rank(one[0], text) : -1, one]; })
+    var hits = NAMES.names.map(function (entry) { return [text ? rank(entry[0], text) : -1, entry]; })
       .filter(function (hit) { return hit[0] >= 0; })
       .sort(function (a, b) { return a[0] - b[0]; });
-    found.textContent = "";
-    told.textContent = !text ? "" : hits.length > MOST ? "the first " + MOST + " of " + hits.length : hits.length + " found";
+    list.textContent = "";
+    count.textContent = !text ? "" : hits.length > MOST ? "the first " + MOST + " of " + hits.length : hits.length + " found";
     hits.slice(0, MOST).forEach(function (hit) {
-      var one = hit[1], path = NAMES.files[one[2]];
-      var link = add(add(found, "dt", ""), "a", one[0] + " (" + one[1] + ", " + path + ":" + one[3] + ")");
-      link.href = path.split("/").map(encodeURIComponent).join("/") + ".html#L" + one[3];
-      add(found, "dd", one[4]);
+      var entry = hit[1], path = NAMES.files[entry[2]];
+      var link = add(add(list, "dt", ""), "a", entry[0] + " (" + entry[1] + ", " + path + ":" + entry[3] + ")");
+      link.href = path.split("/").map(encodeURIComponent).join("/") + ".html#L" + entry[3];
+      add(list, "dd", entry[4]);
     });
   }
 
