@@ -101,7 +101,7 @@ def raise_on_all(error: DivergenceError | None, axes: Iterable[Axis], comm: Comm
 
     Args:
         error: found by this rank, over any of the axes.
-        axes: all those over which ranks compared. Ranks may have different ones, of which those that they share are in
+        axes: all axes over which ranks compared. Ranks may have different axes; those that they share are in
             the same order.
         device: of the axes' mesh.
     """

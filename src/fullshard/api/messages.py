@@ -162,7 +162,7 @@ def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
 
 
 def parked_already(function: str, parked: Sequence[str]) -> PhaseError:
-    """The error for `park` or `offload_by_budget` of a model of which these units are parked."""
+    """The error for `park` or `offload_by_budget` of a model with these parked units."""
     return PhaseError(
         f"{function} was called for a model that is already parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,

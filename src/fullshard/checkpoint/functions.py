@@ -78,7 +78,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     Raises:
         CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
-            (such as step counts), of which the view can have only one.
+            (such as step counts); the view can have only one.
     """
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)

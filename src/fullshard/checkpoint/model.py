@@ -227,7 +227,7 @@ def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
     """Allocate memory for tensors on the meta device that have a value in `state`. The values are loaded later.
 
     Args:
-        strict: leave buckets alone of which `state` lacks parameters, since `load_state_dict` will report these.
+        strict: skip buckets if `state` lacks any of their parameters; `load_state_dict` will report these.
 
     Raises:
         CheckpointError: `state` has only some of the parameters of one bucket; nothing was loaded.

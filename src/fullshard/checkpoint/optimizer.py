@@ -274,7 +274,7 @@ def cut_states(
         needs_all: require state of all parameters that require a gradient.
 
     Returns:
-        The states; nothing for targets without state, or of which this rank owns no elements.
+        The states; nothing for targets without state, or without elements on this rank.
 
     Raises:
         MissingStateError: a parameter lacks state, or a key of it, that others of the same target have; or `needs_all`.

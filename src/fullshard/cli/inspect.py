@@ -94,7 +94,7 @@ def summary(inspection: Inspection) -> list[str]:
 
 
 def names_of(values: Mapping[str, Any]) -> list[str]:
-    """The names of values, with those one level below."""
+    """The names of values, including those one level below."""
     names = []
     for key, value in values.items():
         inner = list(value) if isinstance(value, dict) else []

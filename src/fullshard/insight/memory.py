@@ -92,7 +92,7 @@ def memory_use(
 
     Args:
         model: a model with or without units, or a part of one.
-        optimizer: the optimizer, or several, of which to count the state of this model's parameters; None: none.
+        optimizer: the optimizer, or several, whose state of this model's parameters is counted; None: none.
 
     Raises:
         ConfigError: `model` is not a module, or `optimizer` is not an optimizer.

@@ -285,7 +285,7 @@ class Layout:
 
     @property
     def padding_is_scattered(self) -> bool:
-        """Whether `padding` lists whole segments of which only some elements are padding."""
+        """Whether `padding` lists whole segments, only some of whose elements are padding."""
         return self.kind != "flat" and bool(self.padding)
 
     def view_in_whole(self, slot: Slot, part: Part) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -278,7 +278,7 @@ def _groups_of(parameter: torch.Tensor, grad: torch.Tensor, known: KnownGroups) 
     """The groups over which a parameter's gradient is split.
 
     Raises:
-        ConfigError: it is a parameter of FullyShardedDataParallel, of which other ranks may hold nothing to pass.
+        ConfigError: it is a parameter of FullyShardedDataParallel; other ranks may have no part of it to pass.
     """
     unit = owner_of(parameter)
     if unit is not None and isinstance(unit.buckets[0].form, LocalForm) and unit.buckets[0].axes.shard.size > 1:
@@ -327,7 +327,7 @@ def _split_over(bucket: Bucket, member: Member) -> tuple[dist.ProcessGroup, ...]
 def clip_units(
     units: Iterable[Unit], others: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Like `clip_grad_norm_`, for all parameters of units, of which this rank may hold nothing. Collective.
+    """Like `clip_grad_norm_`, for all parameters of units, even if this rank holds nothing of them. Collective.
 
     Args:
         units: units of the wrapper, the same on all ranks.

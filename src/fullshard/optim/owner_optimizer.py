@@ -803,7 +803,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Start to fill the whole parameters of a batch that this rank owns with values and gradients. Collective.
 
         Args:
-            ahead: whether the exchanges may be under way together; else one after another, which takes less memory.
+            ahead: whether the exchanges may be under way together; otherwise in sequence, which takes less memory.
         """
         arriving: list[tuple[Exchange, Callable[[], list[torch.Tensor]]]] = []
         for exchange in batch.gathers:

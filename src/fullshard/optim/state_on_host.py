@@ -89,8 +89,8 @@ class StateOnHost:
         self.kept = 0
         self._optimizer, self._keep, self._device, self._lanes = weakref.ref(optimizer), keep, device, lanes
         self._parts: dict[Any, _Part] = {}  # by number of the unit, or id of the parameter
-        self._following: dict[Any, Any] = {}  # by key: the one that stepped after it, last time
-        self._last: Any = None  # the key of the one that stepped last in this step
+        self._following: dict[Any, Any] = {}  # by key: the key that stepped after it last time
+        self._last: Any = None  # the key that stepped last in this step
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that have stepped, and their gradients
         with lanes.inward:
             self._turns = turns_on(device)  # device copies return to this lane's memory: it waits for their copies out

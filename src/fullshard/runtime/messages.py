@@ -241,7 +241,7 @@ def copied_in_part(module: str) -> PhaseError:
 
 
 def no_unsharded_copy(parameter: str, why: str) -> NotSupportedError:
-    """The error for a model of which no unsharded copy can be planned."""
+    """The error for a model whose unsharded copy cannot be planned."""
     return NotSupportedError(
         f"explain_memory(): there is no unsharded copy of {parameter}: {why}.",
         parameter=parameter,

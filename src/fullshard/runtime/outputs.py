@@ -74,7 +74,7 @@ def _refuse_parts(module: nn.Module, args: Any) -> None:
 
 
 def shown_part(module: nn.Module) -> str | None:
-    """Return the name of a direct parameter of which the module shows only this rank's part; None if there is none.
+    """Return the name of a direct parameter that the module shows only in part (this rank's); None without one.
 
     A copy of a sharded parameter does not count.
     """

@@ -27,7 +27,7 @@ RUNNER_KEY = "_fullshard_runner"
 
 
 def runner_of(module: nn.Module) -> Runner | None:
-    """Return the runner of the unit of which `module` is (one of) the modules; None if there is none."""
+    """Return the runner of the unit that has `module` as one of its modules, or None."""
     runner: Runner | None = module.__dict__.get(RUNNER_KEY)
     return runner
 
@@ -58,7 +58,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of which `module` is (one of) the modules; None if there is none."""
+    """Return the unit that has `module` as one of its modules, or None."""
     runner = runner_of(module)
     return runner.unit if runner is not None else None
 
@@ -222,7 +222,7 @@ def _dissolve(ref: weakref.ref[Root]) -> None:
 
 
 def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
-    """Return the ids of the current parameters that any of these units was told to ignore."""
+    """Return the ids of the current parameters that any of these units was set to ignore."""
     return frozenset().union(*[runner.settings.ignored.ids() for runner in runners])
 
 

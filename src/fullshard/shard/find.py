@@ -50,7 +50,7 @@ class Found:
 
 
 UnitOf = Callable[[nn.Module], Any]
-"""Returns the unit of which a module is (one of) the modules, or None."""
+"""Returns the unit that has a module as one of its modules, or None."""
 OwnerOf = Callable[[Any], Any]
 """Returns the unit that a parameter belongs to, or None."""
 

@@ -218,7 +218,7 @@ def unknown_key(key: str, example: object, count: int) -> CheckpointError:
     return CheckpointError(
         "The optimizer state has a key that the optimizer does not.",
         parameter=key,
-        expected=f"keys such as {example!r}, of which there are {count}",
+        expected=f"keys such as {example!r} ({count} in all)",
         remedy="pass the model and the optimizer that the state belongs to",
     )
 

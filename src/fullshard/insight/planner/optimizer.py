@@ -141,7 +141,7 @@ def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer) -> tuple
 def owner_costs(
     parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int, foreach: bool
 ) -> OptimizerCosts:
-    """The costs of optimizers of which at least one has owners; the rank that needs the most decides.
+    """The costs of optimizers, at least one of which has owners; the rank that needs the most decides.
 
     Args:
         parameters_of: makes the parameters of a rank.

@@ -316,7 +316,7 @@ def plan(
 
 
 class RunSize(NamedTuple):
-    """The size of a run; `node`: ranks on one machine, the others as for `plan`."""
+    """The size of a run; `node`: ranks on one machine; other fields: see `plan`."""
 
     ranks: int
     batch: int

@@ -40,7 +40,7 @@ WHOLE = "optimizer.step()"
 NOTHING = Live()
 
 FIRST = 3
-"""Micro-batches, first and last, that are simulated one by one."""
+"""The number of micro-batches, at each end of a step, that are simulated separately."""
 
 LARGE = 32 * 2**20
 """Bytes of the smallest buffer that is large (`Rates.large`)."""
@@ -185,7 +185,7 @@ class Timeline:
         self.now["optimizer"] = state
         self.gathers: dict[str, float] = {}  # units in flight, and when each arrives
         self.gathered: set[str] = set()
-        self.kept: set[str] = set()  # units of which slices are kept for the backward
+        self.kept: set[str] = set()  # units whose slices are kept for the backward
         self.whole: set[str] = set()  # units whose gradients of earlier micro-batches wait for a reduction
         self.copied: set[str] = set()  # units whose sums over micro-batches are copied into new gradients
         self.partial: dict[str, int] = {}  # bytes of slices that wait, reduced over the shard axis only, by unit
@@ -418,7 +418,7 @@ class Timeline:
     # The step.
 
     def run(self, micro_batches: int) -> None:
-        """Run all micro-batches. Of many, those in the middle are alike: one is simulated, and counted for all."""
+        """Run all micro-batches. Those in the middle are alike: one is simulated, and counted for all."""
         alike = max(micro_batches - 2 * FIRST, 0)
         for index in range(min(micro_batches, FIRST)):
             self.micro_batch(index, micro_batches)

@@ -10,7 +10,7 @@ Analysis, SIAM J. Sci. Comput. 41(5), 2019). A network chains `depth` such sums,
 
     u       unit roundoff of the coarsest dtype in which values are stored, computed with, sent or reduced
     u_sum   of the dtype in which products are summed: float32 for 16-bit dtypes, otherwise that dtype
-    depth   roundings one after another: three for every module that has parameters, forward and backward
+    depth   consecutive roundings: three for every module that has parameters, forward and backward
     length  terms of the longest sum: the largest dim of any parameter, or the number of ranks and micro-batches
     LAMBDA  4
 
