@@ -452,7 +452,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         *(
             "gradient",
             "tokens.weight",
-            "gradients are 0.3 times the expected ones: the step clips them to another norm",
+            "gradients are 0.3 times the expected ones: the step clips them to a norm other",
         ),
     ),
     "stepped twice": (step(twice_by_closure), "parameter", "tokens.weight", "or more than one step"),

@@ -291,7 +291,7 @@ class StepsInBackward:
                 "Parameters were added to an optimizer that clips in the backward: the norm is without them.",
                 parameter=added[0].__dict__.get(NAME_KEY, "?"),
                 expected="all groups before step_in_backward(optimizer, max_norm=...)",
-                remedy="call remove() on the object that step_in_backward returned, add the group, and call it again",
+                remedy="call remove() on step_in_backward's result, add the group, and call step_in_backward again",
                 topic="step-in-backward",
             )
         remaining = [parameter for parameter in self._parameters if parameter.grad is not None]
