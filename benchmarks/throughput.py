@@ -135,6 +135,7 @@ def measure(quick: bool) -> list[Quantity]:
         Target("rows", "fsdp2", 1.25),
         Target("rows" + VIEW, "fsdp2", 1.25),
         *(Target(name, "flat" + VIEW, 0.95) for name in WRAPPERS),
+        *(Target(name, "ddp", 0.89) for name in ("flat" + VIEW, "rows", "rows" + VIEW)),  # at most 1.12 of its time
     )
     also = "the same steps; CPU time, kernel's included, of both ranks together: steadier on a busy machine"
     return [

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import FullshardError
 from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
 from ..torch_private.local_tensor import plain_tensors, view_base
-from .messages import Account, memory_in_words
+from .messages import Account, hint_of_dtypes, hint_of_freed, hint_of_parts, memory_in_words
 from .out_of_memory import account, bytes_asked, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -85,11 +85,7 @@ def _of_freed(error: RuntimeError) -> str:
         if tensor.numel() and WHOLE_KEY in (whole := _whole_of(tensor)).__dict__ and not _has_memory(whole)
     ]
     which = f"parameter {names[0]!r}" if names else "a parameter"
-    return (
-        f"this is probably a gathered weight ({which}) that was stored in a forward and used after its unit was "
-        "freed. Use the parameter in its unit's own forward, store a copy (weight.clone()), or keep the unit gathered "
-        "until then (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
-    )
+    return hint_of_freed(which)
 
 
 def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,12 +101,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _of_parts(error: RuntimeError) -> str | None:
     for tensor in _at_hand(error):
         if PART_KEY in tensor.__dict__:
-            return (
-                f"parameter {tensor.__dict__.get(NAME_KEY, '?')!r} is sharded at this point and shows this rank's "
-                f"1-D part, of {tensor.numel()} elements: its unit is not gathered. A weight can be used inside the "
-                "forward of its own FullyShardedDataParallel instance; wrap the module that uses it together with the "
-                "one that owns it, and return results from a forward, not a generator that computes them later."
-            )
+            return hint_of_parts(tensor.__dict__.get(NAME_KEY, "?"), tensor.numel())
     return None
 
 
@@ -119,11 +110,7 @@ def _of_dtypes(runner: Runner) -> str | None:
     for user in units:
         policy = user.settings.policy
         if policy.param_dtype is not None and policy.output_dtype is None:
-            return (
-                f"unit {user.unit.name or '(root)'!r} computes in {policy.param_dtype} (mixed precision), and so "
-                "are its outputs. Convert the other tensor (y.to(x.dtype)), or the unit's output, with "
-                "MixedPrecisionPolicy(output_dtype=...)."
-            )
+            return hint_of_dtypes(user.unit.name or "(root)", policy.param_dtype)
     return None
 
 

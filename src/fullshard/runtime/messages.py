@@ -355,6 +355,36 @@ def reduced_while_it_runs() -> PhaseError:
     )
 
 
+# hints.py
+
+
+def hint_of_freed(which: str) -> str:
+    """The hint for a gathered weight that was used after its unit was freed."""
+    return (
+        f"this is probably a gathered weight ({which}) that was stored in a forward and used after its unit was "
+        "freed. Use the parameter in its unit's own forward, store a copy (weight.clone()), or keep the unit gathered "
+        "until then (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
+    )
+
+
+def hint_of_parts(parameter: str, numel: int) -> str:
+    """The hint for a wrapper's parameter that was used while it showed this rank's part."""
+    return (
+        f"parameter {parameter!r} is sharded at this point and shows this rank's 1-D part, of {numel} elements: its "
+        "unit is not gathered. A weight can be used inside the forward of its own FullyShardedDataParallel instance; "
+        "wrap the module that uses it together with the one that owns it, and return results from a forward, not a "
+        "generator that computes them later."
+    )
+
+
+def hint_of_dtypes(unit: str, dtype: torch.dtype) -> str:
+    """The hint for a tensor that meets the output of a unit with mixed precision."""
+    return (
+        f"unit {unit!r} computes in {dtype} (mixed precision), and so are its outputs. Convert the other tensor "
+        "(y.to(x.dtype)), or the unit's output, with MixedPrecisionPolicy(output_dtype=...)."
+    )
+
+
 # out_of_memory.py
 
 
