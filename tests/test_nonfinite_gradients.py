@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import NonfiniteGradient, nonfinite_gradients, set_check_nonfinite
+from fullshard.torch_private.local_tensor import inside
 from test_meshes import Experts
 from test_reductions import Weights
 from ways import (
@@ -239,3 +242,32 @@ def on_four_ranks() -> list[str]:
     order = sorted(names, key=lambda name: name.startswith("expert"))
     expect(problems, "experts", experts, *[NonfiniteGradient(name, "(root)", "nan", (2,)) for name in order])
     return problems
+
+
+def norms_by_infinity(way: str) -> list[float]:
+    """Total norms where only the last rank's slice has a NaN, by our function or method, and by torch's."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4, bias=False)
+    sharded: Any = fullshard.FullyShardedDataParallel(model, use_orig_params=True) if way == "wrapper" else model
+    if way != "wrapper":
+        fullshard.fully_shard(model, layout=way)
+    totals = []
+    for clip in (fullshard.clip_grad_norm_, nn.utils.clip_grad_norm_)[: 1 if way == "wrapper" else 2]:
+        sharded.zero_grad()
+        sharded(torch.ones(2, 3)).sum().backward()
+        if dist.get_rank() == 1:
+            for parameter in sharded.parameters():
+                inside(parameter.grad).view(-1)[-1:] = NAN
+        if way == "wrapper":
+            totals.append(float(sharded.clip_grad_norm_(1.0, INF)))
+        else:
+            total: Any = clip(sharded.parameters(), 1.0, INF)
+            totals.append(float(total.full_tensor() if hasattr(total, "full_tensor") else total))
+    return totals
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+@pytest.mark.gloo("its MAX leaves NaN out")
+def test_a_norm_by_infinity_is_nan_where_any_rank_has_one(run_ranks, way):
+    for totals in run_ranks(norms_by_infinity, way):
+        assert totals and all(map(math.isnan, totals))

@@ -103,6 +103,21 @@ def test_penalties_are_those_of_one_process(run_ranks, layout, rows):
     assert found == [{}, {}]
 
 
+def with_nan(layout: str, at: int) -> list[bool]:
+    model = nn.Linear(3, 4, bias=False)
+    with torch.no_grad():
+        model.weight[at] = math.nan
+    weight = fullshard.fully_shard(model, layout=layout).weight
+    values = [weight.max(), weight.amin(), weight.norm(math.inf), weight.detach().max()]
+    return [bool(whole(value).isnan()) for value in values]
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_extremes_are_nan_where_any_element_is(run_ranks, layout, at):
+    assert run_ranks(with_nan, layout, at) == [[True] * 4] * 2
+
+
 def refused() -> list[str]:
     model = fullshard.fully_shard(nn.Linear(3, 4, bias=False), layout="flat")
     raised = []

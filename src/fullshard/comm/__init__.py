@@ -35,7 +35,7 @@ from .protocol import (
     reduction_of,
 )
 from .torch_comm import TorchComm
-from .values import reduce_value, values_of_all
+from .values import largest_value, reduce_value, values_of_all
 from .watched import Watched
 
 

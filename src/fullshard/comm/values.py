@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,6 +42,17 @@ def reduce_value(
     else:  # on accelerators, or where no connections are possible
         dist.all_reduce(moved, op=op, group=group)
     return value if moved is value else value.copy_(moved)
+
+
+def largest_value(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The largest of all ranks' floating-point values, element by element; NaN where any rank's is.
+
+    Collectives may leave NaN out. Collective; connections as above.
+    """
+    is_nan = value.isnan()
+    both = torch.stack([value.masked_fill(is_nan, -math.inf), is_nan.to(value.dtype)])
+    largest, nans = reduce_value(both, dist.ReduceOp.MAX, group).unbind()
+    return largest.masked_fill(nans > 0, math.nan)
 
 
 def values_of_all(

@@ -52,7 +52,7 @@ def _norm(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> A
         if order not in (math.inf, -math.inf) or not is_vectors:
             return NotImplemented
         dtype = options.get("dtype")
-        return _extreme(tensor.abs() if dtype is None else tensor.to(dtype).abs(), order > 0)
+        return _extreme(tensor.abs() if dtype is None else tensor.to(dtype).abs(), order > 0, of_norm=True)
     norms = plain_call(func, types, args, kwargs)
     return norms + 0 if norms.ndim else norms  # which combines the parts; `redistribute` cannot be differentiated
 
@@ -72,15 +72,21 @@ def _extremes(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) 
     return _extreme(tensor, "max" in func.__name__)
 
 
-def _extreme(tensor: Any, largest: bool) -> Any:
-    """The largest or smallest element, whose gradient is divided evenly among equal ones, as those of torch."""
+def _extreme(tensor: Any, largest: bool, of_norm: bool = False) -> Any:
+    """The largest or smallest element, whose gradient is divided evenly among equal ones, as those of torch.
+
+    Args:
+        of_norm: no element is negative.
+    """
     values = tensor.detach()
     if not local_of(values).numel():  # torch refuses these, on this rank only
-        least = torch.finfo if tensor.is_floating_point() else torch.iinfo
-        neutral = least(tensor.dtype).min if largest else least(tensor.dtype).max
+        limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
+        neutral = limits.max if not largest else 0 if of_norm else limits.min
         values = with_spec(local_of(values).new_full((1,), neutral), spec_of(values))
     with plain_access():
         extreme = values.max() if largest else values.min()
+        if tensor.is_floating_point():  # collectives may leave out NaN
+            extreme = extreme + torch.where(values.isnan(), values, 0).sum()
     keep_mesh(extreme, tensor)
     if not _differentiates(tensor):
         return extreme

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from ..comm import largest_value
 from ..torch_private.local_tensor import keep_mesh, local_of, plain_access, spec_of, with_spec
 
 _aten: Any = torch.ops.aten
 _FOREACH_NORM: Any = torch._foreach_norm
-_VECTOR_NORM: Any = torch.linalg.vector_norm
 _DTENSORS = repeat(DTensor)
 _PLACEMENTS = attrgetter("_spec.placements")
 _KIND = attrgetter("_spec.placements", "_spec.mesh", "_spec.tensor_meta.dtype")
@@ -54,10 +54,10 @@ def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     """
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and is_elementwise(name)
-    if not (in_place or func in (_FOREACH_NORM, _VECTOR_NORM)) or not args or torch.is_grad_enabled() or is_compiling():
+    if not (in_place or func is _FOREACH_NORM) or not args or torch.is_grad_enabled() or is_compiling():
         return NotImplemented
     if not in_place:
-        return _norms(args, kwargs) if func is _FOREACH_NORM else _norm(args, kwargs)
+        return _norms(args, kwargs)
     if name.startswith(("_fused_", "_foreach_")):
         return _lists_on_locals(func, args, kwargs, name.startswith("_fused_"))
     first = args[0]
@@ -119,23 +119,20 @@ def _norms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if {*map(type, parts)} != {torch.Tensor}:
         return NotImplemented
     one = parts[0].new_zeros(1)
-    if math.inf in (*args[1:], *kwargs.values()):
+    infinite = math.inf in (*args[1:], *kwargs.values())
+    if infinite:
         parts = [part if part.numel() else one for part in parts]
+    norms: Any = _FOREACH_NORM(parts, *args[1:], **kwargs)
     with plain_access():
         (first,) = _FOREACH_NORM([with_spec(one, spec_of(tensors[0]))], *args[1:], **kwargs)
+        if infinite:  # all at once, with NaN
+            norms, mesh = torch.stack(norms), tensors[0].device_mesh
+            for dim, placement in enumerate(tensors[0].placements):
+                if placement.is_shard() and mesh.size(dim) > 1:
+                    norms = largest_value(norms, mesh.get_group(dim))
+            first, norms = first.redistribute(placements=[Replicate()] * mesh.ndim), norms.unbind()
         keep_mesh(first, tensors[0])
-        return (*map(with_spec, _FOREACH_NORM(parts, *args[1:], **kwargs), repeat(spec_of(first))),)
-
-
-def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.linalg.vector_norm`, if it is the largest absolute value and this rank has no part of the tensor."""
-    tensor, options = args[0], (*args[1:], *kwargs.values())
-    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or options != (math.inf,):
-        return NotImplemented
-    if not _is_whole_or_split(tensor.placements):
-        return NotImplemented
-    with plain_access():
-        return _VECTOR_NORM(with_spec(local_of(tensor).new_zeros(1), spec_of(tensor)), math.inf)
+        return (*map(with_spec, norms, repeat(spec_of(first))),)
 
 
 def _are_dtensors(value: Any) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import reduce_value, values_of_all
+from ..comm import largest_value, reduce_value, values_of_all
 from ..containers import call_apart
 from ..errors import PhaseError
 from ..layout import Layout, Slot, dense_strides, rectangles, run_on_rank
@@ -337,7 +337,7 @@ def _whole(func: Any, args: tuple[Any, ...], dim: Any = None, keepdim: bool = Fa
     """The run of a tensor that is reduced over all elements, and a function that gives the result its shape."""
     run: Run = args[0]._run
     dims = [dim] if isinstance(dim, int) else dim or range(len(run.shape))
-    if len({each % len(run.shape) for each in dims}) < len(run.shape):
+    if len({each % max(len(run.shape), 1) for each in dims}) < len(run.shape):
         raise _unsupported(func, args, "a reduction along some dims only")
     return run, lambda value: value.reshape([1] * len(run.shape)) if keepdim else value
 
@@ -363,8 +363,16 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     if func in (aten.all.default, aten.any.default):
         local = local.bool()
     value = (local.max() if largest else local.min()).to(torch.uint8 if local.dtype is torch.bool else local.dtype)
-    result: torch.Tensor = shaped(run.reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN))
+    result: torch.Tensor = shaped(_extreme_of_ranks(value, run, largest))
     return result.to(local.dtype)
+
+
+def _extreme_of_ranks(value: torch.Tensor, run: Run, largest: bool) -> torch.Tensor:
+    """The largest or smallest values of all ranks."""
+    if not value.is_floating_point():
+        return run.reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    sign = 1 if largest else -1
+    return sign * largest_value(sign * value, run.axis.group) if run.axis.size > 1 else value
 
 
 def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -416,7 +424,7 @@ def _norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) ->
         run: Run = shards[indices[0]]._run
         stacked = torch.stack([norms[i] for i in indices])
         if math.isinf(order):
-            stacked = run.reduce(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+            stacked = _extreme_of_ranks(stacked, run, order > 0)
         elif order == 0:  # the number of nonzero elements
             stacked = run.reduce(stacked)
         else:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import reduce_value
+from ..comm import largest_value, reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError, invalid_argument
 from ..forms import NAME_KEY, PART_KEY, FlatShard, LocalForm, Member, owner_of
@@ -231,12 +231,11 @@ def joined_norm(norms: Iterable[tuple[Groups, torch.Tensor]], norm_type: float, 
         device: the result's device, if there are no norms.
     """
     infinite = math.isinf(norm_type)
-    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     parts: list[torch.Tensor] = []
     for groups, local in norms:
         part = local.max() if infinite else torch.linalg.vector_norm(local, norm_type) ** norm_type
         for group in groups:
-            reduce_value(part, op, group)
+            part = largest_value(part, group) if infinite else reduce_value(part, dist.ReduceOp.SUM, group)
         parts.append(part)
     if not parts:
         return torch.zeros((), device=device)
