@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "smallest absolute value": lambda p, q: torch.linalg.vector_norm(p, -math.inf),
     "amax": lambda p, q: p.abs().amax(),
     "amin": lambda p, q: torch.amin(p),
+    "amin by its name": lambda p, q: torch.amin(input=p, dim=None),
+    "amax, dims kept": lambda p, q: p.amax(dim=(-1, 0), keepdim=True).sum(),
+    "norm by infinity, dims kept": lambda p, q: torch.linalg.vector_norm(p, math.inf, keepdim=True).sum(),
+    "norm by infinity of all dims": lambda p, q: p.norm(math.inf, (0, 1)),
     "amax of all dims": lambda p, q: p.amax((0, 1)),
     "amax of equal elements": lambda p, q: (p > 0).to(p.dtype).mul(p.detach()).clamp(max=0.0).add(p * 0).amax(),
     "max": lambda p, q: p.abs().max(),
@@ -45,6 +50,12 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "huber_loss": lambda p, q: F.huber_loss(p, q, "mean", 0.1),
     "soft_margin_loss": lambda p, q: F.soft_margin_loss(p, q.sign()),
     "l1_loss": F.l1_loss,
+    "mse_loss, size_average": lambda p, q: F.mse_loss(p, q, size_average=True, reduction="sum"),
+    "mse_loss, reduce": lambda p, q: F.mse_loss(p, q, reduce=True, size_average=False),
+    "binary_cross_entropy_with_logits": lambda p, q: F.binary_cross_entropy_with_logits(p, q.sigmoid()),
+    "binary_cross_entropy": lambda p, q: F.binary_cross_entropy(p.sigmoid(), q.sigmoid(), weight=q.square()),
+    "dist": torch.dist,
+    "dist by infinity": lambda p, q: torch.dist(p, q, math.inf),
     "norms of columns": lambda p, q: p.norm(dim=0).sum(),
     "norms of columns, cubed": lambda p, q: torch.linalg.vector_norm(p, 3, dim=0).pow(3).sum(),
     "norms of rows": lambda p, q: torch.norm(p, dim=1).sum(),
@@ -64,7 +75,9 @@ LOGS: dict[str, Callable[[Tensor], Any]] = {
 }
 FLAT_LOGS: dict[str, Callable[[Tensor], Any]] = {
     "largest integer": lambda p: (p * 10).long().max(),
-    "smallest integer": lambda p: (p * 10).int().min(),
+    "smallest integer": lambda p: (p * 10).to(torch.int16).min(),
+    "any of nothing": lambda p: (p * 0).any(),
+    "all of bytes": lambda p: (p != 0).to(torch.uint8).all(),
 }
 
 
@@ -108,14 +121,38 @@ def with_nan(layout: str, at: int) -> list[bool]:
     with torch.no_grad():
         model.weight[at] = math.nan
     weight = fullshard.fully_shard(model, layout=layout).weight
-    values = [weight.max(), weight.amin(), weight.norm(math.inf), weight.detach().max()]
+    values = [weight.max(), weight.amin(), weight.norm(math.inf), weight.detach().max(), weight.norm(math.inf, (0, 1))]
     return [bool(whole(value).isnan()) for value in values]
 
 
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_extremes_are_nan_where_any_element_is(run_ranks, layout, at):
-    assert run_ranks(with_nan, layout, at) == [[True] * 4] * 2
+    assert run_ranks(with_nan, layout, at) == [[True] * 5] * 2
+
+
+def with_infinity(layout: str, rows: int) -> list[Any]:
+    """Values and gradients of extremes that are infinite, beside those of one process."""
+    plain = nn.Linear(3, rows, bias=False)
+    with torch.no_grad():
+        plain.weight.fill_(-math.inf)
+        plain.weight[0, 0] = math.inf
+    model = fullshard.fully_shard(copy.deepcopy(plain), layout=layout)
+    found = []
+    for penalty in (torch.max, torch.amax, torch.min, torch.amin, lambda p: p.norm(math.inf)):
+        plain.zero_grad(), model.zero_grad()
+        ours, theirs = penalty(model.weight), penalty(plain.weight)
+        whole(ours).backward(), theirs.backward()
+        found.append(torch.equal(whole(ours), theirs) and torch.equal(whole(model.weight.grad), plain.weight.grad))
+    with torch.inference_mode():
+        found.append(torch.equal(whole(model.weight.max()), plain.weight.max()))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_infinite_extremes(run_ranks, layout, rows):
+    assert run_ranks(with_infinity, layout, rows) == [[True] * 6] * 2
 
 
 def refused() -> list[str]:

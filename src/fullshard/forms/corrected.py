@@ -3,8 +3,8 @@
 Wrong with torch 2.13, for tensors split over ranks (`tests/parity/test_penalties.py` compares with one process):
 
 - the mean of a loss (`mse_loss`, ...): its gradient is multiplied by the number of ranks, and uneven parts count alike;
-- the gradient of the largest or smallest element by `amax`, `amin` or `norm(inf)`: NaN; on a rank that has no part of
-  the tensor any of these, and `max` and `min`, raise while other ranks wait;
+- the gradient of the largest or smallest element by `amax`, `amin` or `norm(inf)`: NaN; where a rank's element is NaN,
+  the value; on a rank that has no part of the tensor any of these, and `max` and `min`, raise while other ranks wait;
 - the sum of norms along the split dimension: parts are summed before they are combined.
 """
 
@@ -30,84 +30,126 @@ def corrected(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) 
     return NotImplemented if correct is None else correct(func, types, args, kwargs)
 
 
+def covers_all(dims: Any, ndim: int) -> bool:
+    """Whether a reduction over `dims`, as users write them, is one over all elements; False if they are invalid."""
+    if dims is None or dims == ():
+        return True
+    listed = [dims] if isinstance(dims, int) else [*dims]
+    valid = all([-max(ndim, 1) <= dim < max(ndim, 1) for dim in listed])
+    return valid and len({dim % max(ndim, 1) for dim in listed}) == len(listed) == max(ndim, 1)
+
+
+def _bound(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Arguments by name, under the names of torch's Python functions."""
+    renamed = {"input": "tensor", "x": "tensor", "A": "tensor", "p": "order", "ord": "order"}
+    return dict(zip(names, args, strict=False), **{renamed.get(name, name): value for name, value in kwargs.items()})
+
+
 def _mean_loss(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     """The mean of an element-wise loss: of the losses of all elements."""
-    options = dict(zip(_LOSSES[func], args, strict=False), **kwargs)
-    if options.get("reduction", "mean") != "mean" or options.get("weight") is not None:
-        return NotImplemented  # weighted losses are computed from other operations
-    if options.pop("size_average", None) is False or options.pop("reduce", None) is False:
+    options: dict[str, Any] = dict(zip(_LOSSES[func], args, strict=False), **kwargs)
+    reduction, legacy = options.get("reduction", "mean"), [options.pop(name, None) for name in _LEGACY]
+    if legacy != [None, None]:  # as torch reads them
+        averages, reduces = [value is None or value for value in legacy]
+        reduction = "none" if not reduces else "mean" if averages else "sum"
+    if reduction != "mean":
         return NotImplemented
+    if func in _BY_SUM_OF_WEIGHTS and options.get("weight") is not None:
+        return NotImplemented  # computed from other operations
     return func(**{**options, "reduction": "none"}).mean()
 
 
 def _norm(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     """A norm of all elements by infinity; or norms along a dimension, combined over ranks at once."""
-    options = dict(zip(("tensor", "order", "dim", "keepdim"), args, strict=False), **kwargs)
-    order, dim = options.get("order", options.get("p", options.get("ord"))), options.get("dim")
-    tensor = args[0] if args else None
+    options = _bound(("tensor", "order", "dim", "keepdim"), args, kwargs)
+    tensor, order, dim = (options.get(name) for name in ("tensor", "order", "dim"))
     if not isinstance(tensor, DTensor):
         return NotImplemented
-    if dim is None:
-        is_vectors = func is not torch.linalg.norm or tensor.ndim == 1  # else a norm of the matrix
-        if order not in (math.inf, -math.inf) or not is_vectors:
-            return NotImplemented
+    of_matrix = func is torch.linalg.norm and tensor.ndim == 2 and order is not None and not isinstance(dim, int)
+    if order in (math.inf, -math.inf) and covers_all(dim, tensor.ndim) and not of_matrix and "out" not in options:
         dtype = options.get("dtype")
-        return _extreme(tensor.abs() if dtype is None else tensor.to(dtype).abs(), order > 0, of_norm=True)
+        magnitudes = tensor.abs() if dtype is None else tensor.to(dtype).abs()
+        return _shaped(_extreme(magnitudes, order > 0, of_norm=True), tensor, options)
+    if dim is None:
+        return NotImplemented
     norms = plain_call(func, types, args, kwargs)
     return norms + 0 if norms.ndim else norms  # which combines the parts; `redistribute` cannot be differentiated
 
 
+def _distance(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.dist`, the norm of a difference."""
+    options = _bound(("tensor", "other", "order"), args, kwargs)
+    return (options["tensor"] - options["other"]).norm(options.get("order", 2))
+
+
 def _extremes(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     """The largest or smallest of all elements."""
-    named = ("tensor", "dim", "keepdim")
-    options = dict(zip(named, args, strict=False), **kwargs)
-    tensor, dims = args[0] if args else None, options.get("dim", ())
-    if not isinstance(tensor, DTensor) or options.keys() - {*named} or options.get("keepdim"):
+    options = _bound(("tensor", "dim", "keepdim"), args, kwargs)
+    tensor, dims = options.get("tensor"), options.get("dim")
+    if not isinstance(tensor, DTensor) or options.keys() - {"tensor", "dim", "keepdim"}:
         return NotImplemented
     if isinstance(dims, torch.Tensor) or (func in _OF_TWO and "dim" in options):  # of two tensors; with places
         return NotImplemented
-    dims = {dim % tensor.ndim for dim in (dims if isinstance(dims, Sequence) else (dims,))} if tensor.ndim else ()
-    if len(dims) not in (0, tensor.ndim):
+    if not covers_all(dims, tensor.ndim):
         return NotImplemented
-    return _extreme(tensor, "max" in func.__name__)
+    return _shaped(_extreme(tensor, "max" in func.__name__), tensor, options)
+
+
+def _shaped(value: Any, tensor: torch.Tensor, options: Kwargs) -> Any:
+    return value.reshape([1] * tensor.ndim) if options.get("keepdim") else value
 
 
 def _extreme(tensor: Any, largest: bool, of_norm: bool = False) -> Any:
-    """The largest or smallest element, whose gradient is divided evenly among equal ones, as those of torch.
+    """The largest or smallest element of all ranks, NaN if any is.
 
     Args:
         of_norm: no element is negative.
     """
-    values = tensor.detach()
-    if not local_of(values).numel():  # torch refuses these, on this rank only
-        limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
-        neutral = limits.max if not largest else 0 if of_norm else limits.min
-        values = with_spec(local_of(values).new_full((1,), neutral), spec_of(values))
-    with plain_access():
+    values, local = tensor, local_of(tensor)
+    if not local.numel():  # torch refuses these, on this rank only
+        floats = tensor.is_floating_point()
+        most = math.inf if floats else True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+        least = -math.inf if floats else False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+        neutral = most if not largest else 0 if of_norm else least
+        values = with_spec(local.new_full((1,), neutral), spec_of(tensor))
+    with torch.no_grad(), plain_access():
         extreme = values.max() if largest else values.min()
         if tensor.is_floating_point():  # collectives may leave out NaN
             extreme = extreme + torch.where(values.isnan(), values, 0).sum()
     keep_mesh(extreme, tensor)
-    if not _differentiates(tensor):
-        return extreme
-    chosen = tensor.detach() == extreme
-    mean = torch.where(chosen, tensor, 0).sum() / chosen.sum()
-    return mean + (extreme - mean.detach())  # the sum is rounded
+    return _Extreme.apply(tensor, extreme) if tensor.requires_grad and torch.is_grad_enabled() else extreme
 
 
-def _differentiates(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
+class _Extreme(torch.autograd.Function):
+    """The extreme element of a tensor; its gradient is divided evenly among equal elements, as torch divides it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, extreme: Any) -> Any:
+        ctx.save_for_backward(tensor, extreme)
+        return extreme.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        tensor, extreme = ctx.saved_tensors
+        chosen = (tensor == extreme).to(grad.dtype)
+        return grad * (chosen / chosen.sum()), None
 
 
+_LEGACY = ("size_average", "reduce")
 _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
-    F.mse_loss: ("input", "target", "size_average", "reduce", "reduction", "weight"),
-    F.smooth_l1_loss: ("input", "target", "size_average", "reduce", "reduction", "beta"),
-    F.soft_margin_loss: ("input", "target", "size_average", "reduce", "reduction"),
+    F.mse_loss: ("input", "target", *_LEGACY, "reduction", "weight"),
+    F.smooth_l1_loss: ("input", "target", *_LEGACY, "reduction", "beta"),
+    F.soft_margin_loss: ("input", "target", *_LEGACY, "reduction"),
     F.huber_loss: ("input", "target", "reduction", "delta", "weight"),
+    F.binary_cross_entropy: ("input", "target", "weight", *_LEGACY, "reduction"),
+    F.binary_cross_entropy_with_logits: ("input", "target", "weight", *_LEGACY, "reduction", "pos_weight"),
 }
+_BY_SUM_OF_WEIGHTS = (F.mse_loss, F.huber_loss)
+"""Losses whose mean is divided by the sum of the weights."""
 _OF_TWO = (torch.max, torch.Tensor.max, torch.min, torch.Tensor.min)
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_LOSSES, _mean_loss),
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _norm),
+    **dict.fromkeys((torch.dist, torch.Tensor.dist), _distance),
     **dict.fromkeys((torch.amax, torch.Tensor.amax, torch.amin, torch.Tensor.amin, *_OF_TWO), _extremes),
 }

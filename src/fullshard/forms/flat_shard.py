@@ -31,11 +31,13 @@ from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change, wait_before
+from .corrected import covers_all
 from .elementwise import is_elementwise
-from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
+from .messages import copied_into_whole, not_computed_flat, pickled, reduced_in_trace, several_rectangles
 from .row_shard import assign_data
 
 aten = torch.ops.aten
+_INT = torch.iinfo(torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,13 @@ class Run:
         return full.permute(self.order).reshape(-1)[start:stop]
 
     def reduce(self, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce a value over the shard axis. Collective."""
+        """Reduce a value over the shard axis. Collective.
+
+        Raises:
+            PhaseError: it is traced by torch.compile, whose graph would not contain the collective.
+        """
+        if type(value) is not torch.Tensor:
+            raise reduced_in_trace(self.name)
         return reduce_value(value, op, self.axis.group) if self.axis.size > 1 else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
@@ -336,8 +344,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 def _whole(func: Any, args: tuple[Any, ...], dim: Any = None, keepdim: bool = False) -> tuple[Run, Any]:
     """The run of a tensor that is reduced over all elements, and a function that gives the result its shape."""
     run: Run = args[0]._run
-    dims = [dim] if isinstance(dim, int) else dim or range(len(run.shape))
-    if len({each % max(len(run.shape), 1) for each in dims}) < len(run.shape):
+    if not covers_all(dim or None if isinstance(dim, list) else dim, len(run.shape)):
         raise _unsupported(func, args, "a reduction along some dims only")
     return run, lambda value: value.reshape([1] * len(run.shape)) if keepdim else value
 
@@ -354,23 +361,26 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     """The largest or smallest element; of truth values: whether any, or all, are true."""
     run, shaped = _whole(func, *_bound(args), **kwargs)
     largest, local = "max" in func.__name__ or "any" in func.__name__, args[0]._local_tensor
-    if not local.numel():
-        limits = torch.finfo(local.dtype) if local.is_floating_point() else None
-        least, most = (-math.inf, math.inf) if limits is not None else (False, True)
-        if limits is None and local.dtype is not torch.bool:
-            least, most = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
-        local = local.new_full((1,), least if largest else most)
+    dtype = local.dtype
     if func in (aten.all.default, aten.any.default):
-        local = local.bool()
-    value = (local.max() if largest else local.min()).to(torch.uint8 if local.dtype is torch.bool else local.dtype)
+        local, dtype = local.bool(), torch.uint8 if dtype is torch.uint8 else torch.bool
+    if not local.is_floating_point():
+        local = local.long()  # which every backend reduces
+    if not local.numel():
+        limits = (-math.inf, math.inf) if local.is_floating_point() else (_INT.min, _INT.max)
+        limits = limits if "max" in func.__name__ or "min" in func.__name__ else (0, 1)
+        local = local.new_full((1,), limits[0 if largest else 1])
+    value = local.max() if largest else local.min()
     result: torch.Tensor = shaped(_extreme_of_ranks(value, run, largest))
-    return result.to(local.dtype)
+    return result.to(dtype)
 
 
 def _extreme_of_ranks(value: torch.Tensor, run: Run, largest: bool) -> torch.Tensor:
     """The largest or smallest values of all ranks."""
     if not value.is_floating_point():
         return run.reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    if type(value) is not torch.Tensor:
+        raise reduced_in_trace(run.name)
     sign = 1 if largest else -1
     return sign * largest_value(sign * value, run.axis.group) if run.axis.size > 1 else value
 

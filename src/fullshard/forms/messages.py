@@ -70,6 +70,16 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
     )
 
 
+def reduced_in_trace(parameter: str) -> PhaseError:
+    """The error for a reduction over all elements of a flat shard in a compiled function."""
+    return PhaseError(
+        "A reduction over the elements of all ranks of a flat shard cannot be compiled: the graph would contain this "
+        "rank's alone.",
+        parameter=parameter,
+        remedy='call it outside of torch.compile (@torch.compiler.disable), or use layout="rows"',
+    )
+
+
 # placeholders.py
 
 

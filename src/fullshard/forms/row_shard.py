@@ -147,6 +147,7 @@ class RowShard(DTensor):
             note_change(args[:1])
             return result
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
+            keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
         try:
             result = plain_call(func, types, args, kwargs or {})
