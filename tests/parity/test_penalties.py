@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
+from models import TORCH
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum of squares": lambda p, q: p.pow(2).sum(),
@@ -52,8 +53,6 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "l1_loss": F.l1_loss,
     "mse_loss, size_average": lambda p, q: F.mse_loss(p, q, size_average=True, reduction="sum"),
     "mse_loss, reduce": lambda p, q: F.mse_loss(p, q, reduce=True, size_average=False),
-    "binary_cross_entropy_with_logits": lambda p, q: F.binary_cross_entropy_with_logits(p, q.sigmoid()),
-    "binary_cross_entropy": lambda p, q: F.binary_cross_entropy(p.sigmoid(), q.sigmoid(), weight=q.square()),
     "dist": torch.dist,
     "dist by infinity": lambda p, q: torch.dist(p, q, math.inf),
     "norms of columns": lambda p, q: p.norm(dim=0).sum(),
@@ -61,6 +60,11 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "norms of rows": lambda p, q: torch.norm(p, dim=1).sum(),
     "columns of norm 1": lambda p, q: (p / p.norm(dim=0, keepdim=True)).pow(3).sum(),
 }
+if TORCH >= (2, 13):  # before, DTensor has no rule for these, and says so
+    BY_ROWS |= {
+        "binary_cross_entropy_with_logits": lambda p, q: F.binary_cross_entropy_with_logits(p, q.sigmoid()),
+        "binary_cross_entropy": lambda p, q: F.binary_cross_entropy(p.sigmoid(), q.sigmoid(), weight=q.square()),
+    }
 PARTS_ON_ALL_RANKS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # else DTensor raises where there is none
     "largest of columns": lambda p, q: p.amax(0).sum(),
 }
