@@ -277,6 +277,17 @@ def test_steps_are_counted_by_root_to_tell_what_a_rank_caught(watcher: Watcher) 
     assert watcher.status(False)["caught"] is None, "two steps of the other root are long enough, too"
 
 
+def test_what_a_rank_caught_is_not_told_after_several_models_of_one_step_each(watcher: Watcher) -> None:
+    rank = watcher.rank
+    rank.record(log.step_word(0, 0))
+    rank.record(log.TURN)
+    rank.catches(ValueError("bad"))
+    for root, told in ((1, True), (2, True), (3, False)):
+        rank.record(log.step_word(root * log.ROOT, 0))
+        rank.record(log.word(0, root * log.ROOT) + log.TURN)
+        assert (watcher.status(False)["caught"] == "ValueError: bad") is told, root
+
+
 # What a stack says.
 
 OURS = [frame.format(os.path.dirname(os.path.dirname(log.__file__ or ""))) for frame in (

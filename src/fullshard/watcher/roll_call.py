@@ -585,12 +585,13 @@ class Watcher:
         }
 
     def _caught(self, records: Sequence[Record]) -> str | None:
-        """The error that a pass raised and the program caught, until a root has finished two steps since; else None."""
+        """The error that a pass raised and the program caught, until roots have finished two steps since; else None."""
         at, text = self.rank.caught or (0, "")
         since = [*itertools.dropwhile(lambda record: record.word != at, records)]
-        first: dict[int, int] = {}  # finished steps at a root's first record since then, by root
-        finished = [record.step - first.setdefault(record.unit // ROOT, record.step) for record in since]
-        return text if since[1:] and max(finished) <= 1 else None
+        first = {record.unit // ROOT: record.step for record in reversed(since)}
+        last = {record.unit // ROOT: record.step for record in since}
+        finished = sum(last.values()) - sum(first.values()) + max(len(last) - 2, 0)  # or models of one step each
+        return text if since[1:] and finished <= 1 else None
 
     def _named(self, record: Record) -> dict[str, Any]:
         return record.named(self.rank.names, self.rank.nbytes)
