@@ -240,9 +240,10 @@ class Writer:
 
     def field(self, entry: Entry) -> str:
         """A constant, variable, field or enum member: how it is written, and what it means where somebody said so."""
-        written, meaning = escape(entry.written.partition("  #")[0][:LONGEST], quote=False), self.meaning(entry)
-        link = f'<dt><a href="#L{entry.lines[0]}"><code>{written}</code></a></dt>'
-        return link + f"<dd>{self.inline(meaning)}</dd>" * (not meaning.startswith("`" + entry.written[:20]))
+        written, meaning = without_any(entry.written), self.meaning(entry)
+        shown = escape(written.partition("  #")[0][:LONGEST], quote=False)
+        link = f'<dt><a href="#L{entry.lines[0]}"><code>{shown}</code></a></dt>'
+        return link + f"<dd>{self.inline(meaning)}</dd>" * (not meaning.startswith("`" + written[:20]))
 
     def index(self, file: File) -> str:
         """Every name of a file: what it means, where it is defined, which lines use it here and in other files."""

@@ -225,14 +225,14 @@ FAULTS = (
     # the usual way of a step: that a rule of the long way is asked there, too
     Fault(
         "usual: a gather is not waited for",
-        "shard/unit.py",
-        "            pending.wait()\n            drain(map(call, usual.opens))",
-        "            drain(map(call, usual.opens))",
+        "runtime/step.py",
+        "        pending.wait()\n        drain(map(call, usual.opens))",
+        "        drain(map(call, usual.opens))",
     ),
     Fault(
         "usual: bytes are not counted as given back",
-        "shard/unit.py",
-        "        self.ledger.gathered -= usual.gather.live_bytes\n",
+        "runtime/step.py",
+        "            unit.ledger.gathered -= usual.gather.live_bytes\n",
         "",
         test="tests/test_usual_step.py -k rows",
     ),
@@ -315,7 +315,7 @@ FAULTS = (
     ),
     Fault(
         "usual: what is copied out of as a gather ends is not counted",
-        "shard/unit.py",
+        "runtime/step.py",
         "gathered + ledger.reducing + usual.copied > ledger.peak:",
         "False:",
         test="tests/test_usual_step.py -k replicated",
