@@ -392,7 +392,7 @@ DCP: dict[str, tuple[Change, str]] = {
     "a bomb": (record(compressed(2**27)), "compressed"),
     "data beyond its record": (record(directory_says(42, lambda size: size - 40)), "truncated"),
     "data of two sizes": (record(directory_says(20, lambda size: 4)), "compressed"),  # its neighbour's for the rest
-    "a long path": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model", DOTS)}), "not a short name or a number"),
+    "a long path": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model", DOTS)}), "not a short name or"),
     "a long name": (long_name_in_metadata, "1000006 characters"),
     "keys of one hash": (
         lambda f: setattr(f.metadata, "planner_data", dict.fromkeys(ONE_HASH, ("model",))),
