@@ -32,7 +32,7 @@ def corrected(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) 
 
 def covers_all(dims: Any, ndim: int) -> bool:
     """Whether a reduction over `dims`, as users write them, is one over all elements; False if they are invalid."""
-    if dims is None or dims == ():
+    if dims is None or dims in ((), []):
         return True
     listed = [dims] if isinstance(dims, int) else [*dims]
     valid = all([-max(ndim, 1) <= dim < max(ndim, 1) for dim in listed])
@@ -79,6 +79,8 @@ def _norm(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> A
 def _distance(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     """`torch.dist`, the norm of a difference."""
     options = _bound(("tensor", "other", "order"), args, kwargs)
+    if not {"tensor", "other"} <= options.keys():
+        return NotImplemented  # torch says what is missing
     return (options["tensor"] - options["other"]).norm(options.get("order", 2))
 
 
@@ -107,10 +109,12 @@ def _extreme(tensor: Any, largest: bool, of_norm: bool = False) -> Any:
     """
     values, local = tensor, local_of(tensor)
     if not local.numel():  # torch refuses these, on this rank only
-        floats = tensor.is_floating_point()
-        most = math.inf if floats else True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
-        least = -math.inf if floats else False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
-        neutral = most if not largest else 0 if of_norm else least
+        if tensor.is_floating_point():
+            least, most = 0.0 if of_norm else -math.inf, math.inf
+        else:
+            limits = torch.iinfo(torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
+            least, most = limits.min, limits.max
+        neutral = least if largest else most
         values = with_spec(local.new_full((1,), neutral), spec_of(tensor))
     with torch.no_grad(), plain_access():
         extreme = values.max() if largest else values.min()

@@ -124,13 +124,15 @@ def _norms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         parts = [part if part.numel() else one for part in parts]
     norms: Any = _FOREACH_NORM(parts, *args[1:], **kwargs)
     with plain_access():
-        (first,) = _FOREACH_NORM([with_spec(one, spec_of(tensors[0]))], *args[1:], **kwargs)
-        if infinite:  # all at once, with NaN
+        if infinite:  # of all ranks at once, with NaN
             norms, mesh = torch.stack(norms), tensors[0].device_mesh
             for dim, placement in enumerate(tensors[0].placements):
                 if placement.is_shard() and mesh.size(dim) > 1:
                     norms = largest_value(norms, mesh.get_group(dim))
-            first, norms = first.redistribute(placements=[Replicate()] * mesh.ndim), norms.unbind()
+            norms = norms.unbind()
+            first: Any = DTensor.from_local(norms[0], mesh, [Replicate()] * mesh.ndim, run_check=False)
+        else:
+            (first,) = _FOREACH_NORM([with_spec(one, spec_of(tensors[0]))], *args[1:], **kwargs)
         keep_mesh(first, tensors[0])
         return (*map(with_spec, norms, repeat(spec_of(first))),)
 

@@ -88,9 +88,16 @@ class Run:
         Raises:
             PhaseError: it is traced by torch.compile, whose graph would not contain the collective.
         """
-        if type(value) is not torch.Tensor:
+        return value if self._is_alone(value) else reduce_value(value, op, self.axis.group)
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The same for the largest of floating-point values, NaN where any rank's is."""
+        return value if self._is_alone(value) else largest_value(value, self.axis.group)
+
+    def _is_alone(self, value: torch.Tensor) -> bool:
+        if self.axis.size > 1 and type(value) is not torch.Tensor:
             raise reduced_in_trace(self.name)
-        return reduce_value(value, op, self.axis.group) if self.axis.size > 1 else value
+        return self.axis.size == 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         return self  # immutable: integers and process groups
@@ -344,7 +351,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 def _whole(func: Any, args: tuple[Any, ...], dim: Any = None, keepdim: bool = False) -> tuple[Run, Any]:
     """The run of a tensor that is reduced over all elements, and a function that gives the result its shape."""
     run: Run = args[0]._run
-    if not covers_all(dim or None if isinstance(dim, list) else dim, len(run.shape)):
+    if not covers_all(dim, len(run.shape)):
         raise _unsupported(func, args, "a reduction along some dims only")
     return run, lambda value: value.reshape([1] * len(run.shape)) if keepdim else value
 
@@ -379,10 +386,7 @@ def _extreme_of_ranks(value: torch.Tensor, run: Run, largest: bool) -> torch.Ten
     """The largest or smallest values of all ranks."""
     if not value.is_floating_point():
         return run.reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    if type(value) is not torch.Tensor:
-        raise reduced_in_trace(run.name)
-    sign = 1 if largest else -1
-    return sign * largest_value(sign * value, run.axis.group) if run.axis.size > 1 else value
+    return run.largest(value) if largest else -run.largest(-value)
 
 
 def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
