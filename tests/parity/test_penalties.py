@@ -83,6 +83,47 @@ FLAT_LOGS: dict[str, Callable[[Tensor], Any]] = {
     "any of nothing": lambda p: (p * 0).any(),
     "all of bytes": lambda p: (p != 0).to(torch.uint8).all(),
 }
+READ: dict[str, Callable[[Tensor], Any]] = {  # by Python, from a parameter and from its gradient
+    "norm": lambda p: p.norm().item(),
+    "norm 1": lambda p: p.norm(1).item(),
+    "largest": lambda p: p.abs().max().item(),
+    "largest, in bf16": lambda p: p.bfloat16().abs().amax().item(),
+    "as a float": lambda p: float(p.pow(2).sum()),
+    "as an int": lambda p: int((p > 0).sum()),
+    "a condition": lambda p: 1 if (p > 0.4).any() else 0,
+    "all": lambda p: bool((p > -0.4).all()),
+    "any NaN": lambda p: torch.isnan(p).any().item(),
+    "is nonzero": lambda p: torch.is_nonzero((p > 0).sum()),
+    "rounded": lambda p: round(p.norm().item(), 4),
+    "formatted": lambda p: f"{p.norm():.3f}",
+    "in a list": lambda p: p.sum().tolist(),
+    "in NumPy": lambda p: p.norm().numpy().item(),
+    "square root": lambda p: math.sqrt(p.pow(2).sum()),
+    "mean of squares": lambda p: p.square().mean().sqrt().item(),
+    "a fraction": lambda p: ((p.abs() < 0.3).sum() / p.numel()).item(),
+    "a ratio": lambda p: (p.norm() / (p.norm() + 1)).item(),
+    "a sum of norms": lambda p: sum([p.norm() ** 2, (2 * p).norm() ** 2]).sqrt().item(),  # type: ignore[attr-defined]
+    "the larger one": lambda p: max(p.norm(), (2 * p).norm()).item(),
+    "stacked": lambda p: torch.stack([p.norm(), (2 * p).norm()]).mean().item(),
+    "clamped": lambda p: p.clamp(min=0).sum().item(),
+    "chosen": lambda p: torch.where(p > 0, p, 0 * p).sum().item(),
+    "on the host": lambda p: p.cpu().norm().cpu().item(),
+    "of a copy": lambda p: p.clone().norm().item(),
+    "a change": lambda p: (p - p.clone() * 2).norm().item(),
+    "in double": lambda p: p.double().sum().item(),
+}
+READ_OF_ROWS: dict[str, Callable[[Tensor], Any]] = {  # refused of flat shards
+    "close": lambda p: torch.allclose(p, p + 1e-9) and not p.allclose(p * (p > 0)),
+    "equal": lambda p: torch.equal(p, p * 1),
+    "an element": lambda p: p[0, 0].item(),
+    "a row": lambda p: p[-1].sum().item(),
+    "largest of rows": lambda p: p.max(dim=1)[0].sum().item(),
+    "largest norm of rows": lambda p: p.norm(dim=1).max().item(),
+    "sum of columns": lambda p: p.sum(0).norm().item(),
+    "both extremes": lambda p: torch.aminmax(p, dim=1)[0].sum().item(),
+    "dot product": lambda p: (p @ p.T).trace().item(),
+    "entropy": lambda p: -(p.softmax(1) * p.log_softmax(1)).sum().item(),
+}
 
 
 def whole(value: Any) -> Any:
@@ -118,6 +159,34 @@ def differences(layout: str, rows: int) -> dict[str, Any]:
 def test_penalties_are_those_of_one_process(run_ranks, layout, rows):
     found = run_ranks(differences, layout, rows)
     assert found == [{}, {}]
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    return bool(ours == theirs or (type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-4, abs_tol=1e-5)))
+
+
+def differently_read(layout: str, rows: int) -> dict[str, Any]:
+    """The values read by Python that differ from one process: of a parameter, without a graph, and of its gradient."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, rows, bias=False)
+    model = fullshard.fully_shard(copy.deepcopy(plain), layout=layout)
+    for module in (plain, model):
+        module(torch.linspace(-1, 1, 6).view(2, 3)).square().sum().backward()
+    found: dict[str, Any] = {}
+    for name, read in {**READ, **(READ_OF_ROWS if layout == "rows" else {})}.items():
+        pairs = [(w.detach(), w.data, w.grad) for w in (model.weight, plain.weight)]
+        for ours, theirs in zip(*[[read(tensor) for tensor in tensors] for tensors in pairs], strict=True):
+            if type(ours) is not type(theirs) or not alike(ours, theirs):
+                found[name] = (ours, theirs)
+        with torch.no_grad():
+            assert alike(read(model.weight), read(plain.weight)), name
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 5])  # with one row, a rank has none
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_values_read_by_python_are_those_of_one_process(run_ranks, layout, rows):
+    assert run_ranks(differently_read, layout, rows) == [{}, {}]
 
 
 def with_nan(layout: str, at: int) -> list[bool]:

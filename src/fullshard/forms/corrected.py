@@ -97,6 +97,11 @@ def _extremes(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) 
     return _shaped(_extreme(tensor, "max" in func.__name__), tensor, options)
 
 
+def _allclose(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> bool:
+    """`torch.allclose`, for which DTensor has no rule."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 def _shaped(value: Any, tensor: torch.Tensor, options: Kwargs) -> Any:
     return value.reshape([1] * tensor.ndim) if options.get("keepdim") else value
 
@@ -155,5 +160,6 @@ _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_LOSSES, _mean_loss),
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys((torch.dist, torch.Tensor.dist), _distance),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _allclose),
     **dict.fromkeys((torch.amax, torch.Tensor.amax, torch.amin, torch.Tensor.amin, *_OF_TWO), _extremes),
 }

@@ -45,12 +45,13 @@ DATA_DIMS_KEY = "_fullshard_data_dims"
 class RowShard(DTensor):
     """A sharded parameter of the rows layout: a `DTensor` with helpful errors.
 
-    It behaves like any DTensor, with four additions: if an operation mixes it with plain tensors, which happens when
+    It behaves like any DTensor, with five additions: if an operation mixes it with plain tensors, which happens when
     code uses a module's weights while their unit is freed, the error explains this and the remedy; in-place changes are
     recorded, so that a pending backward does not run with other weights; gradients through `full_tensor()` are averaged
-    over the ranks of the mesh, which compute different batches; and `copy_` accepts whole tensors.
-    Gradients, and the results of `detach()` and `.data`, are of this class, too, since all are views of their unit's
-    memory; pickled or copied they become plain DTensors in memory of their own.
+    over the ranks of the mesh, which compute different batches; `copy_` accepts whole tensors; and a single value that
+    Python reads (`p.norm().item()`) is that of all ranks, not this rank's part.
+    Gradients, and results of operations, are of this class, too; pickled or copied they become plain DTensors in memory
+    of their own.
     """  # no __slots__: code that stages tensors for a checkpoint reads DTensor's
 
     @property
@@ -141,6 +142,10 @@ class RowShard(DTensor):
     ) -> Any:
         if func in _FACTS:
             return plain_call(func, types, args, kwargs or {})
+        if func in _READS and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
+            with torch.no_grad(), plain_access():
+                whole = full_of(args[0].detach())
+            return func(whole, *args[1:], **(kwargs or {}))
         if READERS:
             wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
@@ -149,26 +154,34 @@ class RowShard(DTensor):
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
-        try:
-            result = plain_call(func, types, args, kwargs or {})
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            if len(set(kinds := _kinds(func, args))) == 2:  # units of several layouts
-                return call_apart(func, args, kwargs or {}, kinds)
-            if name_of(args) is None:
-                raise
-            if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
-                raise copied_into_whole(name_of(args)) from None
-            if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
-                raise used_while_freed(getattr(func, "__name__", func), name_of(args) or "?") from error
-            result = args[0]
+        result = _computed(func, types, args, kwargs or {})
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args[:1])
-        keep_mesh(result, args[0] if args else None)
-        if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
-            _become_row_shard(result, func, args)
+        if not is_compiling():
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if type(tensor) is DTensor and _leads_on(func, tensor, args, kwargs or {}):
+                    _become_row_shard(tensor, func, args)
         return result
+
+
+def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor makes of an operation; its error about plain tensors says that a unit is freed."""
+    try:
+        result = plain_call(func, types, args, kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        if len(set(kinds := _kinds(func, args))) == 2:  # units of several layouts
+            return call_apart(func, args, kwargs, kinds)
+        if name_of(args) is None:
+            raise
+        if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
+            raise copied_into_whole(name_of(args)) from None
+        if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
+            raise used_while_freed(getattr(func, "__name__", func), name_of(args) or "?") from error
+        result = args[0]
+    keep_mesh(result, args[0] if args else None)
+    return result
 
 
 def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
@@ -176,6 +189,17 @@ def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
         return []
     return [isinstance(tensor, DTensor) for tensor in args[0]] if isinstance(args[0], (list, tuple)) else []
+
+
+def _leads_on(func: Callable[..., Any], result: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of an operation on a sharded parameter has this class: any but memory for a new tensor.
+
+    So `p.grad.abs().max().item()` is that of all ranks. State of optimizers stays a plain DTensor.
+    """
+    name = getattr(func, "__name__", "")
+    if name.startswith(("new_", "_foreach_", "_fused_")) or name.endswith("_like"):
+        return result.grad_fn is not None
+    return not any([result is value for value in (*args, *kwargs.values())])  # changed in place
 
 
 def _become_row_shard(result: Any, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -287,6 +311,10 @@ _VIEWS = {
     torch.Tensor.to,
     torch.Tensor.__getitem__,
 }
+
+_READS = {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "float", "int", "index", "complex", "format")}
+_READS |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.is_nonzero}
+"""Functions that hand a tensor's values to Python."""
 
 
 def _copy_whole(target: Any, source: Any) -> bool:
