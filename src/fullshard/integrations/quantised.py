@@ -43,7 +43,7 @@ class Recipe:
     Attributes:
         cls: the weight's class.
         context: what its class records besides tensors.
-        size, stride: the weight's.
+        size, stride, dtype: the weight's; the dtype is what it appears to have.
         parts: tensors that are cut, by name: shape and stride of each when complete.
         whole: tensors that are not cut, by name.
     """
@@ -52,6 +52,7 @@ class Recipe:
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
+    dtype: torch.dtype
     parts: Mapping[str, tuple[torch.Size, tuple[int, ...]]]
     whole: Mapping[str, torch.Tensor]
 
@@ -77,31 +78,28 @@ class QuantisedRows(torch.Tensor):
     Args:
         pieces: by name, [rows, ...] each.
         recipe: how to rebuild the weight.
-        dtype: the weight's apparent dtype.
     """
 
     pieces: dict[str, torch.Tensor]
     recipe: Recipe
 
     @staticmethod
-    def __new__(cls, pieces: dict[str, torch.Tensor], recipe: Recipe, dtype: torch.dtype) -> QuantisedRows:
+    def __new__(cls, pieces: dict[str, torch.Tensor], recipe: Recipe) -> QuantisedRows:
         first = next(iter(pieces.values()))
-        return torch.Tensor._make_wrapper_subclass(
-            cls, (first.shape[0], *recipe.size[1:]), dtype=dtype, device=first.device, requires_grad=False
-        )
+        size = (first.shape[0], *recipe.size[1:])
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=recipe.dtype, device=first.device)
 
-    def __init__(self, pieces: dict[str, torch.Tensor], recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(self, pieces: dict[str, torch.Tensor], recipe: Recipe) -> None:
         self.pieces, self.recipe = pieces, recipe
         for name, piece in pieces.items():
             setattr(self, f"piece_{name}", piece)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [f"piece_{name}" for name in self.pieces], (self.recipe, self.dtype)
+        return [f"piece_{name}" for name in self.pieces], self.recipe
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> QuantisedRows:
-        recipe, dtype = context
-        return QuantisedRows({name.removeprefix("piece_"): tensor for name, tensor in inner.items()}, recipe, dtype)
+        return QuantisedRows({name.removeprefix("piece_"): tensor for name, tensor in inner.items()}, context)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantisedRows({tuple(self.shape)} of a {self.recipe.cls.__name__} {tuple(self.recipe.size)})"
@@ -115,17 +113,11 @@ class QuantisedRows(torch.Tensor):
                     piece.copy_(rest[0].pieces[name])
                 return first
             if func in _BY_ROWS:
-                position = _BY_ROWS[func]
-                dim = rest[position] if position is not None and position < len(rest) else 0
-                plain = dict(kwargs or {})
+                plain, dim = dict(kwargs or {}), next(iter(rest[_BY_ROWS[func] :]), 0)
                 if dim == 0 and plain.pop("dtype", None) in (None, first.dtype):
-                    return first._each(func, rest, plain)
+                    return first._each(func, *rest, **plain)
             if func in _SAME_SHAPE and list(rest[0]) in ([first.numel()], list(first.shape), [-1]):
-                return first._each(aten.alias.default, (), {})
-            if func is aten.new_zeros.default:
-                return first._with_pieces(
-                    {name: p.new_zeros((rest[0][0], *p.shape[1:])) for name, p in first.pieces.items()}
-                )
+                return first._each(aten.alias.default)
         raise NotSupportedError(
             "A quantised weight that is split can only be moved, cut and gathered outside of its unit's forward.",
             got=f"{func} of {first!r}",
@@ -133,17 +125,13 @@ class QuantisedRows(torch.Tensor):
             "(hf.save_pretrained) and merge them on one process into a base model of 16 bits or more",
         )
 
-    def _each(self, func: Any, rest: Any, kwargs: Any) -> Any:
+    def _each(self, func: Any, *rest: Any, **kwargs: Any) -> Any:
         """Apply `func` to each piece; returns rows like these, or a list of them if `func` splits."""
         results = {name: func(piece, *rest, **kwargs) for name, piece in self.pieces.items()}
         if func is not aten.split.Tensor:
-            return self._with_pieces(results)
-        return [
-            self._with_pieces(dict(zip(results, parts, strict=True))) for parts in zip(*results.values(), strict=True)
-        ]
-
-    def _with_pieces(self, pieces: dict[str, torch.Tensor]) -> QuantisedRows:
-        return QuantisedRows(pieces, self.recipe, self.dtype)
+            return QuantisedRows(results, self.recipe)
+        parts = zip(*results.values(), strict=True)
+        return [QuantisedRows(dict(zip(results, part, strict=True)), self.recipe) for part in parts]
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
@@ -163,11 +151,10 @@ class QuantisedRows(torch.Tensor):
 
 _BY_ROWS = {
     aten.split.Tensor: 1,
-    aten.slice.Tensor: 0,
-    aten.narrow.default: 0,
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)),
+    **dict.fromkeys((aten.slice.Tensor, aten.narrow.default, aten.detach.default, aten.alias.default), 0),
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default), 0),
 }
-"""Operations that can be applied to each piece, and where `dim` is among the arguments after the tensor."""
+"""Operations that can be applied to each piece, and where `dim`, if any, is among the arguments after the tensor."""
 
 _SAME_SHAPE = {aten.view.default, aten.as_strided.default, aten._unsafe_view.default}
 
@@ -244,8 +231,7 @@ def rows_of(name: str, weight: Any) -> QuantisedRows:
         shapes = ", ".join(f"{inner} {tuple(tensor.shape)}" for inner, tensor in whole.items())
         raise _cannot_split(name, weight, f"{shapes}: {uncut} bytes")
     cls = next(cls for cls in type(weight).__mro__ if cls is not nn.Parameter)
-    recipe = Recipe(cls, context, weight.shape, weight.stride(), parts, whole)
-    return QuantisedRows(pieces, recipe, weight.dtype)
+    return QuantisedRows(pieces, Recipe(cls, context, weight.shape, weight.stride(), weight.dtype, parts, whole))
 
 
 def _cannot_split(name: str, weight: Any, obstacle: str) -> ConfigError:
