@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -61,43 +61,31 @@ def _find_adapters(save_and_load: ModuleType, note: Callable[[str], None]) -> No
     It compares the keys of state dicts with module paths. Those contain the wrapper's own name, which the keys do not:
     it would find no adapters, write an empty file, and load nothing.
     """
-    original_get, original_set = save_and_load.get_peft_model_state_dict, save_and_load.set_peft_model_state_dict
-
-    @functools.wraps(original_get)
-    def get_peft_model_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _clean_paths(model):
-            return original_get(model, *args, **kwargs)
-
-    @functools.wraps(original_set)
-    def set_peft_model_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _clean_paths(model), ExitStack() as stack:
-            if isinstance(model, FullyShardedDataParallel):  # it needs the model's keys, which rank0_only leaves out
-                stack.enter_context(model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT))
-            return original_set(model, *args, **kwargs)
-
-    vars(save_and_load).update(
-        get_peft_model_state_dict=get_peft_model_state_dict, set_peft_model_state_dict=set_peft_model_state_dict
-    )
+    for name in ("get_peft_model_state_dict", "set_peft_model_state_dict"):
+        vars(save_and_load)[name] = _with_clean_paths(vars(save_and_load)[name], loads=name.startswith("set"))
 
 
-@contextmanager
-def _clean_paths(model: nn.Module) -> Iterator[None]:
-    """Context in which `model.named_modules()` leaves out the wrapper's name; has no effect if nested."""
-    if "named_modules" in vars(model):
-        yield
-        return
-    if isinstance(model, FullyShardedDataParallel):
-        model.check_is_root()  # PEFT takes state dicts of parts, which before the first forward would become roots
-    named_modules = model.named_modules
+def _with_clean_paths(function: Callable[..., Any], loads: bool) -> Callable[..., Any]:
+    """PEFT's function of a model, whose `named_modules()` leaves out the wrapper's name meanwhile."""
 
-    def clean(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return ((clean_path(path), module) for path, module in named_modules(*args, **kwargs))
+    @functools.wraps(function)
+    def on_clean_paths(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        named_modules = model.named_modules
+        keys: AbstractContextManager[Any] = nullcontext()
+        if isinstance(model, FullyShardedDataParallel):
+            model.check_is_root()  # PEFT takes state dicts of parts, which before the first forward would become roots
+            if loads:  # which needs the model's keys, and rank0_only leaves them out
+                keys = model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        vars(model)["named_modules"] = lambda *a, **k: [
+            (clean_path(path), part) for path, part in named_modules(*a, **k)
+        ]
+        try:
+            with keys:
+                return function(model, *args, **kwargs)
+        finally:
+            del vars(model)["named_modules"]
 
-    vars(model)["named_modules"] = clean
-    try:
-        yield
-    finally:
-        del vars(model)["named_modules"]
+    return on_clean_paths
 
 
 ADJUSTMENTS: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {

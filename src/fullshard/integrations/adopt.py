@@ -19,23 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import policies
 from ..api import wrapping
+from ..api.functional import module as functional
 from ..api.functional.fully_shard import fully_shard
-from ..api.functional.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
 from ..api.functional.reduce_dtype import follow_torch
-from ..api.wrapper import settings
-from ..api.wrapper.fsdp import FullyShardedDataParallel
+from ..api.wrapper import fsdp, settings
 from ..checkpoint import functions
-from ..forms import FlatParameter
-from ..mesh.data_parallel import DataParallelMeshDims
-from ..optim import ShardedGradScaler
-from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..runtime.reduce_kept import GradientReductionHandle
+from ..forms import flat_parameter
+from ..mesh import data_parallel
+from ..names import counted
+from ..optim import scaler
+from ..runtime import reduce_kept
 from ..version import VERSION
 from . import adjustments, messages, private
 
@@ -52,30 +47,16 @@ PUBLIC = (
 )
 """Modules that programs import PyTorch's names from."""
 
-OURS: Mapping[str, Any] = {
-    **{
-        name: value
-        for module in (functions, settings, wrapping)
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    },
-    "_or_policy": wrapping.or_policy,
-    "CPUOffloadPolicy": CPUOffloadPolicy,
-    "DataParallelMeshDims": DataParallelMeshDims,
-    "FSDPModule": FSDPModule,
-    "FlatParameter": FlatParameter,
-    "FullyShardedDataParallel": FullyShardedDataParallel,
-    "GradientReductionHandle": GradientReductionHandle,
-    "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "OffloadPolicy": OffloadPolicy,
-    "ShardedGradScaler": ShardedGradScaler,
-    "UnshardHandle": UnshardHandle,
-    "fully_shard": fully_shard,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
-    "share_comm_ctx": share_comm_ctx,
+_SAME_NAMES = (
+    *(data_parallel, flat_parameter, fsdp, functional, functions, policies, reduce_kept, scaler, settings, wrapping),
+)
+OURS: Mapping[str, Any] = {"_or_policy": wrapping.or_policy, "fully_shard": fully_shard} | {
+    name: value
+    for ours in _SAME_NAMES
+    for name, value in vars(ours).items()
+    if not name.startswith("_") and getattr(value, "__module__", None) == ours.__name__
 }
-"""Fullshard's objects by PyTorch's names for them; these three modules define them under the same names."""
-
+"""Fullshard's objects by PyTorch's names for them; these modules define them under the same names."""
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": {
@@ -102,9 +83,7 @@ class Adopted:
 
     def __str__(self) -> str:
         lines = [f"fullshard {VERSION} adopts this program (torch {torch.__version__}); taken over:"]
-        lines += [
-            f"  {module}: {len(names)} name{'' if len(names) == 1 else 's'}" for module, names in self.names.items()
-        ]
+        lines += [f"  {module}: {counted(len(names), 'name')}" for module, names in self.names.items()]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
