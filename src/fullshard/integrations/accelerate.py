@@ -10,9 +10,8 @@ Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`. T
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,13 @@ class _Optimizer(AcceleratedOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Like `AcceleratedOptimizer.step`."""
-        if closure is not None:  # it also runs the model, whose errors are not the optimizer's
+        # A closure also runs the model, whose errors are not the optimizer's.
+        with explain_step_errors(self.optimizer) if closure is None else nullcontext():
             return super().step(closure)
-        with explain_step_errors(self.optimizer):
-            return super().step()
 
 
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 """Settings of `Accelerator` that let something else distribute the model."""
-
-
-_Part = tuple[str, nn.Module, list[torch.optim.Optimizer]]
 
 
 class FullshardAccelerator(Accelerator):
@@ -86,9 +81,8 @@ class FullshardAccelerator(Accelerator):
         self._start_sharding(sharding, [name for name in _PLUGINS if settings.get(name) is not None])
 
     def _start_sharding(self, sharding: Mapping[str, Any] | None, plugins: Sequence[str] = ()) -> None:
-        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on CPUs plugins do not show in it
-        data_parallel = kind == "NO" or kind.startswith("MULTI_")
-        if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
+        kind = self.distributed_type.value  # on CPUs plugins do not show in it
+        if plugins or not (kind == "NO" or kind.startswith("MULTI_")) or self.parallelism_config is not None:
             raise ConfigError(
                 "FullshardAccelerator and ShardedTrainerMixin shard in place of DDP; the settings let something else "
                 "distribute the model.",
@@ -99,7 +93,7 @@ class FullshardAccelerator(Accelerator):
                 "with python -m fullshard adopt",
             )
         self._sharding = check_sharding(sharding)
-        if getattr(self, "scaler", None) is not None:
+        if self.scaler is not None:
             self.scaler: Any = ShardedGradScaler(self.device.type)
 
     # Preparing.
@@ -173,11 +167,7 @@ class FullshardAccelerator(Accelerator):
     _saves_apart = False
 
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write a sharded model's weights as safetensors, tensor by tensor: no rank holds the full model. Collective.
 
@@ -213,7 +203,7 @@ class FullshardAccelerator(Accelerator):
 
         def load_parts(models: list[nn.Module], folder: str) -> None:
             models.clear()
-            _check_count(Path(folder), len(parts))
+            Ranks().together("looking for saved models", lambda: _check_count(Path(folder), len(parts)))
             for name, model, optimizers in parts:
                 load(Path(folder) / name, model, optimizers, rng=False)
 
@@ -221,7 +211,7 @@ class FullshardAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **settings)
 
     @contextmanager
-    def _apart(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[list[_Part]]:
+    def _apart(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[list[Any]]:
         """Context in which Accelerate saves or loads all but models and optimizers, and calls `hook` for these.
 
         Yields:
@@ -247,24 +237,16 @@ class FullshardAccelerator(Accelerator):
 
 
 def _check_count(folder: Path, models: int) -> None:
-    """Refuse a folder of `save_state` that holds a different number of models. Collective.
-
-    Raises:
-        CheckpointError: see above; or the folder holds none.
-    """
-
-    def check() -> None:
-        saved = [path.name for path in sorted(folder.glob(f"{FOLDER}*")) if path.is_dir()]
-        if len(saved) != models:
-            raise CheckpointError(
-                "The state was saved with a different number of models than are prepared now; nothing was loaded.",
-                expected=f"{models} in {folder}",
-                got=", ".join(saved) or "none that FullshardAccelerator saved",
-                remedy="prepare the same models in the same order before load_state; to load a single model: "
-                f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
-            )
-
-    Ranks().together("looking for saved models", check)
+    """Refuse a folder of `save_state` that holds a different number of models, or none."""
+    saved = [path.name for path in sorted(folder.glob(f"{FOLDER}*")) if path.is_dir()]
+    if len(saved) != models:
+        raise CheckpointError(
+            "The state was saved with a different number of models than are prepared now; nothing was loaded.",
+            expected=f"{models} in {folder}",
+            got=", ".join(saved) or "none that FullshardAccelerator saved",
+            remedy="prepare the same models in the same order before load_state; to load a single model: "
+            f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
+        )
 
 
 def take_over(

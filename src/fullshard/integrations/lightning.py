@@ -11,7 +11,7 @@ checkpoints with `fullshard.save`: folders that any number of ranks can load.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,24 @@ import torch.distributed as dist
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from ..api.functional.module import FSDPModule
+from ..api.functional.module import FSDPModule, register_fsdp_forward_method
 from ..checkpoint.functions import get_model_state_dict, set_model_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..optim import clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .sharding import ARGUMENTS, accumulating, check_sharding, shard
+from .sharding import ARGUMENTS, Mixin, accumulating, check_sharding, serialised, shard
 
 NAME = "fullshard"
 STATE = "lightning"
 """Name in a checkpoint of everything but the model and its optimizers: what `torch.save` writes on rank 0."""
+OPTIONS = ("process_group_backend", "timeout", "parallelize_fn")
+"""Arguments of Lightning's own strategies."""
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
@@ -56,38 +57,37 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             remedy="build the entire model on meta in configure_model(), or none of it",
             topic="weights-on-meta",
         )
+    initialised: list[Any] = []
     for path, part in module.named_modules():
-        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if tensors and not hasattr(part, "reset_parameters"):
+        if not [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+            continue
+        if not hasattr(part, "reset_parameters"):
             raise ConfigError(
                 f"{type(part).__name__} was built on meta and has no reset_parameters() to initialise it.",
                 parameter=path or "(root)",
                 remedy="write one, or build the module with values",
                 topic="weights-on-meta",
             )
+        initialised.append(part)
+    module.to_empty(device=device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
-        _materialize_distributed_module(module, device)
+        for part in initialised:
+            part.reset_parameters()
 
 
-def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, other_state: dict[str, Any]) -> None:
+def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], step: int, other_state: dict[str, Any]) -> None:
     """Write a checkpoint to `path`, in place of the one there. Collective.
 
     Raises:
         CheckpointError: it could not be written, raised on every rank; an earlier checkpoint at `path` is unchanged.
     """
-
-    def serialised() -> bytes:
-        data = io.BytesIO()
-        torch.save(other_state, data)
-        return data.getvalue()
-
-    state = {STATE: Ranks().first("saving Lightning's state", serialised)}
+    state = {STATE: Ranks().first("saving Lightning's state", lambda: serialised(other_state))}
     save(path, model, optimizers, step=step, state=state, rng=False, keep_last=1)
 
 
 def _load(
-    path: Path, model: nn.Module, optimizers: list[Any], strict: bool, required: Collection[str] = ()
+    path: Path, model: nn.Module, optimizers: Sequence[Any], strict: bool, required: Collection[str] = ()
 ) -> dict[str, Any]:
     """Load model and optimizers from a checkpoint, or a model from a file of Lightning's. Collective.
 
@@ -103,17 +103,15 @@ def _load(
     source: Any = path
     if not path.is_file():
         data = load(path, nn.Module(), strict=False, rng=False).state.get(STATE)
-        source = None if data is None else io.BytesIO(data)
-    state: dict[str, Any] = {}
-    if source is not None:
-        try:
-            state = torch.load(source, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged bytes can raise any class of error
-            raise CheckpointError(
-                f"{path} is not a checkpoint, or is damaged: {type(error).__name__}: {error}",
-                expected="a folder that fullshard.save wrote, or a file of torch.save",
-                remedy="pass a different checkpoint; nothing was loaded",
-            ) from error
+        source = data and io.BytesIO(data)
+    try:
+        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True) if source else {}
+    except Exception as error:  # damaged bytes can raise any class of error
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is damaged: {type(error).__name__}: {error}",
+            expected="a folder that fullshard.save wrote, or a file of torch.save",
+            remedy="pass a different checkpoint; nothing was loaded",
+        ) from error
     if lacking := sorted(set(required) - state.keys()):
         raise CheckpointError(
             f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
@@ -122,30 +120,23 @@ def _load(
         )
     if source is not path:
         load(path, model, optimizers, strict=strict, rng=False)
-        return state
-    if optimizers and state.get("optimizer_states"):
+    elif optimizers and state.get("optimizer_states"):
         raise CheckpointError(
             f"{path} is a single file, which stores optimizer state by parameter number.",
             remedy="load only its weights: model.load_state_dict(torch.load(path)['state_dict']) before fit()",
         )
-    set_model_state_dict(model, state["state_dict"])
+    else:
+        set_model_state_dict(model, state["state_dict"])
     return state
 
 
-class _ShardingStrategy:
+class _ShardingStrategy(Mixin):
     """The base that both strategies share; comes before Lightning's class among the bases."""
 
-    num_nodes: int
-    num_processes: int
-    device_mesh: Any
-    root_device: torch.device
-    broadcast: Callable[[Any], Any]
-
-    def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
-        options = {name: settings.pop(name) for name in ("timeout", "parallelize_fn") if name in settings}
-        check_sharding(settings, ARGUMENTS - {"mesh"})
-        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend, **options)  # type: ignore[call-arg]
-        self._settings = {"units": units, **settings}
+    def __init__(self, units: Any = "auto", **settings: Any) -> None:
+        options = {name: settings.pop(name) for name in OPTIONS if name in settings}
+        self._settings = {"units": units, **check_sharding(settings, ARGUMENTS - {"mesh"})}
+        super().__init__(tensor_parallel_size=1, **options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Shard a module unless it is sharded already, and initialise it if it is on meta."""
@@ -169,23 +160,7 @@ class _ShardingStrategy:
     def _setup_distributed(self) -> None:
         """Put all ranks in one mesh, which `configure_model` sees as `self.device_mesh`."""
         self._data_parallel_size = self.num_processes * self.num_nodes
-        super()._setup_distributed()  # type: ignore[misc]
-
-
-def _as_forward(name: str, context: str) -> Callable[..., Any]:
-    """A strategy's method that runs the module's step of this name as a forward of the sharded model.
-
-    So the root unit gathers before it and frees after it.
-
-    Args:
-        context: the method of the precision plugin whose context it runs in.
-    """
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self.precision_plugin, context)():
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
-
-    return step
+        super()._setup_distributed()
 
 
 class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
@@ -205,6 +180,8 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
         """Shard the module, then create its optimizers."""
         self.accelerator.setup(trainer)
         self.model: Any = self._shard(self.precision_plugin.convert_module(self.lightning_module))
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            register_fsdp_forward_method(self.model, name)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -213,11 +190,6 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
-
-    training_step = _as_forward("training_step", "train_step_context")
-    validation_step = _as_forward("validation_step", "val_step_context")
-    test_step = _as_forward("test_step", "test_step_context")
-    predict_step = _as_forward("predict_step", "predict_step_context")
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Reduce nothing in this context, which the Trainer enters for all micro-batches but the last."""
@@ -236,12 +208,12 @@ class FullshardStrategy(_ShardingStrategy, ModelParallelStrategy):
         path = self._place(filepath, storage_options=storage_options)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         other_state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        _save(path, self.model, list(optimizers), int(checkpoint.get("global_step", 0)), other_state)
+        _save(path, self.model, optimizers, int(checkpoint.get("global_step", 0)), other_state)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load the model and its optimizers, on any number of ranks; `weights_only` is ignored, and always True."""
         path = Path(self.broadcast(checkpoint_path))
-        return _load(path, self.model, list(self.optimizers), self.lightning_module.strict_loading, ["global_step"])
+        return _load(path, self.model, self.optimizers, self.lightning_module.strict_loading, ["global_step"])
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -258,22 +230,14 @@ class _SyncControl(_BackwardSyncControl):
 class FullshardFabricStrategy(_ShardingStrategy, FabricParallelStrategy):
     """The same for Fabric, whose `setup_module` shards. Takes the arguments of `FullshardStrategy`."""
 
-    def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
-        settings["parallelize_fn"] = lambda module, _: self._shard(module)
-        super().__init__(units, process_group_backend=process_group_backend, **settings)
+    def __init__(self, units: Any = "auto", **settings: Any) -> None:
+        super().__init__(units, parallelize_fn=lambda module, _: self._shard(module), **settings)
         self._backward_sync_control = _SyncControl()
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
-        """Clip by the norm over all ranks."""
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip by the norm over all ranks; takes further arguments of `fullshard.clip_grad_norm_`."""
         self.precision.unscale_gradients(optimizer)
-        return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(self.precision.main_params(optimizer), *args, **kwargs)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from ..insight.monitor import Monitor
-from .sharding import unwrapped
+from .sharding import MonitorReports
 
 
-class MonitorCallback(Callback):
+class MonitorCallback(MonitorReports, Callback):
     """Reports each step of a Trainer: `lightning.Trainer(..., callbacks=[MonitorCallback(tokens_per_step=4096)])`.
 
     Each report shows the loss of the step's last micro-batch. With several optimizers, each optimizer's steps count.
@@ -20,28 +19,20 @@ class MonitorCallback(Callback):
         **settings: arguments of `fullshard.Monitor`, apart from model, optimizer (the first) and `start_step`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-        self.monitor: Monitor | None = None
-        self._steps = 0
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Create the monitor: now the model is sharded, and its optimizers exist."""
+        """Create the monitor."""
         self._steps = trainer.global_step
-        self.monitor = Monitor(pl_module, unwrapped(trainer.optimizers[0]), start_step=self._steps, **self.settings)
+        self.start(pl_module, trainer.optimizers[0], self._steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report new optimizer steps; only the last micro-batch of a step makes any."""
-        if self.monitor is None or self._steps == trainer.global_step:
-            return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided the loss by the number of micro-batches.
         loss = loss * trainer.accumulate_grad_batches if isinstance(loss, torch.Tensor) else None
         while self._steps < trainer.global_step:
             self._steps += 1
-            self.monitor.step(loss=loss)
+            self.report(loss=loss)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the monitor's files, also after an exception."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.close()

@@ -3,11 +3,13 @@
 units, precision      shard, unit_classes
 optimizers            unwrapped, repoint, steps, explain_step_errors
 gradients             accumulating
+bytes and progress    serialised, MonitorReports
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,12 +24,16 @@ from ..api.gradients import without_sync
 from ..checkpoint import values
 from ..errors import PhaseError, invalid_argument
 from ..forms import successor_of
+from ..insight.monitor import Monitor
 from ..policies import MixedPrecisionPolicy
 from ..runtime import runners_in
 from . import messages
 from .quantised import by_rows
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+Mixin: Any = object
+"""The base of mixins for classes of libraries; for type checkers, a class with any attributes."""
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ARGUMENTS = frozenset(inspect.signature(fully_shard).parameters) - {"module", "auto_wrap_policy"} | {"units"}
@@ -200,3 +206,33 @@ def explain_step_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         begun = [p for p in stepped if optimizer.state.get(p)] or stepped  # optimizers step in order
         raise messages.cannot_step_shards(optimizer, begun[-1] if begun else None, error) from error
+
+
+def serialised(value: Any) -> bytes:
+    """What `torch.save` writes of a value."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+class MonitorReports:
+    """The steps of a library's Trainer as reports of a `fullshard.Monitor`, which exists while it trains."""
+
+    monitor: Monitor | None = None
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def start(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        """Create the monitor, once the model is sharded and its optimizer exists; `step` steps were taken before."""
+        self.monitor = Monitor(model, unwrapped(optimizer), start_step=step, **self.settings)
+
+    def report(self, **values: Any) -> None:
+        """Report an optimizer step; see `Monitor.step`."""
+        if self.monitor is not None:
+            self.monitor.step(**values)
+
+    def close(self) -> None:
+        """Close the monitor's files."""
+        if self.monitor is not None:
+            self.monitor.close()

@@ -13,6 +13,7 @@ either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import call, is_, sub
 from typing import TYPE_CHECKING, Any
@@ -347,11 +348,13 @@ class Call:
 
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:
     """Make a method of a unit's module count as a forward: gather the unit before it, and free it after."""
-    method = getattr(module, name)
+    method, methods = getattr(module, name), module.__dict__.setdefault(FORWARD_METHODS_KEY, {})
+    if name in methods and getattr(method, "__wrapped__", None) is methods[name]:
+        return  # it does already
 
     def forward_method(*args: Any, **kwargs: Any) -> Any:
         return run(runner, module, method, args, kwargs)
 
-    forward_method.__name__ = name
+    functools.update_wrapper(forward_method, method)  # libraries read its signature
     object.__setattr__(module, name, forward_method)
-    module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[name] = method
+    methods[name] = method

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,53 +168,35 @@ def build_on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
         ConfigError: see `from_pretrained`.
     """
     config, cls = source, source
-    if isinstance(source, type):
-        if not hasattr(source, "from_pretrained"):
-            raise _no_source(source)
+    if isinstance(source, type) and hasattr(source, "from_pretrained"):
         config_class = getattr(source, "config_class", None) or transformers.AutoConfig
         config = config_class.from_pretrained(str(folder), local_files_only=True)
     elif isinstance(source, transformers.PretrainedConfig):
         cls = getattr(transformers, next(iter(source.architectures or ()), ""), None)
     if cls is None or not isinstance(config, transformers.PretrainedConfig):
-        raise _no_source(source)
+        raise ConfigError(
+            "from_pretrained builds Transformers models.",
+            expected="a class with from_pretrained, or a configuration whose architectures name one",
+            got=getattr(source, "__name__", type(source).__name__),
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             "The folder holds a quantised model, whose weights have special classes.",
             got=f"quantization_config in {folder / 'config.json'}",
             remedy="start from the original weights, and quantise block by block (docs/clients/peft.md)",
         )
-    dtype = dtype or _dtype_of(config)
+    dtype = dtype or config.dtype or torch.float32
     with init_empty_weights(include_buffers=False):  # under torch.device("meta") buffers would have no values either
         build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
         model = build(config, dtype=dtype)
     model.tie_weights()  # moving parameters to meta one by one has untied them
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32 and _stays_float32(model, name, parameter.dtype):
-            parameter.data = parameter.data.float()
+    if in_float32 := "|".join(model._get_dtype_plan(dtype)):
+        for name, parameter in model.named_parameters():
+            if re.search(rf"(^|\.)({in_float32})(\.|$)", name):
+                parameter.data = parameter.data.float()
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model
-
-
-def _no_source(source: Any) -> ConfigError:
-    return ConfigError(
-        "from_pretrained builds Transformers models.",
-        expected="a class with from_pretrained, or a configuration whose architectures name one",
-        got=getattr(source, "__name__", type(source).__name__),
-    )
-
-
-def _dtype_of(config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def _stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Whether the model keeps a parameter in float32 although `dtype` was requested."""
-    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype is torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in patterns)
 
 
 def match_names(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
@@ -285,9 +267,8 @@ def _names_by_id(tensors: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
     return names
 
 
-def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    ignored = [re.compile(pattern) for pattern in patterns]
-    return [name for name in names if not any(pattern.search(name) for pattern in ignored)]
+def _without(names: Iterable[str], patterns: Collection[str]) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _some(names: list[str]) -> str:
@@ -335,39 +316,32 @@ def _read_by_units(
         ConfigError: `quantise` left weights that cannot be split; see `by_rows`.
         CheckpointError: a shape differs from the files, or a parameter has no value.
     """
-    initial = Ranks(None).share(initial)
+    initial = Ranks().share(initial)
     base_name: Callable[..., str | None] = adapted(model).base_name if has_adapter(model) else lambda name, unused: name
     names = _names_by_id(model.named_parameters(remove_duplicate=False))
     source = SafetensorsSource(folder)
     source.rename(rename)
+
+    def value_of(parameter: nn.Parameter) -> torch.Tensor:
+        """From the files, or else from `initial`, under any of its names."""
+        own = names[id(parameter)]
+        for file_name in [base_name(name, unused=True) for name in own]:
+            if file_name is not None and MODEL + file_name in source.entries:
+                value = source.read(MODEL + file_name)
+                check_shape(own[0], parameter.shape, value.shape)
+                return value.to(parameter.dtype, copy=True)
+        for name in own:
+            if name in initial:
+                return initial[name]
+        raise CheckpointError(
+            "A parameter is missing from the files and has no initial value.", parameter=own[0], topic="weights-on-meta"
+        )
+
     with source:
         for unit in [*(block for _, block, _ in plan_wrapping(model, policy)), model]:
-            unread = [p for p in unit.parameters() if p.is_meta]
-            replace_parameters(model, {p: _read_value(p, names[id(p)], source, base_name, initial) for p in unread})
+            replace_parameters(model, {p: value_of(p) for p in unit.parameters() if p.is_meta})
             if unit is not model:
                 quantise(unit)
                 by_rows(unit)
             if dist.is_initialized():
                 fully_shard(unit, **settings)
-
-
-def _read_value(
-    parameter: nn.Parameter,
-    names: Sequence[str],
-    source: SafetensorsSource,
-    base_name: Callable[..., str | None],
-    initial: dict[str, torch.Tensor],
-) -> torch.Tensor:
-    """A parameter's value, from the files or else from `initial`, under any of its names."""
-    for name in names:
-        file_name = base_name(name, unused=True)
-        if file_name is not None and MODEL + file_name in source.entries:
-            value = source.read(MODEL + file_name)
-            check_shape(name, parameter.shape, value.shape)
-            return value.to(parameter.dtype, copy=True)
-    for name in names:
-        if name in initial:
-            return initial[name]
-    raise CheckpointError(
-        "A parameter is missing from the files and has no initial value.", parameter=names[0], topic="weights-on-meta"
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_file_size_to_int
 from torch import nn
+from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
 from ...api.whole import gathered
 from ...errors import invalid_argument
@@ -61,13 +62,10 @@ def save_pretrained(
 def converted(model: nn.Module) -> bool:
     """Whether Transformers converts names or shapes of this model's weights between memory and files."""
     conversions = getattr(model, "_weight_conversions", None)  # set by its own from_pretrained
-    if conversions is not None or not hasattr(model, "config") or is_peft_model(model):
-        return bool(conversions)
-    try:
-        from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
-    except ImportError:  # before version 5, which converts nothing
-        return False
-    return any(not isinstance(change, PrefixChange) for change in get_model_conversion_mapping(model, add_legacy=False))
+    if conversions is None and hasattr(model, "config") and not is_peft_model(model):
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [change for change in mapping if not isinstance(change, PrefixChange)]
+    return bool(conversions)
 
 
 def has_adapter(model: nn.Module) -> bool:

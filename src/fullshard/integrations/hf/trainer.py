@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,20 +15,19 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ...errors import CheckpointError, ConfigError, message
-from ...insight.monitor import Monitor
 from ...store.hugging_face import load_safetensors
 from ...store.in_place import replace_file
 from ...store.load import load
 from ...store.ranks import Ranks
 from ...store.save import save
-from ..sharding import check_sharding, is_sharded, unwrapped
+from ..sharding import Mixin, MonitorReports, check_sharding, is_sharded, serialised, unwrapped
 from .saving import has_adapter, save_pretrained
 
 FOLDER, SCHEDULER, ARGUMENTS = "fullshard", "scheduler.pt", "training_args.bin"
 """Parts of a checkpoint: the folder that `fullshard.save` writes, and two of Trainer's files."""
 
 
-class ShardedTrainerMixin:
+class ShardedTrainerMixin(Mixin):
     """Shards the model of a `Trainer`; it must be the first base class.
 
         class ShardedTrainer(ShardedTrainerMixin, Trainer): ...
@@ -52,15 +49,6 @@ class ShardedTrainerMixin:
             the Trainer; unknown arguments in `sharding`.
     """
 
-    model: Any
-    accelerator: Any
-    args: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: Any
-    processing_class: Any
-    data_collator: Any
-
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         overriding = cls.__mro__[: cls.__mro__.index(ShardedTrainerMixin)]
@@ -79,24 +67,24 @@ class ShardedTrainerMixin:
         """Like `Trainer.create_accelerator_and_postprocess`, with an accelerator that shards."""
         from ..accelerate import take_over
 
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         plugins = [name for name in ("fsdp", "deepspeed") if getattr(self.args, name)]
         take_over(self.accelerator, self._sharding, plugins)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not dist.is_initialized():  # otherwise sharding moves each rank's part
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            super()._move_model_to_device(model, device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
         """Like `Trainer.train`; `resume_from_checkpoint=True` resumes from the last complete checkpoint."""
         if resume_from_checkpoint is True and self.args.output_dir is not None:
             resume_from_checkpoint = last_complete(self.args.output_dir) or True  # which Trainer refuses
-        return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, *args, **settings)
 
     def create_optimizer(self, *args: Any, **settings: Any) -> torch.optim.Optimizer:
         """Like `Trainer.create_optimizer`, after sharding the model."""
         self.accelerator.shard_model(self.model)
-        return super().create_optimizer(*args, **settings)  # type: ignore[misc]
+        return super().create_optimizer(*args, **settings)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # Fullshard's clipping handles any mesh
@@ -106,7 +94,7 @@ class ShardedTrainerMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write files that plain `from_pretrained(output_dir)` loads. Collective; see `hf.save_pretrained`."""
         if not is_sharded(self.model):
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         weights = not _internal_call or self.args.save_only_model
@@ -123,20 +111,20 @@ class ShardedTrainerMixin:
             for part in parts:
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(str(folder))
-            _replace(folder / ARGUMENTS, self.args)
+            replace_file(folder / ARGUMENTS, serialised(self.args))  # a full disk leaves the old file
 
         Ranks().together("save_model", save_others, files=True)  # no rank returns before all files are written
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         folder, optimizer = Path(output_dir), unwrapped(self.optimizer)
         save(folder / FOLDER, self.model, optimizer, step=self.state.global_step, rng=False, keep_last=1)
         if self.args.should_save:
-            _replace(folder / SCHEDULER, self.lr_scheduler.state_dict())
+            replace_file(folder / SCHEDULER, serialised(self.lr_scheduler.state_dict()))
 
     # Loading.
 
@@ -146,7 +134,7 @@ class ShardedTrainerMixin:
         if is_sharded(self.model):
             load_safetensors(self.model, resume_from_checkpoint, adapter=has_adapter(self.model))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -155,7 +143,7 @@ class ShardedTrainerMixin:
         if (folder / FOLDER).is_dir():
             load(folder / FOLDER, self.model, unwrapped(self.optimizer), rng=False)
         elif not is_sharded(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         elif (folder / "optimizer.pt").exists():
             raise CheckpointError(
@@ -173,14 +161,7 @@ class ShardedTrainerMixin:
         elif is_sharded(self.model):
             self._load_from_checkpoint(str(folder))
         else:
-            super()._load_best_model()  # type: ignore[misc]
-
-
-def _replace(path: Path, value: Any) -> None:
-    """As `torch.save`, atomically: a full disk or an interrupted save leaves the old file."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    replace_file(path, data.getvalue())
+            super()._load_best_model()
 
 
 STATE = "trainer_state.json"
@@ -193,9 +174,9 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
     Args:
         folder: a Trainer's `output_dir`.
     """
-    names = [path.name for path in Path(folder).glob("checkpoint-*")]
-    for step in sorted([int(match[1]) for name in names if (match := re.fullmatch(r"checkpoint-(\d+)", name))])[::-1]:
-        checkpoint = Path(folder) / f"checkpoint-{step}"
+    numbered = {path.name.removeprefix("checkpoint-"): path for path in Path(folder).glob("checkpoint-*")}
+    for step in sorted(filter(str.isdecimal, numbered), key=int, reverse=True):
+        checkpoint = numbered[step]
         try:
             json.loads((checkpoint / STATE).read_text())
             return str(checkpoint)
@@ -212,7 +193,7 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
     return None
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(MonitorReports, TrainerCallback):
     """Reports each step of a `Trainer`: `Trainer(..., callbacks=[hf.MonitorCallback(tokens_per_step=4096)])`.
 
     Each report shows the loss and the gradient norm that the Trainer logged last.
@@ -221,26 +202,20 @@ class MonitorCallback(TrainerCallback):
         **settings: arguments of `fullshard.Monitor`, apart from model, optimizer and `start_step`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-        self.monitor: Monitor | None = None
-        self._logged: dict[str, float] = {}
+    _logged: Mapping[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Create the monitor: now the model is sharded, and its optimizer exists."""
-        optimizer = unwrapped(objects["optimizer"])
-        self.monitor = Monitor(objects["model"], optimizer, start_step=state.global_step, **self.settings)
+        """Create the monitor."""
+        self.start(objects["model"], objects["optimizer"], state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **objects: Any) -> None:
         """Remember the logged values for later reports."""
-        self._logged |= logs or {}
+        self._logged = {**self._logged, **(logs or {})}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Report an optimizer step."""
-        if self.monitor is not None:
-            self.monitor.step(loss=self._logged.get("loss"), grad_norm=self._logged.get("grad_norm"))
+        self.report(loss=self._logged.get("loss"), grad_norm=self._logged.get("grad_norm"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Close the monitor's files."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.close()
