@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -155,8 +156,12 @@ def test_method_that_was_not_registered(fake_world, layout):
         model.blocks[1].project(x, gain=1.0)
     says(caught.value, "blocks.1", "register_fsdp_forward_method")
     assert look_at(model) == before
+    signature = inspect.signature(model.blocks[1].project)
     fullshard.register_fsdp_forward_method(model.blocks[1], "project")
-    assert model.blocks[1].project(x, gain=1.0).shape == (2, WIDTH)
+    once = model.blocks[1].project
+    fullshard.register_fsdp_forward_method(model.blocks[1], "project")
+    assert model.blocks[1].project is once and inspect.signature(once) == signature
+    assert once(x, gain=1.0).shape == (2, WIDTH)
 
 
 @both_layouts
