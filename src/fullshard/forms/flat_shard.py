@@ -195,7 +195,7 @@ class FlatShard(torch.Tensor):
         it is averaged over the ranks, like gradients of the forward.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            whole: torch.Tensor = _Whole.apply(self)
+            whole: torch.Tensor = _FullOfRun.apply(self)
             return whole
         return _gathered(self)
 
@@ -536,7 +536,7 @@ def _gathered(shard: FlatShard) -> torch.Tensor:
     return full.as_strided(run.shape, dense_strides(run.shape, run.order))
 
 
-class _Whole(torch.autograd.Function):
+class _FullOfRun(torch.autograd.Function):
     """`full_tensor()` with a graph: averages the gradient over all ranks and keeps this rank's run."""
 
     @staticmethod

@@ -232,7 +232,7 @@ def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> to
         if not differentiable:
             return _gathered(tensor)
         placements = grad_placements or [Replicate()] * tensor.device_mesh.ndim
-        with_graph: torch.Tensor = _Whole.apply(tensor, placements)
+        with_graph: torch.Tensor = _FullOfRows.apply(tensor, placements)
         return with_graph
     # Dtypes that backends do not support are gathered as bytes, along an additional last dim.
     supported = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
@@ -278,7 +278,7 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
     return whole if owns_storage and whole.is_contiguous() else whole.clone(memory_format=torch.contiguous_format)
 
 
-class _Whole(torch.autograd.Function):
+class _FullOfRows(torch.autograd.Function):
     """`full_of` with a graph: the gradient flows back as in DTensor's own `full_tensor`."""
 
     @staticmethod

@@ -40,7 +40,6 @@ from ..layout import Layout, Part
 from ..mesh import Axis
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
-from ..watcher import RANK
 from .messages import on_another_device, partly_on_meta, several_dtypes
 from .offload import Home
 from .plan import BuildSettings, plan_bucket
@@ -150,22 +149,6 @@ class Bucket:
     def cut(self, whole: torch.Tensor, member: Member) -> torch.Tensor:
         """Return this rank's part of a whole value, as a local."""
         return self.form.cut(member, whole)
-
-    def gather_whole(self, comm: Comm, local: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' slices side by side, for a bucket of runs with one segment. Collective over the shard axis.
-
-        Args:
-            local: [shard_numel], laid out as the shard (the shard itself, a gradient, optimizer state), any dtype.
-
-        Returns:
-            [world * shard_numel]; each parameter begins at element `slot.offset`.
-        """
-        local = local.to(self.axes.device)
-        whole = local.new_empty(self.layout.gathered_numel)
-        axis = apart_of(self.axes.shard, comm)
-        RANK.talks("whole values")
-        comm.gather(axis, whole, local).wait()
-        return whole
 
     # Memory.
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.names import Named
+from ...checkpoint.whole import BATCH_BYTES, Wanted, batches
 from ...comm import reduce_value
 from ...dtypes import as_bits
 from ...errors import ConfigError
@@ -125,7 +127,7 @@ def _summoned(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, wi
     runner.reshard()
     runner.unit.refresh()
     visible = not rank0_only or instance.rank == 0
-    wholes = [_Whole(runner, bucket, to_cpu, with_grads, visible) for bucket in runner.unit.buckets]
+    wholes = [_Summoned(bucket, to_cpu, with_grads, visible) for bucket in runner.unit.buckets]
     runner.unit.showing.summon(True, visible)
     _open.append(instance)
     try:
@@ -168,35 +170,49 @@ def _point(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     parameter.data = memory
 
 
-class _Whole:
-    """A whole bucket: [world * S] values and, with `with_grads`, gradients. Lives as long as the context."""
+def _whole_values(wanted: list[Wanted], to_cpu: bool, visible: bool) -> list[torch.Tensor]:
+    """Whole values, each of this rank's tensor-parallel part; none if this rank shows none. Collective."""
+    values: list[torch.Tensor] = []
+    for batch in batches(wanted, BATCH_BYTES):
+        batch.pack()
+        gathered = batch.gather(joined=False)
+        values += [whole.cpu() if to_cpu else whole for _, whole in gathered if visible]
+        del gathered  # before the next batch
+    return values
 
-    def __init__(self, runner: Runner, bucket: Bucket, to_cpu: bool, with_grads: bool, visible: bool) -> None:
+
+class _Summoned:
+    """The parameters of a bucket while they are shown whole. Lives as long as the context.
+
+    Attributes:
+        values: whole values, by member; views of the shard if it is not split and stays on its device.
+        grads: whole gradients, by member; None without `with_grads`, or where no rank has one.
+    """
+
+    def __init__(self, bucket: Bucket, to_cpu: bool, with_grads: bool, visible: bool) -> None:
         self.bucket = bucket
-        comm, axis = runner.settings.comm, bucket.axes.shard
-        split = bucket.layout.world > 1
-        self.is_copy = split or to_cpu  # or else the values are the shard itself
-        self.whole = bucket.gather_whole(comm, bucket.shard) if self.is_copy else bucket.shard
-        self.grads: torch.Tensor | None = None
-        self.has_grad = [False] * len(bucket.members)  # on any rank
+        rows = [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
+        self.is_copy = bucket.layout.world > 1 or to_cpu
+        if self.is_copy:
+            self.values = _whole_values([Wanted(row.name, row) for row in rows], to_cpu, visible)
+        else:
+            shard, slots = bucket.shard, [member.slot for member in bucket.members]
+            self.values = [shard.as_strided(s.shape, s.stride, shard.storage_offset() + s.offset) for s in slots]
+        self.grads: list[torch.Tensor | None] = [None] * len(rows)
         if with_grads:
-            here = {id(member) for member, _ in local_gradients(bucket)}
-            has_local = [id(member) in here for member in bucket.members]
-            flags = torch.tensor(has_local, dtype=torch.int32, device=bucket.axes.device)
-            if split:
-                reduce_value(flags, torch.distributed.ReduceOp.MAX, axis.group)
-            self.has_grad = [bool(flag) for flag in flags.tolist()]
-            local = torch.zeros_like(bucket.shard)
+            local, here = torch.zeros_like(bucket.shard), set[int]()  # local: [shard_numel]
             with torch.no_grad():  # after create_graph a gradient may have a grad_fn
                 for member, grad in local_gradients(bucket):
                     bucket.part(local, member).copy_(grad)
-            self.grads = bucket.gather_whole(comm, local)
-        if not visible:
-            self.whole = self.whole[:0]
-            self.grads = None
-        elif to_cpu:
-            self.whole = self.whole.cpu()
-            self.grads = self.grads.cpu() if self.grads is not None else None
+                    here.add(id(member))
+            flags = [id(member) in here for member in bucket.members]
+            has_grad = torch.tensor(flags, dtype=torch.int32, device=bucket.axes.device)  # on any rank
+            if bucket.layout.world > 1:
+                reduce_value(has_grad, torch.distributed.ReduceOp.MAX, bucket.axes.shard.group)
+            indices = [index for index, flag in enumerate(has_grad.tolist()) if flag]
+            wanted = [Wanted(rows[i].name, rows[i], local=bucket.part(local, bucket.members[i])) for i in indices]
+            for index, whole in zip(indices, _whole_values(wanted, to_cpu, visible), strict=visible):
+                self.grads[index] = whole
         self.version = self._shard_version()
         self.parameters: list[nn.Parameter] = []
         self.saved: list[torch.Tensor | None] = []
@@ -211,31 +227,23 @@ class _Whole:
         bucket = self.bucket
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.unregister()
-        for member, has_grad in zip(bucket.members, self.has_grad, strict=True):
+        for member, value, grad in zip(bucket.members, self.values, self.grads, strict=True):
             split = member.split
-            view = self._view(self.whole, member)
             if bucket.form.keeps_originals and split is None:
                 parameter = member.sharded
                 self.saved.append(parameter.grad)
                 parameter.grad = None
-                _point(parameter, view)
+                _point(parameter, value)
             else:  # a tensor-parallel parameter is shown as a DTensor
                 self.saved.append(None)
-                shown = view if split is None else split.unsharded(view)
+                shown = value if split is None else split.unsharded(value)
                 parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
                 parameter.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
-            if has_grad and self.grads is not None:
-                grad = self._view(self.grads, member)
+            if grad is not None:
                 parameter.grad = grad if split is None else split.unsharded(grad)
             self.parameters.append(parameter)
             for place in member.places:
                 place.register(parameter)
-
-    @staticmethod
-    def _view(whole: torch.Tensor, member: Member) -> torch.Tensor:
-        """A member's view of a whole bucket [world * S]."""
-        slot = member.slot
-        return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
     def hide(self, writeback: bool) -> None:
         """Show the sharded parameters again, and write changes back with `writeback`.
@@ -249,7 +257,7 @@ class _Whole:
         error: ConfigError | None = None
         for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
             try:
-                self._collect(member, parameter, writeback)
+                self._collect(i, parameter, writeback)
             except ConfigError as different_shape:
                 error = different_shape
             if bucket.form.keeps_originals and member.split is None:
@@ -266,42 +274,45 @@ class _Whole:
                 place.show(member.sharded if member.stand_in is None else member.stand_in)
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.register_again()
-        if writeback and not stepped and self.is_copy:
-            own = self._own_slice(self.whole).to(bucket.shard.device)
-            if not torch.equal(as_bits(own), as_bits(bucket.shard)):  # a needless write would invalidate a graph
-                wait_for_readers()
-                with torch.no_grad():
-                    bucket.shard.copy_(own)
-        if writeback and self.grads is not None:
-            self._write_gradients(self._own_slice(self.grads))
+        if writeback:
+            self._write_back(stepped)
         if error is not None:
             raise error
         if writeback and stepped:
             raise messages.flat_parameter_changed(member.name for member in bucket.members)
 
-    def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
-        """Copy a replaced parameter, or one with replaced memory, into `whole` and `grads`."""
+    def _collect(self, index: int, parameter: nn.Parameter, writeback: bool) -> None:
+        """Copy a replaced parameter, or one with replaced memory, into `values` and `grads`."""
+        member, whole, whole_grad = self.bucket.members[index], self.values[index], self.grads[index]
         registered = member.places[0].registered()
         value = registered if isinstance(registered, torch.Tensor) else parameter
         value_grad = None if value.grad is None else local_part(value.grad)
         value = local_part(value)
-        view = self._view(self.whole, member)
-        if value.shape != view.shape:
+        if value.shape != whole.shape:
             raise messages.replaced_by_another_shape(member.name, member.slot.shape, tuple(value.shape))
-        if writeback and value.data_ptr() != view.data_ptr():
+        if writeback and value.data_ptr() != whole.data_ptr():
             with torch.no_grad():
-                view.copy_(value)
-        if writeback and self.grads is not None and value_grad is not None:
-            target = self._view(self.grads, member)
-            if value_grad.data_ptr() != target.data_ptr():
-                target.copy_(value_grad)
+                whole.copy_(value)
+        if writeback and whole_grad is not None and value_grad is not None:
+            if value_grad.data_ptr() != whole_grad.data_ptr():
+                whole_grad.copy_(value_grad)
 
-    def _write_gradients(self, own: torch.Tensor) -> None:
-        with torch.no_grad():
-            for member, grad in local_gradients(self.bucket):
-                grad.copy_(self.bucket.part(own, member))
+    @torch.no_grad()
+    def _write_back(self, stepped: bool) -> None:
+        """Write this rank's parts of changed gradients into the sharded ones; of values too, unless `stepped`."""
+        bucket = self.bucket
+        for member, value in zip(bucket.members, self.values, strict=True) if self.is_copy and not stepped else ():
+            part = bucket.part(bucket.shard, member)
+            own = self._own_part(member, value).to(part.device)
+            if not torch.equal(as_bits(own), as_bits(part)):  # a needless write would invalidate a graph
+                wait_for_readers()
+                part.copy_(own)
+        grads = {id(member): grad for member, grad in zip(bucket.members, self.grads, strict=True)}
+        for member, grad in local_gradients(bucket):
+            if (whole := grads[id(member)]) is not None:
+                grad.copy_(self._own_part(member, whole))
 
-    def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice [S] of a whole bucket [world * S]."""
-        numel = self.bucket.layout.shard_numel
-        return whole.narrow(0, self.bucket.axes.shard.rank * numel, numel)
+    def _own_part(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole value; shares its memory."""
+        shape, stride, offset = self.bucket.layout.view_in_whole(member.slot, member.part)
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)
