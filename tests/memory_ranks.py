@@ -198,7 +198,7 @@ class Turns:
 OF_PROCESS: list[Any] = [
     fullshard.events.stream.listeners,
     importlib.import_module("fullshard.api.wrapper.summon")._open,
-    importlib.import_module("fullshard.api.whole")._meetings,
+    importlib.import_module("fullshard.api.save_pretrained")._meetings,
     importlib.import_module("fullshard.agreement.start")._published,
     importlib.import_module("fullshard.forms.row_shard")._warned,
     importlib.import_module("torch.distributed.fsdp._debug_utils").SimpleProfiler.profiling,

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.checkpoint.values import whole_of
+from fullshard.checkpoint.value_forms import whole_of
 from models import EXAMPLES, Example
 from training import FP32, OPTIMIZER, Options, Record, compare, mean_over_ranks, reference, take_step
 

@@ -360,21 +360,21 @@ FAULTS = (
     # checkpoint, store
     Fault(
         "a group's own settings win over the saved ones",
-        "checkpoint/optimizer.py",
+        "checkpoint/optimizer_state.py",
         "{**group, **settings[g],",
         "{**settings[g], **group,",
         test="tests/parity/test_wrapper_optimizer.py",
     ),
     Fault(
         "all groups take the settings of the first",
-        "checkpoint/settings.py",
+        "checkpoint/group_settings.py",
         "settings = [_settings_of(number, saved, sources[number]) for number in range(len(groups))]",
         "settings = [_settings_of(number, saved, sources[0]) for number in range(len(groups))]",
         test="tests/store/test_group_settings.py",
     ),
     Fault(
         "a state dict shares memory with the model",
-        "checkpoint/values.py",
+        "checkpoint/value_forms.py",
         "    return moved.clone() if moved.data_ptr() == value.data_ptr() else moved",
         "    return moved",
         "tests/parity/test_wrapper_state.py",

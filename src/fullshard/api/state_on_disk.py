@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.optimizer import blank_states
+from ..checkpoint.optimizer_state import blank_states
 from ..comm import objects_of_all
 from ..forms import NAME_KEY, owner_of
 from ..names import size

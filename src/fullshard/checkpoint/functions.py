@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
-from . import values
+from . import value_forms
+from .group_settings import named_groups, put, settings_to_load
 from .model import cut_whole_values, in_form, materialize
-from .names import Table, settle
-from .optimizer import blank_states, cut_states, load_state, named_state, sharded_state, state_to_load
-from .settings import named_groups, put, settings_to_load
+from .optimizer_state import blank_states, cut_states, load_state, named_state, sharded_state, state_to_load
+from .table import Table, settle
 from .targets import Target, settle_state, targets_of
-from .values import Form
+from .value_forms import StateForm
 from .whole import Wanted, saved_values
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -166,7 +166,7 @@ def get_model_state_dict(
     return {new: state[name] for name, new in _chosen(model, state, submodules, options).items()}
 
 
-def _in_form(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
+def _in_form(table: Table, state: dict[str, Any], form: StateForm) -> dict[str, Any]:
     """The state of a model of `fully_shard` in `form`, of which one batch at a time is whole. Collective."""
     wanted = form.wanted(dist.get_rank())
     result: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _in_form(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
         result |= {name: value for name in row.names if name in state}
     for name, value in state.items():
         if name not in result and isinstance(value, torch.Tensor):
-            value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value
+            value = value_forms.whole_of(value, table.axes.device) if form.kind == "whole" else value
             result[name] = value.cpu() if form.to_cpu else value
     return {name: result.get(name, value) for name, value in state.items()} if wanted else {}
 
@@ -268,7 +268,7 @@ def set_model_state_dict(
         return torch_set_model_state_dict(model, model_state_dict, options=options)
     state = dict(model_state_dict)
     if options.broadcast_from_rank0:
-        state = values.from_rank0(state, table.axes)
+        state = value_forms.from_rank0(state, table.axes)
     cut_whole_values(table, state)
     materialize(table, state, options.strict)
     return model.load_state_dict(state, strict=options.strict)
@@ -340,7 +340,7 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
     Raises:
         CheckpointError: rank 0 has no state dict; on every rank.
     """
-    result: dict[str, Any] = values.from_rank0(saved or {}, table.axes)
+    result: dict[str, Any] = value_forms.from_rank0(saved or {}, table.axes)
     if not result:
         raise CheckpointError(
             "rank 0 has no optimizer state dict to send to the others",
@@ -355,7 +355,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     take_over_replaced(model)
     table = Table(model)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
-    part = next((member for member in around if not values.has_full_tensor(member)), None)
+    part = next((member for member in around if not value_forms.has_full_tensor(member)), None)
     if part is not None:
         raise CheckpointError(
             "The module is inside a FullyShardedDataParallel instance, which alone knows how parameters are sharded.",
@@ -373,11 +373,11 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     return table
 
 
-def _form(options: StateDictOptions) -> Form:
+def _form(options: StateDictOptions) -> StateForm:
     # DTensors even where PyTorch gives ShardedTensors: if one of those is empty on some rank (a dim smaller than the
     # world), torch.distributed.checkpoint drops its key on that rank, and cannot load the checkpoint that it saved.
     whole, cpu = options.full_state_dict, options.cpu_offload
-    return Form("whole" if whole else "sharded", dtensor=True, to_cpu=cpu, rank0_only=whole and cpu)
+    return StateForm("whole" if whole else "sharded", dtensor=True, to_cpu=cpu, rank0_only=whole and cpu)
 
 
 def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:

@@ -17,17 +17,17 @@ from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
 from ..torch_private.assigning import is_assigning
 from ..torch_private.sharded_tensor import slices_sharded_tensor
-from . import values
+from . import value_forms
 from .fit import check_shape
-from .names import Named, Table
-from .values import Form
+from .table import Named, Table, rows_in
+from .value_forms import StateForm
 from .whole import Wanted, saved_values
 
-_forced: ContextVar[Form | None] = ContextVar("fullshard_form", default=None)
+_forced: ContextVar[StateForm | None] = ContextVar("fullshard_form", default=None)
 
 
 @contextmanager
-def in_form(form: Form) -> Iterator[None]:
+def in_form(form: StateForm) -> Iterator[None]:
     """Context in which state dicts of wrapper instances have `form`, whatever the instances are set to."""
     token = _forced.set(form)
     try:
@@ -52,7 +52,12 @@ class _Placeholder(torch.Tensor):
 
 
 def save_instance(
-    runner: Runner, state_dict: Callable[[], Any], prefix: str, form: Form, dtypes: dict[str, torch.dtype], rank: int
+    runner: Runner,
+    state_dict: Callable[[], Any],
+    prefix: str,
+    form: StateForm,
+    dtypes: dict[str, torch.dtype],
+    rank: int,
 ) -> Any:
     """The state dict of a wrapper instance and everything in it, under the unwrapped module's names. Collective.
 
@@ -83,8 +88,7 @@ def save_instance(
         if form.kind == "local":
             _fill_slice(bucket, result, keys, _slice_name(prefix, index))
             continue
-        rows = (Named(member.sharded, [member.name], bucket, member) for member in bucket.members)
-        saved = saved_values((Wanted(row.name, row) for row in rows), form, form.wanted(rank))
+        saved = saved_values((Wanted(row.name, row) for row in rows_in(bucket)), form, form.wanted(rank))
         for member, value in zip(bucket.members, saved, strict=True):
             result.update(dict.fromkeys(keys.get(id(member), ()), value))
     for key in [key for key in result if key.startswith(prefix)]:
@@ -157,7 +161,7 @@ def _check_shapes(state: Mapping[str, Any], expected: Mapping[str, tuple[int, ..
         CheckpointError: a shape differs from the one expected under its name.
     """
     for name, shape in expected.items():
-        saved = values.shape_of(state.get(name))
+        saved = value_forms.shape_of(state.get(name))
         if saved is not None:
             check_shape(name, shape, saved)
 
@@ -183,7 +187,7 @@ def load_instance(instance: nn.Module, runner: Runner, state: dict[str, Any], pr
     for name in (*plain, *table.buffers):
         value = state.get(prefix + name)
         if value is not None and _distributed(value):  # it was in an instance when it was saved, or only rank 0 has it
-            state[prefix + name] = values.whole_of(value, device)
+            state[prefix + name] = value_forms.whole_of(value, device)
     for index, bucket in enumerate(runner.unit.buckets):
         _load_bucket(table, bucket, state, prefix, _slice_name(prefix, index), missing)
     for key in [key for key in state if key.startswith(prefix)]:
@@ -200,7 +204,7 @@ def _load_bucket(
     """Replace whole values by this rank's parts, or write these into a `FlatParameter`, whose parts no module has."""
     flat = bucket.flat_parameter
     saved_slice = state.pop(slice_name, None)
-    buffer = None if saved_slice is None else values.slice_in(bucket, saved_slice, slice_name)
+    buffer = None if saved_slice is None else value_forms.slice_in(bucket, saved_slice, slice_name)
     for member in bucket.members:
         row = table.of(member)
         names = [] if row is None else row.names  # none if the user removed its module
@@ -209,7 +213,7 @@ def _load_bucket(
         if buffer is not None:
             local = bucket.part(buffer, member)
         elif present:
-            local = values.local_of(bucket, state[prefix + present[-1]], member)
+            local = value_forms.local_of(bucket, state[prefix + present[-1]], member)
         if flat is None and local is not None:
             shown = bucket.shown(local, member)
             state.update({prefix + name: shown for name in (present if buffer is None else names)})
@@ -274,8 +278,8 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
             rows |= {prefix + name: row, prefix + clean_name(name): row}  # checkpoint wrappers insert their part later
     _check_shapes(state, {name: row.shape for name, row in rows.items()})
     for name, row in rows.items():
-        if values.shape_of(state.get(name)) is not None and row.bucket is not None and row.member is not None:
-            local = values.local_of(row.bucket, state[name], row.member)
+        if value_forms.shape_of(state.get(name)) is not None and row.bucket is not None and row.member is not None:
+            local = value_forms.local_of(row.bucket, state[name], row.member)
             state[name] = row.bucket.shown(local, row.member)
 
 

@@ -11,8 +11,8 @@ import torch
 from ..comm import objects_of_all
 from ..errors import CheckpointError, DivergenceError, FullshardError
 from ..forms import FlatShard
-from . import values
-from .names import Named, Table
+from . import value_forms
+from .table import Named, Table
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ def targets_of(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Target
     covered: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}  # by the id of a tensor
     covered |= {key: ([row], None) for key, row in table.by_tensor.items()}
     for unit, _ in table.units:
-        for tensor, begin, length, members in values.views_of(unit):
+        for tensor, begin, length, members in value_forms.views_of(unit):
             rows = [row for member in members if (row := table.of(member)) is not None]
             if rows:
                 covered[id(tensor)] = (rows, (begin, length))

@@ -17,8 +17,8 @@ from ..comm import TorchComm, apart_of
 from ..layout import Window, window_of
 from ..shard import Bucket
 from ..watcher import RANK
-from . import values
-from .names import Named
+from .table import Named
+from .value_forms import StateForm, joined, saved_form, whole_of
 
 BATCH_BYTES = 256 * 2**20
 """Whole values that are gathered together, in bytes; a larger tensor is gathered alone."""
@@ -86,7 +86,7 @@ class Wanted:
         """The whole of a tensor that does not go through a batch's buffer, in its own memory. Collective if split."""
         row = self.row
         if row.bucket is None or row.member is None:
-            whole = values.whole_of(row.parameter, row.parameter.device)
+            whole = whole_of(row.parameter, row.parameter.device)
         elif row.bucket.shard.is_meta and row.bucket.form.plain:
             return torch.empty(row.member.slot.shape, dtype=self.result_dtype, device="meta")
         else:
@@ -124,18 +124,18 @@ class Batch:
                 if lot.rank == axes.shard.rank:
                     self._buffer.as_strided(lot.part.shape, lot.part.stride, lot.at).copy_(local)
 
-    def gather(self, joined: bool = True) -> list[tuple[Wanted, torch.Tensor]]:
+    def gather(self, join: bool = True) -> list[tuple[Wanted, torch.Tensor]]:
         """The whole values, in memory that belongs to the caller. Collective; call `pack` first.
 
         Args:
-            joined: gather over tensor parallelism, too; False: give the whole of this rank's part of such parameters.
+            join: gather over tensor parallelism, too; False: give the whole of this rank's part of such parameters.
         """
         with torch.no_grad():
             if self._buffer is None:
                 return [(wanted, wanted.alone()) for wanted in self.wanted]
-            return self._from_window(self._buffer, joined)
+            return self._from_window(self._buffer, join)
 
-    def _from_window(self, buffer: torch.Tensor, joined: bool) -> list[tuple[Wanted, torch.Tensor]]:
+    def _from_window(self, buffer: torch.Tensor, join: bool) -> list[tuple[Wanted, torch.Tensor]]:
         window, self._window, self._buffer = self._window, None, None
         assert window is not None
         rows: Any = [wanted.row for wanted in self.wanted]
@@ -155,7 +155,7 @@ class Batch:
         results = []
         for index, (wanted, row) in enumerate(zip(self.wanted, rows, strict=True)):
             whole = _assembled(buffer, window, index)
-            results.append((wanted, values.joined(row.bucket, row.member, whole) if joined else whole))
+            results.append((wanted, joined(row.bucket, row.member, whole) if join else whole))
         return results
 
 
@@ -186,16 +186,23 @@ def batches(wanted: Iterable[Wanted], bucket_bytes: int) -> Iterator[Batch]:
         yield batch
 
 
-def saved_values(wanted: Iterable[Wanted], form: values.Form, keep: bool) -> Iterator[Any]:
-    """Parameters of units, or state of their shape, as `values.saved_form` gives them, in order. Collective.
+def whole_values(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]]:
+    """Yield whole values, each of this rank's tensor-parallel part, in order. Collective.
 
-    One batch at a time is whole.
+    One batch at a time is whole, if the caller drops each value before it asks for the next.
     """
     for batch in batches(wanted, BATCH_BYTES):
         batch.pack()
-        for tensor, whole in batch.gather(joined=False):
-            row = tensor.row
-            assert row.bucket is not None and row.member is not None
-            value = values.saved_form(row.bucket, row.member, whole, form, keep)
-            del whole  # free this batch before the next one is gathered
-            yield value
+        gathered = batch.gather(join=False)[::-1]
+        while gathered:
+            yield gathered.pop()
+
+
+def saved_values(wanted: Iterable[Wanted], form: StateForm, keep: bool) -> Iterator[Any]:
+    """Parameters of units, or state of their shape, as `saved_form` gives them, in order. Collective."""
+    for tensor, whole in whole_values(wanted):
+        row = tensor.row
+        assert row.bucket is not None and row.member is not None
+        value = saved_form(row.bucket, row.member, whole, form, keep)
+        del whole
+        yield value

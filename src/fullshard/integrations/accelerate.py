@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..api.functional.module import FSDPModule
-from ..api.whole import gathered
+from ..api.save_pretrained import gathered
 from ..errors import CheckpointError, ConfigError
 from ..optim import ShardedGradScaler, clip_grad_norm_
 from ..store.load import load

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
-from ..api.whole import saving_whole
+from ..api.save_pretrained import saving_whole
 from ..api.wrapper.fsdp import FullyShardedDataParallel
 from ..api.wrapper.settings import StateDictType
 from ..api.wrapping import CustomPolicy

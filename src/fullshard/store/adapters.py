@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.names import Named, Table
+from ..checkpoint.table import Named, Table
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
 from .contents import table_of

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.names import Named, Table
-from ..checkpoint.settings import named_groups
+from ..checkpoint.group_settings import named_groups
+from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kind, Kinds, Target, kinds_of, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..names import plain_name

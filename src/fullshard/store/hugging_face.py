@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.fit import check_names
-from ..checkpoint.names import Named, Table
+from ..checkpoint.table import Named, Table
 from ..checkpoint.whole import BATCH_BYTES, Wanted
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name

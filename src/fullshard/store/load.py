@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.names import settle
+from ..checkpoint.table import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, check_switch, message
 from .background import settle_background
 from .contents import Contents, checked_optimizers, contents_of, lacking_state

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.names import Named, Table
+from ..checkpoint.table import Named, Table
 from ..checkpoint.whole import Wanted
 from ..errors import ConfigError
 from ..names import plain_path

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.fit import check_names, check_shape
-from ..checkpoint.names import Named
-from ..checkpoint.optimizer import add_scalar, blank_states, check_complete, described_state, has_settings_of
-from ..checkpoint.settings import put, settings_to_load
+from ..checkpoint.group_settings import put, settings_to_load
+from ..checkpoint.optimizer_state import add_scalar, blank_states, check_complete, described_state, has_settings_of
+from ..checkpoint.table import Named
 from ..errors import CheckpointError
 from .contents import Contents, StateOf, add_states
 from .piece import Piece, check_fits

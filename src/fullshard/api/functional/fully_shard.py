@@ -51,7 +51,7 @@ from ...shard import (
     show_shared,
 )
 from ..gradients import check_reduction
-from ..whole import saving_methods
+from ..save_pretrained import saving_methods
 from . import messages
 from .arguments import blocks_of, check_arguments, check_policy, checked_ignored, reshard_of
 from .module import FSDPModule, state_of

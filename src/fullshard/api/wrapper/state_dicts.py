@@ -12,10 +12,10 @@ from torch import nn
 
 from ...checkpoint import model as core
 from ...checkpoint.functions import state_from_rank0
-from ...checkpoint.names import Table, settle
-from ...checkpoint.optimizer import load_state, named_state, state_to_load
+from ...checkpoint.optimizer_state import load_state, named_state, state_to_load
+from ...checkpoint.table import Table, settle
 from ...checkpoint.targets import targets_of
-from ...checkpoint.values import Form
+from ...checkpoint.value_forms import StateForm
 from ...errors import AssertedError
 from ...forms import ATTRIBUTE
 from ...names import clean_name
@@ -42,7 +42,7 @@ _KINDS: dict[StateDictType, tuple[Any, type[StateDictConfig], type[OptimStateDic
     StateDictType.LOCAL_STATE_DICT: ("local", LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: ("sharded", ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-"""By type: `Form.kind`, and the classes of the settings."""
+"""By type: `StateForm.kind`, and the classes of the settings."""
 
 
 def instances_of(module: nn.Module) -> list[Any]:
@@ -261,13 +261,13 @@ class StateDictMethods:
     ) -> dict[str, Any]:
         """Like `optim_state_dict`, with whole values in host memory, by default on rank 0. Deprecated in PyTorch."""
         _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-        return _saved(model, optim, Form("whole", to_cpu=True, rank0_only=rank0_only))
+        return _saved(model, optim, StateForm("whole", to_cpu=True, rank0_only=rank0_only))
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """Like `optim_state_dict`, with sharded values. Deprecated in PyTorch."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
-        return _saved(model, optim, Form("sharded", dtensor=first_instance(model)._arguments.mesh_given))
+        return _saved(model, optim, StateForm("sharded", dtensor=first_instance(model)._arguments.mesh_given))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -338,7 +338,7 @@ class StateDictMethods:
         return rekeyed
 
 
-def form_of(instance: Any, optimizer: bool = False) -> Form:
+def form_of(instance: Any, optimizer: bool = False) -> StateForm:
     """The form of the model's or optimizer's state that the instance's settings choose; DTensors with a device mesh."""
     settings: StateDictSettings = instance._fullshard_settings
     if instance._arguments.mesh_given:
@@ -346,7 +346,7 @@ def form_of(instance: Any, optimizer: bool = False) -> Form:
             if hasattr(sharded_config, "_use_dtensor"):
                 sharded_config._use_dtensor = True
     config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
-    return Form(
+    return StateForm(
         _KINDS[settings.state_dict_type][0],
         dtensor=getattr(config, "_use_dtensor", False),
         to_cpu=config.offload_to_cpu,
@@ -373,14 +373,14 @@ def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: 
     return [{"params": entries}]
 
 
-def _saved(model: nn.Module, optim: Any, form: Form, state: dict[str, Any] | None = None) -> dict[str, Any]:
+def _saved(model: nn.Module, optim: Any, form: StateForm, state: dict[str, Any] | None = None) -> dict[str, Any]:
     first = first_instance(model)
     first._lazy_init()
     settle(model)
     # Checkpoints are loaded into sharded state, so before the first step it is zeros rather than empty.
     zeros = form.kind == "sharded" and state is None
     if form.kind == "local":
-        form = Form("sharded", form.dtensor, form.to_cpu)
+        form = StateForm("sharded", form.dtensor, form.to_cpu)
     return named_state(Table(model), optim, form, zeros, state, form.wanted(first.rank))
 
 

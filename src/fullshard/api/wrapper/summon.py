@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...checkpoint.names import Named
-from ...checkpoint.whole import BATCH_BYTES, Wanted, batches
+from ...checkpoint.table import rows_in
+from ...checkpoint.whole import Wanted, whole_values
 from ...comm import reduce_value
 from ...dtypes import as_bits
 from ...errors import ConfigError
@@ -170,14 +170,13 @@ def _point(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     parameter.data = memory
 
 
-def _whole_values(wanted: list[Wanted], to_cpu: bool, visible: bool) -> list[torch.Tensor]:
-    """Whole values, each of this rank's tensor-parallel part; none if this rank shows none. Collective."""
+def _shown_values(wanted: Iterable[Wanted], to_cpu: bool, visible: bool) -> list[torch.Tensor]:
+    """Whole values in the memory in which they are shown; none if this rank shows none. Collective."""
     values: list[torch.Tensor] = []
-    for batch in batches(wanted, BATCH_BYTES):
-        batch.pack()
-        gathered = batch.gather(joined=False)
-        values += [whole.cpu() if to_cpu else whole for _, whole in gathered if visible]
-        del gathered  # before the next batch
+    for _, whole in whole_values(wanted):
+        if visible:
+            values.append(whole.cpu() if to_cpu else whole)
+        del whole  # before the next batch
     return values
 
 
@@ -191,10 +190,10 @@ class _Summoned:
 
     def __init__(self, bucket: Bucket, to_cpu: bool, with_grads: bool, visible: bool) -> None:
         self.bucket = bucket
-        rows = [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
+        rows = rows_in(bucket)
         self.is_copy = bucket.layout.world > 1 or to_cpu
         if self.is_copy:
-            self.values = _whole_values([Wanted(row.name, row) for row in rows], to_cpu, visible)
+            self.values = _shown_values((Wanted(row.name, row) for row in rows), to_cpu, visible)
         else:
             shard, slots = bucket.shard, [member.slot for member in bucket.members]
             self.values = [shard.as_strided(s.shape, s.stride, shard.storage_offset() + s.offset) for s in slots]
@@ -210,8 +209,8 @@ class _Summoned:
             if bucket.layout.world > 1:
                 reduce_value(has_grad, torch.distributed.ReduceOp.MAX, bucket.axes.shard.group)
             indices = [index for index, flag in enumerate(has_grad.tolist()) if flag]
-            wanted = [Wanted(rows[i].name, rows[i], local=bucket.part(local, bucket.members[i])) for i in indices]
-            for index, whole in zip(indices, _whole_values(wanted, to_cpu, visible), strict=visible):
+            wanted = (Wanted(rows[i].name, rows[i], local=bucket.part(local, bucket.members[i])) for i in indices)
+            for index, whole in zip(indices, _shown_values(wanted, to_cpu, visible), strict=visible):
                 self.grads[index] = whole
         self.version = self._shard_version()
         self.parameters: list[nn.Parameter] = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.names import Named
+from ...checkpoint.table import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
 from ...names import plain_name
@@ -28,7 +28,7 @@ from .model_parts import ModelParts, buffers_of, modules_of
 from .report import Finding
 from .session import Session, generator_states, restore_generators
 from .trial import Plan, Step, Trial, optimizers_in
-from .whole import Structure, compare_structures
+from .whole_trial import Structure, compare_structures
 
 
 @dataclass

@@ -15,7 +15,7 @@ from .modules import ModuleTrial
 from .report import Report
 from .session import opened
 from .trial import Plan, shard_model
-from .whole import WholeTrial
+from .whole_trial import WholeTrial
 
 
 def verify(

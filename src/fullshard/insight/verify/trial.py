@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...checkpoint.names import Named
+from ...checkpoint.table import Named
 from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_

@@ -12,7 +12,7 @@ from accelerate.utils import convert_file_size_to_int
 from torch import nn
 from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
-from ...api.whole import gathered
+from ...api.save_pretrained import gathered
 from ...errors import invalid_argument
 from ...store.hugging_face import save_safetensors
 from ...store.in_place import put_weights

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ..checkpoint.functions import get_model_state_dict
 from ..checkpoint.model import in_form
-from ..checkpoint.values import Form
+from ..checkpoint.value_forms import StateForm
 from ..names import WRAPPED, plain_class
 from ..runtime import runners_in
 from ..torch_private.store import default_store
@@ -75,7 +75,7 @@ def _without_collectives(model: Any, state: Mapping[str, Any]) -> Iterator[None]
     try:
         for name, encoder in sharded.items():
             encoders[name] = plain_copy(encoder, state, f"prompt_encoder.{name}.")
-        with in_form(Form("names")):
+        with in_form(StateForm("names")):
             yield
     finally:
         for name, encoder in sharded.items():

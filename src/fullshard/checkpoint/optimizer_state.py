@@ -16,12 +16,12 @@ import torch
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
-from . import values
+from . import value_forms
 from .fit import check_shape, rounding_error
-from .names import Named, Table
-from .settings import NOT_SETTINGS, is_compatible, named_groups, settings_to_load
+from .group_settings import NOT_SETTINGS, is_compatible, named_groups, settings_to_load
+from .table import Named, Table
 from .targets import Kinds, Target, kinds_of, merged_kinds, settle_state, targets_of
-from .values import Form
+from .value_forms import StateForm
 from .whole import Wanted, saved_values
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
@@ -120,13 +120,13 @@ def sharded_state(table: Table, targets: Sequence[Target], optimizer: Any) -> St
     """
     states = _states_of(table, targets, optimizer, None)
     _add_blank_states(states, targets, optimizer)
-    return _collect(table, targets, states, _kinds(targets, states), Form("sharded"))
+    return _collect(table, targets, states, _kinds(targets, states), StateForm("sharded"))
 
 
 def named_state(
     table: Table,
     optimizer: Any,
-    form: Form,
+    form: StateForm,
     zeros: bool = False,
     saved: Mapping[str, Any] | None = None,
     wanted: bool = True,
@@ -202,7 +202,7 @@ def _collect(
     targets: Sequence[Target],
     states: Sequence[Mapping[str, Any]],
     kinds: Kinds,
-    form: Form,
+    form: StateForm,
     wanted: bool = True,
 ) -> States:
     """State by parameter name, in the model's order. Collective, unless `form` is sharded and so are the parameters."""
@@ -230,7 +230,7 @@ _Entry = tuple[Named, Target, Any, Any]  # a parameter, its target, and its stat
 
 
 def _collect_key(
-    bucket: Bucket, entries: Sequence[_Entry], per: str, dtype: torch.dtype | None, form: Form, wanted: bool
+    bucket: Bucket, entries: Sequence[_Entry], per: str, dtype: torch.dtype | None, form: StateForm, wanted: bool
 ) -> Iterator[tuple[Named, Any]]:
     """Yield the state by one key of some of a bucket's parameters, in `form`."""
     if per == "parameter":
@@ -247,14 +247,14 @@ def _collect_key(
         yield from zip((row for row, *_ in entries), saved_values(tensors, form, wanted), strict=True)
 
 
-def _as_shown(row: Named, target: Target, value: Any, form: Form, device: torch.device) -> Any:
+def _as_shown(row: Named, target: Target, value: Any, form: StateForm, device: torch.device) -> Any:
     """State as the optimizer has it, sharing memory, or whole; a view's state has the form of the shown parameter."""
-    if not values.is_array(value):
+    if not value_forms.is_array(value):
         return _copied(value)
     if target.view is not None and row.bucket is not None and row.member is not None:
         value = row.bucket.shown(target.local(row, value), row.member)
     if form.kind == "whole":
-        return values.copied(values.whole_of(value, device), form)
+        return value_forms.copied(value_forms.whole_of(value, device), form)
     return value.detach().cpu() if form.to_cpu else value
 
 
@@ -281,7 +281,7 @@ def cut_states(
         CheckpointError: a shape that is not the parameter's, or different scalars for the parameters of one target.
     """
     number = {row.name: i for i, row in enumerate(table.parameters)}
-    per_element = {key for state in saved.values() for key, value in state.items() if values.is_array(value)}
+    per_element = {key for state in saved.values() for key, value in state.items() if value_forms.is_array(value)}
     result: dict[int, dict[str, Any]] = {}
     for target in sorted(targets, key=lambda target: min(number[row.name] for row in target.rows)):
         of_rows = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in target.rows]
@@ -342,7 +342,7 @@ def add_scalar(
     Raises:
         CheckpointError: the value's type differs from `like`'s, it would be rounded, or it differs between parameters.
     """
-    if not is_compatible(like, value) or (values.is_array(like) and value is not None):
+    if not is_compatible(like, value) or (value_forms.is_array(like) and value is not None):
         raise CheckpointError(
             f"State {key!r} was saved as a value of a different type; nothing was loaded.",
             parameter=row.name,
@@ -350,10 +350,10 @@ def add_scalar(
             got=f"{str(value)[:80]!r}, a {type(value).__name__}",
         )
     if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and like.dtype != value.dtype:
-        if not values.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
+        if not value_forms.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
             raise rounding_error(f"{row.name}.{key}", like.dtype, value.dtype)
     first = state.setdefault(key, value)
-    if not values.same(first, value):
+    if not value_forms.same(first, value):
         raise CheckpointError(
             f"State {key!r} differs between parameters of one FlatParameter or optimizer view; nothing was loaded.",
             parameter=row.name,
@@ -373,19 +373,19 @@ def _cut_into(
         per_element: whether the key has one value per element for other parameters. State of a 0-d parameter does not
             show it: its average and its step count look alike.
     """
-    bucket, member, shape = row.bucket, row.member, values.shape_of(value)
+    bucket, member, shape = row.bucket, row.member, value_forms.shape_of(value)
     is_element = row.shape == () and member is not None and per_element and shape == ()
-    if shape is None or not (values.is_array(value) or is_element):
+    if shape is None or not (value_forms.is_array(value) or is_element):
         add_scalar(state, target, row, key, _copied(value))
     elif bucket is None or member is None:
-        state[key] = values.like_plain(target.tensor, value, table.axes.device)
+        state[key] = value_forms.like_plain(target.tensor, value, table.axes.device)
     elif shape != row.shape and target.takes_any_shape:
         as_is = row.has_full_tensor and isinstance(value, torch.Tensor)
-        whole = value if as_is else values.whole_of(value, bucket.axes.device)
+        whole = value if as_is else value_forms.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
     else:
         check_shape(f"{row.name}.{key}", row.shape, shape)
-        local = values.local_of(bucket, value, member)
+        local = value_forms.local_of(bucket, value, member)
         if target.view is None:
             state[key] = bucket.shown(local.clone(), member)
             return

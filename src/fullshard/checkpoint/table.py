@@ -15,7 +15,7 @@ from ..names import clean_name
 from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
-from . import values
+from . import value_forms
 
 
 @dataclass(eq=False)
@@ -45,7 +45,12 @@ class Named:
     @property
     def has_full_tensor(self) -> bool:
         """Whether it is in a unit of `fully_shard`: its value in a state dict is the parameter itself."""
-        return self.member is not None and values.has_full_tensor(self.member)
+        return self.member is not None and value_forms.has_full_tensor(self.member)
+
+
+def rows_in(bucket: Bucket) -> list[Named]:
+    """The rows of a bucket's parameters alone, under their names in the unit."""
+    return [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
 
 
 class Table:
@@ -136,7 +141,7 @@ def settle(model: nn.Module) -> None:
     """
     take_over_replaced(model)
     for unit, runner in _units_in(model):
-        if runner is not None and not all(values.has_full_tensor(member) for member in unit.members):
+        if runner is not None and not all(value_forms.has_full_tensor(member) for member in unit.members):
             runner.reshard()
             unit.refresh()
 

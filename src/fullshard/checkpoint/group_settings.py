@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, message
 from .targets import Target
-from .values import same
+from .value_forms import same
 
 NOT_SETTINGS = ("params", "param_names")
 """The keys of a group that are not settings."""

@@ -26,7 +26,7 @@ from .fit import check_shape
 
 
 @dataclass(frozen=True)
-class Form:
+class StateForm:
     """The form of the values in a state dict.
 
     Attributes:
@@ -146,13 +146,13 @@ def same(first: Any, second: Any) -> bool:
     return not any(isinstance(value, torch.Tensor) for value in pair) and bool(first == second)
 
 
-def copied(value: torch.Tensor, form: Form) -> torch.Tensor:
+def copied(value: torch.Tensor, form: StateForm) -> torch.Tensor:
     """A copy of a whole value, on the device that `form` asks for."""
     moved = value.detach().cpu() if form.to_cpu else value.detach()
     return moved.clone() if moved.data_ptr() == value.data_ptr() else moved
 
 
-def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, wanted: bool) -> Any:
+def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: StateForm, wanted: bool) -> Any:
     """A whole value as a state dict has it, in its own memory: whole, or split on dim 0 as by `torch.chunk`.
 
     Collective over the tensor-parallel ranks, wanted or not; None if it is not wanted. A value that is 0-d, or whose
