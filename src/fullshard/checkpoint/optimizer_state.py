@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -271,44 +271,48 @@ def cut_states(
 
     Args:
         saved: whole or sharded values and scalars; a tied parameter's state is under any of its names.
-        needs_all: require state of all parameters that require a gradient.
+        needs_all: see `saved_rows`.
 
     Returns:
         The states; nothing for targets without state, or without elements on this rank.
 
     Raises:
-        MissingStateError: a parameter lacks state, or a key of it, that others of the same target have; or `needs_all`.
+        MissingStateError: see `saved_rows`.
         CheckpointError: a shape that is not the parameter's, or different scalars for the parameters of one target.
     """
     number = {row.name: i for i, row in enumerate(table.parameters)}
     per_element = {key for state in saved.values() for key, value in state.items() if value_forms.is_array(value)}
     result: dict[int, dict[str, Any]] = {}
     for target in sorted(targets, key=lambda target: min(number[row.name] for row in target.rows)):
-        of_rows = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in target.rows]
-        required = needs_all and target.tensor.requires_grad and any(entries is None for _, entries in of_rows)
-        if required or any(entries for _, entries in of_rows):
-            check_complete(of_rows)
         state: dict[str, Any] = {}
-        for row, entries in of_rows:
-            for key, value in (entries or {}).items():
+        for row, entries in saved_rows(target, saved, needs_all):
+            for key, value in entries.items():
                 _cut_into(state, target, row, key, value, table, key in per_element)
         if state and (target.tensor.numel() or target.rows[0].bucket is None):
             result[target.index] = state
     return result
 
 
-def check_complete(saved: Sequence[tuple[Named, Collection[str] | None]]) -> None:
-    """Check that all parameters of one target have saved state, with the same keys.
+_Keys = TypeVar("_Keys", bound=Collection[str])
+
+
+def saved_rows(target: Target, saved: Mapping[str, _Keys], needs_all: bool = False) -> list[tuple[Named, _Keys]]:
+    """Each parameter of a target, with its saved state; an empty list if none of them has any.
 
     Args:
-        saved: each parameter, and the keys of its state.
+        saved: by parameter name, state by key, or only its keys; a tied parameter's is under any of its names.
+        needs_all: require state, if the target requires a gradient.
 
     Raises:
-        MissingStateError: a parameter lacks state, or a key.
+        MissingStateError: a parameter lacks state, or a key of it, that others of the target have; or `needs_all`.
     """
-    present = [row.name for row, keys in saved if keys]
+    of_rows = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in target.rows]
+    present = [row.name for row, keys in of_rows if keys]
+    unsaved = any(keys is None for _, keys in of_rows)
+    if not present and not (unsaved and needs_all and target.tensor.requires_grad):
+        return []
     remedy = "load it with use_orig_params=True" if present else "save a state that has it, or pass strict=False"
-    if lacking := [row.name for row, keys in saved if not keys]:
+    if lacking := [row.name for row, keys in of_rows if not keys]:
         raise MissingStateError(
             "The optimizer state to load lacks a parameter.",
             parameter=", ".join(lacking),
@@ -317,9 +321,10 @@ def check_complete(saved: Sequence[tuple[Named, Collection[str] | None]]) -> Non
             remedy=remedy,
             topic="optimizer-state",
         )
-    all_keys = dict.fromkeys(key for _, keys in saved for key in keys or ())
-    for row, keys in saved:
-        if missing := [key for key in all_keys if key not in (keys or ())]:
+    complete = [(row, keys) for row, keys in of_rows if keys is not None]
+    all_keys = dict.fromkeys(key for _, keys in complete for key in keys)
+    for row, keys in complete:
+        if missing := [key for key in all_keys if key not in keys]:
             raise MissingStateError(
                 "The optimizer state to load lacks keys of a parameter that others in the same tensor have.",
                 parameter=row.name,
@@ -328,6 +333,7 @@ def check_complete(saved: Sequence[tuple[Named, Collection[str] | None]]) -> Non
                 remedy=remedy,
                 topic="optimizer-state",
             )
+    return complete
 
 
 def add_scalar(

@@ -18,7 +18,7 @@ from torch import nn
 from ..checkpoint.table import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, check_switch, message
 from .background import settle_background
-from .contents import Contents, checked_optimizers, contents_of, lacking_state
+from .contents import checked_optimizers, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful
 from .folder import Folder
 from .piece import value_pieces
@@ -65,216 +65,6 @@ class _Request:
     strict: bool
     hashes: bool
     cast: bool
-
-
-def _load(request: _Request, name: str) -> Loaded:
-    """Load a checkpoint. Collective.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint is damaged; nothing was changed.
-        CheckpointError: it does not fit the model; nothing was changed.
-    """
-    ranks = request.ranks
-    lacking = lacking_state(request.optimizers, ranks)
-    with ExitStack() as opened:
-        reader, loaded = ranks.together(
-            "comparing a checkpoint with the model", lambda: _plan(request, opened, name, lacking), files=True
-        )
-        _compare_checkpoints(reader.files, loaded, ranks)
-        ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
-        with torch.no_grad():
-            reading = "reading a checkpoint's files (the model may be partially loaded)"
-            ranks.together(reading, lambda: reader.files.fill(reader.copies), files=True)
-            ranks.together("assigning a checkpoint's state", reader.take_over)
-    return loaded
-
-
-def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
-    """Check that all ranks read the same checkpoint, though perhaps from different copies. Collective.
-
-    Raises:
-        DivergenceError: they do not.
-    """
-    checkpoints = ranks.all((files.digest, str(loaded.path)))
-    different = next((rank for rank, (digest, _) in enumerate(checkpoints) if digest != checkpoints[0][0]), None)
-    if different is not None:
-        raise DivergenceError(
-            "Ranks read different checkpoints; nothing was loaded.",
-            rank=different,
-            expected=f"the checkpoint that rank 0 reads: {checkpoints[0][1]}",
-            got=f"a different one: {checkpoints[different][1]}",
-            remedy="use a folder on a file system that all ranks share, or give each a complete copy of the same "
-            "checkpoint",
-            topic="folders-differ",
-        )
-
-
-def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[int, int]]) -> tuple[Reader, Loaded]:
-    """Open a checkpoint's files until `opened` closes, and compare them with the model and its optimizers."""
-    folder, ranks = request.folder, request.ranks
-    files = opened.enter_context(Files(folder.storage(name), request.hashes))
-    reader = Reader(files, request.cast)
-    settle(request.model)
-    contents = contents_of(request.model, request.optimizers, ranks.is_first)
-    reader.model(contents)
-    reader.add_new_states(contents, request.optimizers, lacking, ranks.is_first)
-    reader.optimizers(contents, request.strict)
-    values = _Values(request, reader, contents)
-    values.plan()
-    untouched = reader.close(contents, request.strict)
-    if ranks.is_first and (unmatched := reader.unmatched(contents)) is not None:  # `strict` raised before
-        warnings.warn(_nothing_matches(*unmatched), stacklevel=7)
-    step, world = files.manifest.step, files.manifest.world
-    if name and step != folder.step_of(name):
-        raise DamagedCheckpointError(
-            f"A checkpoint's folder is named after a different step: the checkpoint is of step {step}.",
-            expected=f"step {folder.step_of(name)}",
-            got=f"step {step} in {folder.at(name)}",
-            remedy="rename the folder back; or load this checkpoint by its own path",
-        )
-    if files.is_foreign and request.hashes and ranks.is_first:
-        warnings.warn(
-            message(
-                "This checkpoint has no manifest.json, so its values could not be verified: there are no hashes.",
-                got=str(folder.at(name)),
-                remedy="if another program saved it with torch.distributed.checkpoint, pass check=False; if Fullshard "
-                "saved it, files are lost; a different checkpoint may be complete",
-            ),
-            stacklevel=7,
-        )
-    loaded = Loaded(folder.at(name), step, world, values.plain, values.of_ranks, tuple(untouched))
-    return reader, loaded
-
-
-def _nothing_matches(names: Sequence[str], saved: Sequence[str]) -> str:
-    """The warning for a checkpoint that has no tensor of the model."""
-    remedy = "load the checkpoint of this model; strict=True, the default, raises"
-    for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", {*names}, saved)):
-        for name in sorted(longer):
-            prefix = name.removesuffix(shorter[0])
-            if name != prefix and prefix.endswith(".") and all(prefix + other in longer for other in shorter):
-                remedy = f"the {who} names have the prefix {prefix!r}: save and load the same module"
-    return message(
-        "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
-        expected=f"{', '.join(names[:3])}, ... of the model",
-        got=f"{', '.join(saved[:3])}, ... in the checkpoint",
-        remedy=remedy,
-        topic="checkpoint-does-not-fit",
-    )
-
-
-class _Values:
-    """Values saved beside the tensors of the model and its optimizers.
-
-    Attributes:
-        common: values that were the same on all saving ranks, as JSON, by name.
-        ranks_values: for each saving rank, the values that differed, as JSON, by name.
-        plain, of_ranks: see `Loaded`.
-    """
-
-    def __init__(self, request: _Request, reader: Reader, contents: Contents) -> None:
-        self.request, self.reader, self.contents, self.ranks = request, reader, contents, request.ranks
-        self.common: dict[str, Any] = reader.files.manifest.values.get("state", {})
-        self.ranks_values: list[dict[str, Any]] = reader.files.manifest.ranks
-        self.plain: dict[str, Any] = {}
-        self.of_ranks: dict[str, list[Any]] = {}
-
-    def plan(self) -> None:
-        """Plan how objects take their state, and read plain values."""
-        setters: dict[str, Callable[[Any], object]] = {
-            key: value.load_state_dict for key, value in self.request.state.items() if isinstance(value, Stateful)
-        }
-        setters |= {name: module.set_extra_state for name, module in self.contents.extra.items()}
-        saved = dict.fromkeys([*self.common, *(key for values in self.ranks_values for key in values)])
-        for name in setters:
-            if name not in saved and self.request.strict:
-                raise CheckpointError(
-                    "A checkpoint has no state of this name; nothing was loaded.",
-                    parameter=name,
-                    expected=f"one of {', '.join(saved) or 'none'}",
-                    remedy="name it as in save(state=...), omit it, or pass strict=False",
-                    topic="checkpoint-does-not-fit",
-                )
-        if self.request.rng:
-            setters[RNG] = Generators().load_state_dict
-        for key in saved:
-            if key in setters:
-                self._set(key, setters[key])
-            elif key == RNG or key.startswith(MODEL):
-                continue  # not asked for; or extra state of a module that this model does not have
-            elif key in self.common:
-                self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
-            else:
-                self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.ranks_values))]
-                if len(self.ranks_values) == self.ranks.size:
-                    self.plain[key] = self.of_ranks[key][self.ranks.rank]
-
-    def _of(self, rank: int, key: str) -> Any:
-        """The value that a rank saved under a name."""
-        return from_json(self.ranks_values[rank].get(key), partial(self.reader.files.read_of_rank, rank), key)
-
-    def _set(self, key: str, setter: Callable[[Any], object]) -> None:
-        """Plan to pass a state to its object."""
-        if key in self.common:
-            present: dict[str, torch.Tensor] = {}  # in the object's state now
-            if key in self.request.state:
-                to_json(self.request.state[key].state_dict(), f"{STATE}{key}", present)
-            state = from_json(self.common[key], partial(self._tensor, present), key)
-        elif len(self.ranks_values) == self.ranks.size:
-            state = self._of(self.ranks.rank, key)
-        elif key == RNG:
-            if self.ranks.is_first:
-                warnings.warn(
-                    message(
-                        "The random generators were left unchanged: the checkpoint has a state for each saving rank.",
-                        expected=f"{len(self.ranks_values)} ranks",
-                        got=self.ranks.size,
-                        remedy="seed them, or pass rng=False",
-                    ),
-                    stacklevel=9,
-                )
-            return
-        else:
-            state = [self._of(rank, key) for rank in range(len(self.ranks_values))]
-            set_all = getattr(self.request.state.get(key), "load_state_dicts", None)
-            if set_all is None:
-                raise CheckpointError(
-                    "A state differed between the ranks that saved it, and the number of ranks has changed; nothing "
-                    "was loaded.",
-                    parameter=key,
-                    expected=f"{len(self.ranks_values)} ranks",
-                    got=self.ranks.size,
-                    remedy="give the object a method load_state_dicts(states), which takes the states of all ranks; or "
-                    "omit it, and use Loaded.of_ranks. Extra state of modules must be the same on all ranks",
-                )
-            setter = set_all
-        if key == RNG:
-            _check_generators(state)
-        self.reader.objects.append((setter, state))
-
-    def _tensor(self, present: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        """Read a tensor of a value; plan to read it in shards if it is sharded in `present`."""
-        like = present.get(name)
-        missing = name not in self.reader.files.index.entries  # `Reader.tensor` raises
-        if like is None or missing or not hasattr(like, "full_tensor"):
-            return self.reader.tensor(name)
-        target = torch.empty_like(like.detach())
-        for piece in value_pieces(name, target, 0, False):
-            self.reader.want(piece)
-        self.reader.asks([name])
-        return target
-
-
-def _check_generators(state: Any) -> None:
-    """Check that the random generators would take a state."""
-    try:
-        Generators().check(state)
-    except Exception as error:  # generators raise anything for an invalid state
-        raise DamagedCheckpointError(
-            "The saved state of the random generators is invalid; nothing was loaded.",
-            got=f"{type(error).__name__}: {error}",
-            remedy="pass rng=False to leave them unchanged",
-        ) from error
 
 
 def load(
@@ -371,41 +161,6 @@ _RESTARTS = 20
 """How often `load` starts again because the checkpoint was removed during the read: another job saved each time."""
 
 
-def _first_intact(request: _Request, candidates: list[str]) -> tuple[Loaded | None, CheckpointError | None]:
-    """Load the first of these checkpoints that is intact. Collective.
-
-    Returns:
-        The result; or None and an error, if a checkpoint was removed during the read, by another job's save with
-        keep_last=, say.
-
-    Raises:
-        DamagedCheckpointError: none is intact.
-    """
-    where, ranks = request.folder, request.ranks
-    for number, name in enumerate(candidates):
-        try:
-            return _load(request, name), None
-        except DamagedCheckpointError as error:
-            if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
-                return None, CheckpointError(
-                    "The checkpoint was removed while it was being read; nothing was loaded.",
-                    expected=f"{where.at(name)} to stay",
-                    got=str(error).partition("\n")[0],
-                    remedy="load the newest (omit step=), which retries; or save with a larger keep_last=",
-                )
-            if number == len(candidates) - 1:
-                raise
-            if ranks.is_first:
-                warnings.warn(
-                    message(
-                        f"{where.at(name)} is damaged; trying the checkpoint before it. {error}",
-                        topic="checkpoint-damaged",
-                    ),
-                    stacklevel=3,
-                )
-    raise AssertionError("no candidates")
-
-
 def _candidates(
     where: Folder, step: int | None, fall_back: bool, missing_ok: bool, removed: CheckpointError | None
 ) -> list[str]:
@@ -448,3 +203,250 @@ def _candidates(
         )
     order = names[::-1] if newest is None else [newest, *(n for n in names[::-1] if n != newest)]
     return order if fall_back else order[:1]
+
+
+def _first_intact(request: _Request, candidates: list[str]) -> tuple[Loaded | None, CheckpointError | None]:
+    """Load the first of these checkpoints that is intact. Collective.
+
+    Returns:
+        The result; or None and an error, if a checkpoint was removed during the read, by another job's save with
+        keep_last=, say.
+
+    Raises:
+        DamagedCheckpointError: none is intact.
+    """
+    where, ranks = request.folder, request.ranks
+    for number, name in enumerate(candidates):
+        try:
+            return _load(request, name), None
+        except DamagedCheckpointError as error:
+            if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
+                return None, CheckpointError(
+                    "The checkpoint was removed while it was being read; nothing was loaded.",
+                    expected=f"{where.at(name)} to stay",
+                    got=str(error).partition("\n")[0],
+                    remedy="load the newest (omit step=), which retries; or save with a larger keep_last=",
+                )
+            if number == len(candidates) - 1:
+                raise
+            if ranks.is_first:
+                warnings.warn(
+                    message(
+                        f"{where.at(name)} is damaged; trying the checkpoint before it. {error}",
+                        topic="checkpoint-damaged",
+                    ),
+                    stacklevel=3,
+                )
+    raise AssertionError("no candidates")
+
+
+def _load(request: _Request, name: str) -> Loaded:
+    """Load a checkpoint. Collective.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged; nothing was changed.
+        CheckpointError: it does not fit the model; nothing was changed.
+    """
+    ranks = request.ranks
+    lacking = lacking_state(request.optimizers, ranks)
+    with ExitStack() as opened:
+        reader, loaded = ranks.together(
+            "comparing a checkpoint with the model", lambda: _plan(request, opened, name, lacking), files=True
+        )
+        _compare_checkpoints(reader.files, loaded, ranks)
+        ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
+        with torch.no_grad():
+            reading = "reading a checkpoint's files (the model may be partially loaded)"
+            ranks.together(reading, lambda: reader.files.fill(reader.copies), files=True)
+            ranks.together("assigning a checkpoint's state", reader.take_over)
+    return loaded
+
+
+def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[int, int]]) -> tuple[Reader, Loaded]:
+    """Open a checkpoint's files until `opened` closes, and compare them with the model and its optimizers."""
+    folder, ranks = request.folder, request.ranks
+    files = opened.enter_context(Files(folder.storage(name), request.hashes))
+    settle(request.model)
+    contents = contents_of(request.model, request.optimizers, ranks.is_first)
+    reader = Reader(files, contents, request.strict, request.cast)
+    reader.plan_model()
+    reader.plan_optimizers(request.optimizers, lacking, ranks.is_first)
+    values = SavedValues(request, reader, contents.extra)
+    values.plan()
+    untouched = reader.compare_names()
+    if ranks.is_first and (unmatched := reader.unmatched()) is not None:  # `strict` raised before
+        warnings.warn(_nothing_matches(*unmatched), stacklevel=7)
+    step, world = files.manifest.step, files.manifest.world
+    if name and step != folder.step_of(name):
+        raise DamagedCheckpointError(
+            f"A checkpoint's folder is named after a different step: the checkpoint is of step {step}.",
+            expected=f"step {folder.step_of(name)}",
+            got=f"step {step} in {folder.at(name)}",
+            remedy="rename the folder back; or load this checkpoint by its own path",
+        )
+    if files.is_foreign and request.hashes and ranks.is_first:
+        warnings.warn(
+            message(
+                "This checkpoint has no manifest.json, so its values could not be verified: there are no hashes.",
+                got=str(folder.at(name)),
+                remedy="if another program saved it with torch.distributed.checkpoint, pass check=False; if Fullshard "
+                "saved it, files are lost; a different checkpoint may be complete",
+            ),
+            stacklevel=7,
+        )
+    loaded = Loaded(folder.at(name), step, world, values.plain, values.of_ranks, tuple(untouched))
+    return reader, loaded
+
+
+def _nothing_matches(names: Sequence[str], saved: Sequence[str]) -> str:
+    """The warning for a checkpoint that has no tensor of the model."""
+    remedy = "load the checkpoint of this model; strict=True, the default, raises"
+    for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", {*names}, saved)):
+        for name in sorted(longer):
+            prefix = name.removesuffix(shorter[0])
+            if name != prefix and prefix.endswith(".") and all(prefix + other in longer for other in shorter):
+                remedy = f"the {who} names have the prefix {prefix!r}: save and load the same module"
+    return message(
+        "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
+        expected=f"{', '.join(names[:3])}, ... of the model",
+        got=f"{', '.join(saved[:3])}, ... in the checkpoint",
+        remedy=remedy,
+        topic="checkpoint-does-not-fit",
+    )
+
+
+def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
+    """Check that all ranks read the same checkpoint, though perhaps from different copies. Collective.
+
+    Raises:
+        DivergenceError: they do not.
+    """
+    checkpoints = ranks.all((files.digest, str(loaded.path)))
+    different = next((rank for rank, (digest, _) in enumerate(checkpoints) if digest != checkpoints[0][0]), None)
+    if different is not None:
+        raise DivergenceError(
+            "Ranks read different checkpoints; nothing was loaded.",
+            rank=different,
+            expected=f"the checkpoint that rank 0 reads: {checkpoints[0][1]}",
+            got=f"a different one: {checkpoints[different][1]}",
+            remedy="use a folder on a file system that all ranks share, or give each a complete copy of the same "
+            "checkpoint",
+            topic="folders-differ",
+        )
+
+
+class SavedValues:
+    """Values in a checkpoint beside the tensors of the model and its optimizers; `entries.Values` are those of a save.
+
+    Args:
+        extra: see `Contents`.
+
+    Attributes:
+        common: values that were the same on all saving ranks, as JSON, by name.
+        ranks_values: for each saving rank, the values that differed, as JSON, by name.
+        plain, of_ranks: see `Loaded`.
+    """
+
+    def __init__(self, request: _Request, reader: Reader, extra: Mapping[str, nn.Module]) -> None:
+        self.request, self.reader, self.extra, self.ranks = request, reader, extra, request.ranks
+        self.common: dict[str, Any] = reader.files.manifest.values.get("state", {})
+        self.ranks_values: list[dict[str, Any]] = reader.files.manifest.ranks
+        self.plain: dict[str, Any] = {}
+        self.of_ranks: dict[str, list[Any]] = {}
+
+    def plan(self) -> None:
+        """Plan how objects take their state, and read plain values."""
+        setters: dict[str, Callable[[Any], object]] = {
+            key: value.load_state_dict for key, value in self.request.state.items() if isinstance(value, Stateful)
+        }
+        setters |= {name: module.set_extra_state for name, module in self.extra.items()}
+        saved = dict.fromkeys([*self.common, *(key for values in self.ranks_values for key in values)])
+        for name in setters:
+            if name not in saved and self.request.strict:
+                raise CheckpointError(
+                    "A checkpoint has no state of this name; nothing was loaded.",
+                    parameter=name,
+                    expected=f"one of {', '.join(saved) or 'none'}",
+                    remedy="name it as in save(state=...), omit it, or pass strict=False",
+                    topic="checkpoint-does-not-fit",
+                )
+        if self.request.rng:
+            setters[RNG] = Generators().load_state_dict
+        for key in saved:
+            if key in setters:
+                self._set(key, setters[key])
+            elif key == RNG or key.startswith(MODEL):
+                continue  # not asked for; or extra state of a module that this model does not have
+            elif key in self.common:
+                self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
+            else:
+                self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.ranks_values))]
+                if len(self.ranks_values) == self.ranks.size:
+                    self.plain[key] = self.of_ranks[key][self.ranks.rank]
+
+    def _of(self, rank: int, key: str) -> Any:
+        """The value that a rank saved under a name."""
+        return from_json(self.ranks_values[rank].get(key), partial(self.reader.files.read_of_rank, rank), key)
+
+    def _set(self, key: str, setter: Callable[[Any], object]) -> None:
+        """Plan to pass a state to its object."""
+        if key in self.common:
+            present: dict[str, torch.Tensor] = {}  # in the object's state now
+            if key in self.request.state:
+                to_json(self.request.state[key].state_dict(), f"{STATE}{key}", present)
+            state = from_json(self.common[key], partial(self._tensor, present), key)
+        elif len(self.ranks_values) == self.ranks.size:
+            state = self._of(self.ranks.rank, key)
+        elif key == RNG:
+            if self.ranks.is_first:
+                warnings.warn(
+                    message(
+                        "The random generators were left unchanged: the checkpoint has a state for each saving rank.",
+                        expected=f"{len(self.ranks_values)} ranks",
+                        got=self.ranks.size,
+                        remedy="seed them, or pass rng=False",
+                    ),
+                    stacklevel=9,
+                )
+            return
+        else:
+            state = [self._of(rank, key) for rank in range(len(self.ranks_values))]
+            set_all = getattr(self.request.state.get(key), "load_state_dicts", None)
+            if set_all is None:
+                raise CheckpointError(
+                    "A state differed between the ranks that saved it, and the number of ranks has changed; nothing "
+                    "was loaded.",
+                    parameter=key,
+                    expected=f"{len(self.ranks_values)} ranks",
+                    got=self.ranks.size,
+                    remedy="give the object a method load_state_dicts(states), which takes the states of all ranks; or "
+                    "omit it, and use Loaded.of_ranks. Extra state of modules must be the same on all ranks",
+                )
+            setter = set_all
+        if key == RNG:
+            _check_generators(state)
+        self.reader.objects.append((setter, state))
+
+    def _tensor(self, present: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Read a tensor of a value; plan to read it in shards if it is sharded in `present`."""
+        like = present.get(name)
+        missing = name not in self.reader.files.index.entries  # `Reader.tensor` raises
+        if like is None or missing or not hasattr(like, "full_tensor"):
+            return self.reader.tensor(name)
+        target = torch.empty_like(like.detach())
+        for piece in value_pieces(name, target, 0, False):
+            self.reader.want(piece)
+        self.reader.asks([name])
+        return target
+
+
+def _check_generators(state: Any) -> None:
+    """Check that the random generators would take a state."""
+    try:
+        Generators().check(state)
+    except Exception as error:  # generators raise anything for an invalid state
+        raise DamagedCheckpointError(
+            "The saved state of the random generators is invalid; nothing was loaded.",
+            got=f"{type(error).__name__}: {error}",
+            remedy="pass rng=False to leave them unchanged",
+        ) from error

@@ -1,15 +1,20 @@
-"""Plans the load of a checkpoint into a model: everything is compared before anything is changed."""
+"""Plans the load of a checkpoint into a model: everything is compared before anything is changed.
+
+plan_model, plan_optimizers     what to read into which memory, and what to assign
+compare_names                   what only one side has
+take_over                       after all ranks have read: assign
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..checkpoint.fit import check_names, check_shape
 from ..checkpoint.group_settings import put, settings_to_load
-from ..checkpoint.optimizer_state import add_scalar, blank_states, check_complete, described_state, has_settings_of
+from ..checkpoint.optimizer_state import add_scalar, blank_states, described_state, has_settings_of, saved_rows
 from ..checkpoint.table import Named
 from ..errors import CheckpointError
 from .contents import Contents, StateOf, add_states
@@ -20,10 +25,12 @@ from .storage import Stored
 
 
 class Reader:
-    """Compares a checkpoint with a model, and collects the reads and assignments of a load.
+    """Compares a checkpoint with a model and its optimizers, and collects the reads and assignments of a load.
 
     Args:
         files: the checkpoint.
+        contents: what to fill; `plan_optimizers` adds state that the optimizers do not have yet.
+        strict: whether names must be the same on both sides.
         cast: whether floating-point values may be rounded; see `check_cast`.
 
     Attributes:
@@ -33,8 +40,8 @@ class Reader:
         objects: functions that take a state, and the state, to call at the same time.
     """
 
-    def __init__(self, files: Files, cast: bool) -> None:
-        self.files, self._cast = files, cast
+    def __init__(self, files: Files, contents: Contents, strict: bool, cast: bool) -> None:
+        self.files, self._contents, self._strict, self._cast = files, contents, strict, cast
         self.copies: list[Copy] = []
         self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
         self.settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -46,12 +53,16 @@ class Reader:
         self._bare = files.is_foreign and bool(entries) and not named  # a checkpoint of ours may contain `state=` alone
         self._ties = _tied_names(files.manifest.ties)
         self._plain = files.scalars(self.tensor)
-        self._saved = self._saved_states()
+        self._saved = self._saved_keys()
         self._groups = files.groups(self.tensor)
         for group in self._groups:  # tied parameters are listed under all their names
-            group["params"] = [alias for name in group["params"] for alias in (name, *self._ties.get(name, ()))]
+            group["params"] = [alias for name in group["params"] for alias in self._with_ties(name)]
 
-    def _saved_states(self) -> dict[str, set[str]]:
+    def _with_ties(self, name: str) -> tuple[str, ...]:
+        """A parameter's name, and those that were tied to it when the checkpoint was saved."""
+        return name, *self._ties.get(name, ())
+
+    def _saved_keys(self) -> dict[str, set[str]]:
         """The keys of the optimizer state in the checkpoint, by parameter."""
         keys: dict[str, set[str]] = {name: set(scalars) for name, scalars in self._plain.items()}
         for name in self.files.index.entries:
@@ -103,9 +114,9 @@ class Reader:
 
     # A model and its optimizers.
 
-    def model(self, contents: Contents) -> None:
+    def plan_model(self) -> None:
         """Plan to read parameters and buffers."""
-        ties: dict[str, list[str]] = {}
+        contents, ties = self._contents, dict[str, list[str]]()
         for name, first in contents.ties.items():
             ties.setdefault(first, []).append(name)
         for piece in contents.model:
@@ -115,35 +126,53 @@ class Reader:
             self.asks(MODEL + name for name in row.names)
         self.asks(MODEL + name for name in contents.table.buffers)
 
-    def add_new_states(
-        self,
-        contents: Contents,
-        optimizers: Iterable[torch.optim.Optimizer],
-        lacking: Container[tuple[int, int]],
-        first: bool,
+    def plan_optimizers(
+        self, optimizers: Sequence[torch.optim.Optimizer], lacking: Container[tuple[int, int]], first: bool
     ) -> None:
-        """Allocate zeroed state, as the checkpoint describes it, for tensors that have none.
-
-        Where the description is incomplete, a first step of the optimizer determines the state.
+        """Plan to read the optimizers' state and settings.
 
         Args:
-            lacking: the tensors without state, by optimizer and number in it; see `lacking_state`.
+            optimizers: those of the contents.
+            lacking: their tensors without state, by optimizer and number in it; see `lacking_state`.
             first: whether this is the first rank; see `contents_of`.
+
+        Raises:
+            CheckpointError: `strict`, and the checkpoint has no optimizer state; or parameters of one tensor have
+                different scalars; see also `settings_to_load`.
+            MissingStateError: only some parameters of one tensor have state in the checkpoint.
         """
-        model_names = {name for row in contents.table.parameters for name in self._all_names(row)}
+        states = self._contents.states
         for number, optimizer in enumerate(optimizers):
-            new = [s for s in contents.states if s.optimizer is optimizer and (number, s.target.index) in lacking]
-            names = {name for state_of in new for row in state_of.target.rows for name in self._all_names(row)}
-            groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
-            states: list[dict[str, Any] | None] = [None] * len(new)
-            if self._saved.keys() <= model_names and has_settings_of(optimizer, groups):
-                targets = [state_of.target for state_of in new]
-                states = [described_state(t, [self._described(row) for row in t.rows]) for t in targets]
-            if None in states:  # frozen=True: a tensor may have been frozen since the save
-                states = list(blank_states(optimizer, [state_of.target.tensor for state_of in new], frozen=True))
-            for state_of, state in zip(new, states, strict=True):
-                state_of.state = state or {}
-            add_states(contents, new, first)
+            new = [s for s in states if s.optimizer is optimizer and (number, s.target.index) in lacking]
+            if new:
+                self._allocate(optimizer, new)
+                add_states(self._contents, new, first)
+        if states and self._strict and not self._groups and not self._saved:
+            raise self._without_optimizer()
+        keys = {alias: keys for name, keys in self._saved.items() for alias in self._with_ties(name)} | self._saved
+        for state_of in states:
+            self._plan_state(state_of, saved_rows(state_of.target, keys))
+        for optimizer in optimizers:
+            targets = [state_of.target for state_of in states if state_of.optimizer is optimizer]
+            settings = settings_to_load(targets, optimizer.param_groups, self._groups)
+            self.settings += zip(optimizer.param_groups, settings, strict=True)
+
+    def _allocate(self, optimizer: torch.optim.Optimizer, new: Sequence[StateOf]) -> None:
+        """Allocate zeroed state, as the checkpoint describes it, for tensors of an optimizer that have none.
+
+        Where the description is incomplete, a first step of the optimizer determines the state.
+        """
+        model_names = {name for row in self._contents.table.parameters for name in self._all_names(row)}
+        names = {name for state_of in new for row in state_of.target.rows for name in self._all_names(row)}
+        groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
+        states: list[dict[str, Any] | None] = [None] * len(new)
+        if self._saved.keys() <= model_names and has_settings_of(optimizer, groups):
+            targets = [state_of.target for state_of in new]
+            states = [described_state(t, [self._described(row) for row in t.rows]) for t in targets]
+        if None in states:  # frozen=True: a tensor may have been frozen since the save
+            states = list(blank_states(optimizer, [state_of.target.tensor for state_of in new], frozen=True))
+        for state_of, state in zip(new, states, strict=True):
+            state_of.state = state or {}
 
     def _described(self, row: Named) -> dict[str, Any]:
         """The checkpoint's description of a parameter's state; see `described_state`."""
@@ -156,62 +185,44 @@ class Reader:
             described[key] = (entry.shape, None if same_dtype else entry.dtype)
         return described
 
-    def optimizers(self, contents: Contents, strict: bool) -> None:
-        """Plan to read the optimizers' state and settings.
-
-        Raises:
-            CheckpointError: `strict`, and the checkpoint has no optimizer state; or parameters of one tensor have
-                different scalars; see also `settings_to_load`.
-            MissingStateError: only some parameters of one tensor have state in the checkpoint.
-        """
-        if contents.states and strict and not self._groups and not self._saved:
-            remedy = "call load(folder, model), or pass strict=False: the optimizers then start without state"
-            others = self._untouched() if self.files.is_foreign else []
-            if others:
-                remedy = (
-                    "if this is the optimizer's state, load with torch.distributed.checkpoint under the keys by which "
-                    f"it was saved; otherwise {remedy}"
-                )
-            raise CheckpointError(
-                "A checkpoint has no state under the key optimizer; nothing was loaded."
-                if others
-                else "A checkpoint was saved without an optimizer; nothing was loaded.",
-                expected="state for the optimizers that were passed",
-                got=f"{len(others)} tensors under other keys: {', '.join(others[:3])}, ..." if others else "none",
-                remedy=remedy,
-                topic="checkpoint-does-not-fit",
+    def _without_optimizer(self) -> CheckpointError:
+        remedy = "call load(folder, model), or pass strict=False: the optimizers then start without state"
+        others = self._untouched() if self.files.is_foreign else []
+        if others:
+            remedy = (
+                "if this is the optimizer's state, load with torch.distributed.checkpoint under the keys by which "
+                f"it was saved; otherwise {remedy}"
             )
-        for state_of in contents.states:
-            self._state(state_of)
-        for optimizer in dict.fromkeys(state_of.optimizer for state_of in contents.states):
-            targets = [state_of.target for state_of in contents.states if state_of.optimizer is optimizer]
-            settings = settings_to_load(targets, optimizer.param_groups, self._groups)
-            self.settings += zip(optimizer.param_groups, settings, strict=True)
+        return CheckpointError(
+            "A checkpoint has no state under the key optimizer; nothing was loaded."
+            if others
+            else "A checkpoint was saved without an optimizer; nothing was loaded.",
+            expected="state for the optimizers that were passed",
+            got=f"{len(others)} tensors under other keys: {', '.join(others[:3])}, ..." if others else "none",
+            remedy=remedy,
+            topic="checkpoint-does-not-fit",
+        )
 
-    def _state(self, state_of: StateOf) -> None:
-        """Plan to read the state of one tensor and to assign it to the optimizer."""
-        rows = state_of.target.rows
-        names = {row.name: self._all_names(row) for row in rows}
-        saved = [(row, next((self._saved[n] for n in names[row.name] if n in self._saved), None)) for row in rows]
-        if not any(keys for _, keys in saved):
-            self.states.append((state_of, None))  # the optimizer had not updated it when the checkpoint was saved
-            return
-        check_complete(saved)
+    def _plan_state(self, state_of: StateOf, saved: Sequence[tuple[Named, set[str]]]) -> None:
+        """Plan to read the state of one tensor and to assign it to the optimizer.
+
+        Args:
+            saved: the tensor's parameters, and the keys of their state; none if it was not updated before the save.
+        """
         scalars: dict[str, Any] = {}
-        for row in rows:
-            plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}
+        for row, _ in saved:
+            names = self._all_names(row)
+            plain = {key: None for name in names for key in self._plain.get(name, ())}
             if row.shape:  # the state of a 0-d parameter may be one value per element or one for all
-                plain |= {key: None for name in names[row.name] for key in self._single_values(name)}
+                plain |= {key: None for name in names for key in self._single_values(name)}
             for piece in state_of.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
-                if key not in plain and not self.want(
-                    piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]
-                ):
+                if key not in plain and not self.want(piece, [f"{OPTIMIZER}{name}.{key}" for name in names[1:]]):
                     self._missing[piece.name] = None
             for key in {**state_of.scalars[row.name], **plain}:  # a later step may add keys that the first does not
                 self._scalar(state_of, row, key, scalars)
             self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in state_of.state)
-        self.states.append((state_of, scalars))
+        self.states.append((state_of, scalars if saved else None))
 
     def _single_values(self, name: str) -> Iterator[str]:
         """Yield the keys of a parameter's state whose values are 0-d tensors."""
@@ -222,7 +233,7 @@ class Reader:
 
     def _all_names(self, row: Named) -> list[str]:
         """A parameter's names, and the names that were tied to it when the checkpoint was saved."""
-        return list(dict.fromkeys(alias for name in row.names for alias in (name, *self._ties.get(name, ()))))
+        return list(dict.fromkeys(alias for name in row.names for alias in self._with_ties(name)))
 
     def _scalar(self, state_of: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
         """Read a value for a whole parameter into `scalars`; all parameters of a tensor must have the same."""
@@ -264,7 +275,7 @@ class Reader:
         for take, state in self.objects:
             take(state)
 
-    def close(self, contents: Contents, strict: bool) -> list[str]:
+    def compare_names(self) -> list[str]:
         """The names in the checkpoint that will not be loaded. Called after everything is planned.
 
         Raises:
@@ -274,17 +285,17 @@ class Reader:
         unexpected = [
             name
             for name in untouched
-            if self._bare or name.startswith(MODEL) or (contents.states and name.startswith(OPTIMIZER))
+            if self._bare or name.startswith(MODEL) or (self._contents.states and name.startswith(OPTIMIZER))
         ]
-        if strict:
+        if self._strict:
             remedy = "load it into the model it was saved from"
             check_names("A checkpoint does", list(self._missing), unexpected, remedy)
         return untouched
 
-    def unmatched(self, contents: Contents) -> tuple[list[str], list[str]] | None:
+    def unmatched(self) -> tuple[list[str], list[str]] | None:
         """The names of the model's tensors and of the checkpoint's, if there are some of both and none is the same."""
-        prefix = "" if self._bare else MODEL
-        names = [name for row in contents.table.parameters for name in self._all_names(row)] + [*contents.table.buffers]
+        prefix, table = "" if self._bare else MODEL, self._contents.table
+        names = [name for row in table.parameters for name in self._all_names(row)] + [*table.buffers]
         entries = self.files.index.entries
         saved = [name.removeprefix(prefix) for name in entries if name.startswith(prefix)]
         if not saved and self.files.is_foreign:
