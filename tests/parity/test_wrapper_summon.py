@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from fullshard.checkpoint.whole import Batch
 from ways import on_ranks
 
 SHARDED = fullshard.FullyShardedDataParallel
@@ -85,6 +88,23 @@ def test_rank0_only(orig: bool) -> list[str]:
         whole = [tuple(p.shape) for p in model.parameters()]
     wanted = [tuple(p.shape) for p in plain.parameters()] if dist.get_rank() == 0 else before
     return [] if whole == wanted else [f"{whole}"]
+
+
+@both
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_shows_nothing_keeps_no_whole_value(fake_world, orig: bool, rank: int) -> None:
+    fake_world(2, rank)
+    _, model = build(orig)
+    pack, buffers = Batch.pack, list[weakref.ref[torch.UntypedStorage]]()
+
+    def counted(batch: Batch) -> None:
+        pack(batch)
+        assert batch._buffer is not None
+        buffers.append(weakref.ref(batch._buffer.untyped_storage()))
+
+    summoned = SHARDED.summon_full_params(model, rank0_only=True, writeback=False)
+    with mock.patch.object(Batch, "pack", counted), summoned:
+        assert [ref() is not None for ref in buffers] == [rank == 0] * 3
 
 
 @pytest.mark.parametrize(

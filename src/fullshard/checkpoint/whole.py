@@ -100,29 +100,33 @@ class Wanted:
 class Batch:
     """See the module's docstring.
 
-    Memory: `pack` allocates the buffer for all ranks' parts; `gather` releases it. Its results are views of the buffer
-    where possible, otherwise copies.
+    Memory: `pack` allocates the buffer for all ranks' parts, and another for this rank's if one gather fills it;
+    `gather` releases them. Its results are views of the buffer where possible, otherwise copies.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
     _window: Window | None = None
-    _buffer: torch.Tensor | None = None
+    _buffer: torch.Tensor | None = None  # [window.numel]
+    _own: torch.Tensor | None = None  # [window.lengths[rank]], this rank's parts
 
     def pack(self) -> None:
-        """Allocate the buffer and copy this rank's parts into it. No communication."""
+        """Allocate the buffers and copy this rank's parts. No communication."""
         first = self.wanted[0]
         if first.bucket is None or first.batch_key is None or first.bucket.shard.is_meta:
             return
         axes = first.bucket.axes
         rows: Any = [wanted.row for wanted in self.wanted]
-        self._window = window_of([(row.bucket.layout, row.member.slot) for row in rows])
-        # [window.numel], of which this rank fills [starts[rank], starts[rank] + lengths[rank])
-        self._buffer = torch.empty(self._window.numel, dtype=first.result_dtype, device=axes.device)
-        for wanted, row, lots in zip(self.wanted, rows, self._window.lots, strict=True):
+        window = self._window = window_of([(row.bucket.layout, row.member.slot) for row in rows])
+        self._buffer = torch.empty(window.numel, dtype=first.result_dtype, device=axes.device)
+        start = window.starts[axes.shard.rank]
+        own = self._buffer[start : start + window.lengths[axes.shard.rank]]
+        self._own = own = torch.empty_like(own) if window.even and axes.shard.size > 1 else own
+        for wanted, row, lots in zip(self.wanted, rows, window.lots, strict=True):
             local = row.bucket.part(row.bucket.shard, row.member) if wanted.local is None else wanted.local
             for lot in lots:
                 if lot.rank == axes.shard.rank:
-                    self._buffer.as_strided(lot.part.shape, lot.part.stride, lot.at).copy_(local)
+                    at = own.storage_offset() + lot.at - start
+                    own.as_strided(lot.part.shape, lot.part.stride, at).copy_(local)
 
     def gather(self, join: bool = True) -> list[tuple[Wanted, torch.Tensor]]:
         """The whole values, in memory that belongs to the caller. Collective; call `pack` first.
@@ -131,32 +135,26 @@ class Batch:
             join: gather over tensor parallelism, too; False: give the whole of this rank's part of such parameters.
         """
         with torch.no_grad():
-            if self._buffer is None:
+            window, buffer, own = self._window, self._buffer, self._own
+            self._window = self._buffer = self._own = None
+            if window is None or buffer is None or own is None:
                 return [(wanted, wanted.alone()) for wanted in self.wanted]
-            return self._from_window(self._buffer, join)
-
-    def _from_window(self, buffer: torch.Tensor, join: bool) -> list[tuple[Wanted, torch.Tensor]]:
-        window, self._window, self._buffer = self._window, None, None
-        assert window is not None
-        rows: Any = [wanted.row for wanted in self.wanted]
-        comm = TorchComm()
-        axis = apart_of(rows[0].bucket.axes.shard, comm)
-        if axis.size > 1:
-            RANK.talks("whole values")
-            spans = list(zip(window.starts, window.lengths, strict=True))
-            if window.even:
-                start, length = spans[axis.rank]
-                if length:
-                    comm.gather(axis, buffer, buffer[start : start + length].clone()).wait()
-            else:
-                for rank, (start, length) in enumerate(spans):
-                    if length:
-                        comm.broadcast(axis, buffer[start : start + length], rank).wait()
-        results = []
-        for index, (wanted, row) in enumerate(zip(self.wanted, rows, strict=True)):
-            whole = _assembled(buffer, window, index)
-            results.append((wanted, joined(row.bucket, row.member, whole) if join else whole))
-        return results
+            rows: Any = [wanted.row for wanted in self.wanted]
+            comm = TorchComm()
+            axis = apart_of(rows[0].bucket.axes.shard, comm)
+            if axis.size > 1:
+                RANK.talks("whole values")
+                if not window.even:
+                    for rank, (start, length) in enumerate(zip(window.starts, window.lengths, strict=True)):
+                        if length:
+                            comm.broadcast(axis, buffer[start : start + length], rank).wait()
+                elif own.numel():
+                    comm.gather(axis, buffer, own).wait()
+            del own
+            wholes = (_assembled(buffer, window, index) for index in range(len(rows)))
+            if join:
+                wholes = (joined(r.bucket, r.member, whole) for r, whole in zip(rows, wholes, strict=True))
+            return list(zip(self.wanted, wholes, strict=True))
 
 
 def _assembled(buffer: torch.Tensor, window: Window, index: int) -> torch.Tensor:
