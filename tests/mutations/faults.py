@@ -444,8 +444,8 @@ FAULTS = (
     ),
     Fault(
         "an optimizer keeps the state of a parameter that had none when it was saved",
-        "store/reader.py",
-        "state_of.optimizer.state.pop(state_of.target.tensor, None)",
+        "checkpoint/optimizer_state.py",
+        "optimizer.state.pop(target.tensor, None)",
         "pass",
         test="tests/store/test_save_and_load.py -k made_since",
     ),

@@ -24,9 +24,17 @@ from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import value_forms
-from .group_settings import named_groups, put, settings_to_load
+from .group_settings import named_groups, settings_to_load
 from .model import cut_whole_values, in_form, materialize
-from .optimizer_state import blank_states, cut_states, load_state, named_state, sharded_state, state_to_load
+from .optimizer_state import (
+    assign_state,
+    blank_states,
+    cut_states,
+    load_state,
+    named_state,
+    sharded_state,
+    state_to_load,
+)
 from .table import Table, settle
 from .targets import Target, settle_state, targets_of
 from .value_forms import StateForm
@@ -89,12 +97,12 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     ]
     settings_by_group = settings_to_load(targets, optimizer.param_groups, groups)
     settle_state(optimizer)
-    for target in targets:
-        previous = optimizer.state.pop(target.tensor, {})
-        if target.index in loaded:
-            optimizer.state[target.tensor] = _as_before(previous, loaded[target.index])
-    for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
-        put(group, {key: value for key, value in settings.items() if _numeric(group.get(key))})
+    states = [(t, _as_before(optimizer.state.get(t.tensor, {}), loaded.get(t.index, {}))) for t in targets]
+    numbers = [
+        {key: value for key, value in settings.items() if _numeric(group.get(key))}
+        for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True)
+    ]
+    assign_state(optimizer, states, numbers)
 
 
 def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ parameters. Saved state does not depend on the kind of target, nor on the number
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
 from .fit import check_shape, rounding_error
-from .group_settings import NOT_SETTINGS, is_compatible, named_groups, settings_to_load
+from .group_settings import NOT_SETTINGS, is_compatible, named_groups, put, settings_to_load
 from .table import Named, Table
 from .targets import Kinds, Target, kinds_of, merged_kinds, settle_state, targets_of
 from .value_forms import StateForm
@@ -398,6 +398,27 @@ def _cut_into(
         if key not in state:
             state[key] = target.tensor.detach().new_zeros(target.view[1], dtype=local.dtype)
         target.local(row, state[key]).copy_(local)
+
+
+def assign_state(
+    optimizer: torch.optim.Optimizer,
+    states: Iterable[tuple[Target, dict[str, Any] | None]],
+    settings: Iterable[Mapping[str, Any]],
+) -> None:
+    """Make loaded state and settings the optimizer's own.
+
+    Args:
+        states: of every target; None or an empty dict: it has no state.
+        settings: of every group; settings that are not among them stay.
+    """
+    for target, state in states:
+        optimizer.state.pop(target.tensor, None)
+        if state:
+            optimizer.state[target.tensor] = state
+    for group, new in zip(optimizer.param_groups, settings, strict=True):
+        put(group, new)
+    # As `load_state_dict` does last.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -14,7 +14,14 @@ import torch
 
 from ..checkpoint.fit import check_names, check_shape
 from ..checkpoint.group_settings import put, settings_to_load
-from ..checkpoint.optimizer_state import add_scalar, blank_states, described_state, has_settings_of, saved_rows
+from ..checkpoint.optimizer_state import (
+    add_scalar,
+    assign_state,
+    blank_states,
+    described_state,
+    has_settings_of,
+    saved_rows,
+)
 from ..checkpoint.table import Named
 from ..errors import CheckpointError
 from .contents import Contents, StateOf, add_states
@@ -36,7 +43,7 @@ class Reader:
     Attributes:
         copies: reads into tensors that the model or an optimizer uses.
         states: optimizer tensors and their scalars by key, to assign after all ranks have read; None: remove the state.
-        settings: parameter groups and their new settings, to assign at the same time.
+        settings: the new settings of each optimizer's groups, to assign at the same time.
         objects: functions that take a state, and the state, to call at the same time.
     """
 
@@ -44,7 +51,7 @@ class Reader:
         self.files, self._contents, self._strict, self._cast = files, contents, strict, cast
         self.copies: list[Copy] = []
         self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
-        self.settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.settings: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self.objects: list[tuple[Callable[[Any], object], Any]] = []
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
@@ -154,8 +161,7 @@ class Reader:
             self._plan_state(state_of, saved_rows(state_of.target, keys))
         for optimizer in optimizers:
             targets = [state_of.target for state_of in states if state_of.optimizer is optimizer]
-            settings = settings_to_load(targets, optimizer.param_groups, self._groups)
-            self.settings += zip(optimizer.param_groups, settings, strict=True)
+            self.settings.append((optimizer, settings_to_load(targets, optimizer.param_groups, self._groups)))
 
     def _allocate(self, optimizer: torch.optim.Optimizer, new: Sequence[StateOf]) -> None:
         """Allocate zeroed state, as the checkpoint describes it, for tensors of an optimizer that have none.
@@ -261,17 +267,14 @@ class Reader:
     def take_over(self) -> None:
         """Assign the optimizers their state, whose tensors were read in place, and their settings; fill the objects."""
         for state_of, scalars in self.states:
-            if scalars is None:
-                state_of.optimizer.state.pop(state_of.target.tensor, None)
-                continue
-            put(state_of.state, scalars)
-            if state_of.state:
-                state_of.optimizer.state[state_of.target.tensor] = state_of.state
-        for group, settings in self.settings:
-            put(group, settings)
-        # As `load_state_dict` does last.
-        for optimizer in dict.fromkeys(state_of.optimizer for state_of, _ in self.states):
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            put(state_of.state, scalars or {})
+        for optimizer, settings in self.settings:
+            states = [
+                (state_of.target, None if scalars is None else state_of.state)
+                for state_of, scalars in self.states
+                if state_of.optimizer is optimizer
+            ]
+            assign_state(optimizer, states, settings)
         for take, state in self.objects:
             take(state)
 
