@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import value_forms
-from .group_settings import named_groups, settings_to_load
+from .group_settings import converted, named_groups, settings_to_load
 from .model import cut_whole_values, in_form, materialize
 from .optimizer_state import (
     assign_state,
@@ -35,7 +35,7 @@ from .optimizer_state import (
     sharded_state,
     state_to_load,
 )
-from .table import Table, settle
+from .table import Table, has_full_tensor, settle
 from .targets import Target, settle_state, targets_of
 from .value_forms import StateForm
 from .whole import Wanted, saved_values
@@ -107,12 +107,11 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
     """Convert tensors of the state back to Python numbers where it had Python numbers before."""
-
-    def of(key: str, value: Any) -> Any:
-        is_number = isinstance(previous.get(key), (bool, int, float)) and isinstance(value, torch.Tensor)
-        return value.item() if is_number and value.dim() == 0 else value
-
-    return {key: of(key, value) for key, value in loaded.items()}
+    numbers = {key for key, value in previous.items() if isinstance(value, (bool, int, float))}
+    return {
+        key: converted(previous[key], value) if key in numbers and not value_forms.is_array(value) else value
+        for key, value in loaded.items()
+    }
 
 
 def _parameters(name: str, targets: Sequence[Target]) -> list[str]:
@@ -363,7 +362,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
     take_over_replaced(model)
     table = Table(model)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
-    part = next((member for member in around if not value_forms.has_full_tensor(member)), None)
+    part = next((member for member in around if not has_full_tensor(member)), None)
     if part is not None:
         raise CheckpointError(
             "The module is inside a FullyShardedDataParallel instance, which alone knows how parameters are sharded.",

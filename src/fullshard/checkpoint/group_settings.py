@@ -77,7 +77,7 @@ def settings_to_load(
                     expected=f"{key} as a {type(group[key]).__name__}, such as {group[key]}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",
                 )
-            settings[number][key] = _converted(group.get(key), value)
+            settings[number][key] = converted(group.get(key), value)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _warn_of_split_groups(groups, settings, sources)
     return settings
@@ -142,13 +142,13 @@ def is_compatible(current: Any, saved: Any) -> bool:
     return saved is None or not _is_number(current) or _is_number(saved)
 
 
-def _converted(current: Any, saved: Any) -> Any:
+def converted(current: Any, saved: Any) -> Any:
     """A saved setting or scalar, converted to the type of the current one unless that would drop a fraction."""
     if isinstance(current, torch.Tensor) and _is_number(current) and saved is not None:
         saved = saved if isinstance(saved, torch.Tensor) else torch.tensor(saved, device="cpu")
         return saved.detach().to(current).reshape(current.shape)
     if isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)) and len(current) == len(saved):
-        return type(current)(map(_converted, current, saved))
+        return type(current)(map(converted, current, saved))
     number = saved.item() if isinstance(saved, torch.Tensor) and isinstance(current, (int, float)) else saved
     if isinstance(current, (int, float)) and isinstance(number, (int, float)) and type(current)(number) == number:
         return type(current)(number)
@@ -159,7 +159,7 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
     """Assign saved settings or scalars; tensors are filled in place, as others may refer to them."""
     for key, value in saved.items():
         current = target.get(key)
-        new = _converted(current, value)
+        new = converted(current, value)
         if isinstance(current, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == current.shape:
             with torch.no_grad():
                 current.copy_(new)

@@ -15,7 +15,11 @@ from ..names import clean_name
 from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
-from . import value_forms
+
+
+def has_full_tensor(member: Member) -> bool:
+    """Whether the sharded parameter knows its whole shape and can be made whole: `fully_shard`'s, not the wrapper's."""
+    return hasattr(member.sharded, "full_tensor")
 
 
 @dataclass(eq=False)
@@ -45,7 +49,7 @@ class Named:
     @property
     def has_full_tensor(self) -> bool:
         """Whether it is in a unit of `fully_shard`: its value in a state dict is the parameter itself."""
-        return self.member is not None and value_forms.has_full_tensor(self.member)
+        return self.member is not None and has_full_tensor(self.member)
 
 
 def rows_in(bucket: Bucket) -> list[Named]:
@@ -141,7 +145,7 @@ def settle(model: nn.Module) -> None:
     """
     take_over_replaced(model)
     for unit, runner in _units_in(model):
-        if runner is not None and not all(value_forms.has_full_tensor(member) for member in unit.members):
+        if runner is not None and not all(has_full_tensor(member) for member in unit.members):
             runner.reshard()
             unit.refresh()
 

@@ -73,11 +73,6 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
     return local
 
 
-def has_full_tensor(member: Member) -> bool:
-    """Whether the sharded parameter knows its whole shape and can be made whole: `fully_shard`'s, not the wrapper's."""
-    return hasattr(member.sharded, "full_tensor")
-
-
 def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]]:
     """Yield the views that optimizers update in place of parameters.
 

@@ -28,7 +28,7 @@ from .storage import MANIFEST, METADATA, Storage, Stored, extent, read_strided
 from .tree import from_json
 from .write import bytes_of
 
-GROUPS = ("optimizer", "param_groups")
+_GROUPS = ("optimizer", "param_groups")
 """The keys of an optimizer's groups in the nested state dicts that DCP saves."""
 MOST_WHOLE = 2**28
 """The most bytes of a manifest or metadata, which is read as a whole, unless the files it describes are larger."""
@@ -299,10 +299,10 @@ class Files:
         by_number: dict[int, dict[str, Any]] = {}
         by_parameter: dict[str, dict[str, Any]] = {}
         for name, path in self.index.paths.items():
-            if path[:2] == GROUPS and len(path) == 4 and type(path[2]) is int:
+            if path[:2] == _GROUPS and len(path) == 4 and type(path[2]) is int:
                 group, key = by_number.setdefault(path[2], {}), str(path[3])
-            elif len(path) == 2 and path[0] == GROUPS[0] and str(path[1]).startswith(f"{GROUPS[1]}."):
-                parameter, _, key = str(path[1]).removeprefix(f"{GROUPS[1]}.").rpartition(".")
+            elif len(path) == 2 and path[0] == _GROUPS[0] and str(path[1]).startswith(f"{_GROUPS[1]}."):
+                parameter, _, key = str(path[1]).removeprefix(f"{_GROUPS[1]}.").rpartition(".")
                 group = by_parameter.setdefault(parameter, {"params": [parameter]})
             else:
                 continue
