@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,9 +150,10 @@ def load(
         candidates = ranks.first("looking for a checkpoint", find, files=True)
         if not candidates:
             return Loaded(None, 0, 0)
-        loaded, removed = _first_intact(request, candidates)
-        if loaded is not None:
-            return loaded
+        result = _first_intact(request, candidates)
+        if isinstance(result, Loaded):
+            return result
+        removed = result
     assert removed is not None
     raise removed
 
@@ -205,12 +206,11 @@ def _candidates(
     return order if fall_back else order[:1]
 
 
-def _first_intact(request: _Request, candidates: list[str]) -> tuple[Loaded | None, CheckpointError | None]:
+def _first_intact(request: _Request, candidates: list[str]) -> Loaded | CheckpointError:
     """Load the first of these checkpoints that is intact. Collective.
 
     Returns:
-        The result; or None and an error, if a checkpoint was removed during the read, by another job's save with
-        keep_last=, say.
+        The result; or an error if a checkpoint was removed during the read, by another job's save with keep_last=.
 
     Raises:
         DamagedCheckpointError: none is intact.
@@ -218,10 +218,10 @@ def _first_intact(request: _Request, candidates: list[str]) -> tuple[Loaded | No
     where, ranks = request.folder, request.ranks
     for number, name in enumerate(candidates):
         try:
-            return _load(request, name), None
+            return _load(request, name)
         except DamagedCheckpointError as error:
             if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
-                return None, CheckpointError(
+                return CheckpointError(
                     "The checkpoint was removed while it was being read; nothing was loaded.",
                     expected=f"{where.at(name)} to stay",
                     got=str(error).partition("\n")[0],
@@ -274,8 +274,8 @@ def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[in
     values = SavedValues(request, reader, contents.extra)
     values.plan()
     untouched = reader.compare_names()
-    if ranks.is_first and (unmatched := reader.unmatched()) is not None:  # `strict` raised before
-        warnings.warn(_nothing_matches(*unmatched), stacklevel=7)
+    if ranks.is_first and (nothing_matches := reader.nothing_matches()) is not None:  # `strict` raised before
+        warnings.warn(nothing_matches, stacklevel=7)
     step, world = files.manifest.step, files.manifest.world
     if name and step != folder.step_of(name):
         raise DamagedCheckpointError(
@@ -296,23 +296,6 @@ def _plan(request: _Request, opened: ExitStack, name: str, lacking: set[tuple[in
         )
     loaded = Loaded(folder.at(name), step, world, values.plain, values.of_ranks, tuple(untouched))
     return reader, loaded
-
-
-def _nothing_matches(names: Sequence[str], saved: Sequence[str]) -> str:
-    """The warning for a checkpoint that has no tensor of the model."""
-    remedy = "load the checkpoint of this model; strict=True, the default, raises"
-    for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", {*names}, saved)):
-        for name in sorted(longer):
-            prefix = name.removesuffix(shorter[0])
-            if name != prefix and prefix.endswith(".") and all(prefix + other in longer for other in shorter):
-                remedy = f"the {who} names have the prefix {prefix!r}: save and load the same module"
-    return message(
-        "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
-        expected=f"{', '.join(names[:3])}, ... of the model",
-        got=f"{', '.join(saved[:3])}, ... in the checkpoint",
-        remedy=remedy,
-        topic="checkpoint-does-not-fit",
-    )
 
 
 def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:

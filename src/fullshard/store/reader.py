@@ -23,7 +23,7 @@ from ..checkpoint.optimizer_state import (
     saved_rows,
 )
 from ..checkpoint.table import Named
-from ..errors import CheckpointError
+from ..errors import CheckpointError, message
 from .contents import Contents, StateOf, add_states
 from .piece import Piece, check_fits
 from .read import Copy, Files, copies_for
@@ -295,18 +295,29 @@ class Reader:
             check_names("A checkpoint does", list(self._missing), unexpected, remedy)
         return untouched
 
-    def unmatched(self) -> tuple[list[str], list[str]] | None:
-        """The names of the model's tensors and of the checkpoint's, if there are some of both and none is the same."""
+    def nothing_matches(self) -> str | None:
+        """A warning if both sides have tensors, but the checkpoint has none under the name of one of the model's."""
         prefix, table = "" if self._bare else MODEL, self._contents.table
         names = [name for row in table.parameters for name in self._all_names(row)] + [*table.buffers]
-        entries = self.files.index.entries
+        entries, ours = self.files.index.entries, {*names}
         saved = [name.removeprefix(prefix) for name in entries if name.startswith(prefix)]
         if not saved and self.files.is_foreign:
             saved = [*entries]  # the model may be under another key
-        ours = {*names}
         if not names or not saved or any(part in ours for name in saved for part in _prefixes(name)):
             return None
-        return names, saved
+        remedy = "load the checkpoint of this model; strict=True, the default, raises"
+        for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", ours, saved)):
+            for name in sorted(longer):
+                added = name.removesuffix(shorter[0])
+                if name != added and added.endswith(".") and all(added + other in longer for other in shorter):
+                    remedy = f"the {who} names have the prefix {added!r}: save and load the same module"
+        return message(
+            "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
+            expected=f"{', '.join(names[:3])}, ... of the model",
+            got=f"{', '.join(saved[:3])}, ... in the checkpoint",
+            remedy=remedy,
+            topic="checkpoint-does-not-fit",
+        )
 
     def _untouched(self) -> list[str]:
         """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
