@@ -34,7 +34,7 @@ BY_TYPE = {
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
     "api/wrapper/instances.py: warn_of_host": "a warning; entered below",
     "checkpoint/model.py: save_instance": "where a whole value is kept",
-    "checkpoint/optimizer_state.py: described_state": "whether state is made as it was described",
+    "checkpoint/optimizer_state.py: _described_state": "whether state is made as it was described",
     "comm/lanes.py: page_lock": "CUDA's own call; entered below",
     "comm/objects.py: run": "who watches a wait, outside of steps; entered below",
     "insight/compare.py: rows": "which memory a table names",

@@ -23,18 +23,9 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
-from . import value_forms
+from . import optimizer_state, value_forms
 from .group_settings import converted, named_groups, settings_to_load
 from .model import cut_whole_values, in_form, materialize
-from .optimizer_state import (
-    assign_state,
-    blank_states,
-    cut_states,
-    load_state,
-    named_state,
-    sharded_state,
-    state_to_load,
-)
 from .table import Table, has_full_tensor, settle
 from .targets import Target, settle_state, targets_of
 from .value_forms import StateForm
@@ -61,7 +52,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     """
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
-    saved = sharded_state(table, targets, optimizer)
+    saved = optimizer_state.sharded_state(table, targets, optimizer)
     states = {row.name: saved.get(row.name, {}) for target in targets for row in target.rows}
     for state in states.values():
         state |= {key: torch.tensor(v, device="cpu") for key, v in state.items() if not isinstance(v, torch.Tensor)}
@@ -90,7 +81,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     """
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
-    loaded = cut_states(table, targets, state["state"], needs_all=True)
+    loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True)
     groups = [
         {**{key: value.tolist() for key, value in settings.items()}, "params": _parameters(name, targets)}
         for name, settings in state.get("groups", {}).items()
@@ -102,7 +93,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         {key: value for key, value in settings.items() if _numeric(group.get(key))}
         for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True)
     ]
-    assign_state(optimizer, states, numbers)
+    optimizer_state.assign_state(optimizer, states, numbers)
 
 
 def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +211,7 @@ def get_optimizer_state_dict(
     wanted = form.wanted(rank)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in listed:
-        state = named_state(table, optimizer, form, zeros=True, wanted=wanted)
+        state = optimizer_state.named_state(table, optimizer, form, zeros=True, wanted=wanted)
         if wanted:
             merged["state"] |= state["state"]
             merged["param_groups"] += state["param_groups"]
@@ -312,18 +303,18 @@ def set_optimizer_state_dict(
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)
-    loaded = [
-        state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict and _needs_state(saved, optimizer))
-        for optimizer in listed
-    ]
+    loaded = []
+    for optimizer in listed:
+        needs_all = options.strict and _needs_state(saved, optimizer)
+        loaded.append(optimizer_state.state_to_load(table, optimizer.param_groups, saved, needs_all=needs_all))
     for optimizer, state in zip(listed, loaded, strict=True):
-        load_state(optimizer, state)
+        optimizer_state.load_state(optimizer, state)
 
 
 def _needs_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parameters must have state in `saved`: unless nothing has state there, and a step creates none."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    return bool(saved.get("state")) or any(blank_states(optimizer, tensors))
+    return bool(saved.get("state")) or any(optimizer_state.blank_states(optimizer, tensors))
 
 
 def set_state_dict(

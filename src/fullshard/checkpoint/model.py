@@ -52,12 +52,7 @@ class _Placeholder(torch.Tensor):
 
 
 def save_instance(
-    runner: Runner,
-    state_dict: Callable[[], Any],
-    prefix: str,
-    form: StateForm,
-    dtypes: dict[str, torch.dtype],
-    rank: int,
+    runner: Runner, save: Callable[[], Any], prefix: str, form: StateForm, dtypes: dict[str, torch.dtype], rank: int
 ) -> Any:
     """The state dict of a wrapper instance and everything in it, under the unwrapped module's names. Collective.
 
@@ -65,7 +60,7 @@ def save_instance(
 
     Args:
         runner: the instance's runner.
-        state_dict: `nn.Module.state_dict` of the instance.
+        save: `nn.Module.state_dict` of the instance.
         prefix: the prefix of names in the result.
         form: the form that the instance is set to; `in_form` overrides it.
         dtypes: the dtypes in which to save buffers that were cast, by name within the instance.
@@ -75,7 +70,7 @@ def save_instance(
     runner.reshard()
     runner.unit.refresh()
     with _placeholders(runner):
-        result = state_dict()
+        result = save()
     result.pop(f"{prefix}{WRAPPED}.{ATTRIBUTE}", None)
     if form.kind == "names":
         strip(result, prefix)

@@ -73,13 +73,13 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
 """Settings that torch's schedulers add to groups."""
 
 
-def has_settings_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
+def _has_settings_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether saved groups have exactly this optimizer's settings, so that it would create the state that was saved."""
     own = set(optimizer.defaults)
     return bool(groups) and all(set(group) - _SCHEDULED - set(NOT_SETTINGS) == own for group in groups)
 
 
-def described_state(target: Target, described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _described_state(target: Target, described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Zeroed state with one value per element, from a description of the saved state; scalars are left out.
 
     Args:
@@ -105,6 +105,28 @@ def described_state(target: Target, described: Sequence[Mapping[str, Any]]) -> d
             if shape:
                 state.setdefault(key, torch.zeros_like(target.tensor, dtype=dtype, requires_grad=False))
     return state
+
+
+def new_states(
+    optimizer: torch.optim.Optimizer,
+    targets: Sequence[Target],
+    described: Sequence[Sequence[Mapping[str, Any]]] | None,
+    groups: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Zeroed state for targets that have none, into which saved state is read.
+
+    It is allocated as it was saved, or where that does not determine it, created by a step: see `blank_states`.
+
+    Args:
+        described: for each target: see `_described_state`; None: no description is complete.
+        groups: the targets' groups in saved form.
+    """
+    states: list[dict[str, Any] | None] = [None] * len(targets)
+    if described is not None and _has_settings_of(optimizer, groups):
+        states = [_described_state(*pair) for pair in zip(targets, described, strict=True)]
+    if None in states:  # frozen=True: a tensor may have been frozen since the save
+        return blank_states(optimizer, [target.tensor for target in targets], frozen=True)
+    return [state or {} for state in states]
 
 
 # Collecting.

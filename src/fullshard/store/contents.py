@@ -19,7 +19,7 @@ from torch import nn
 
 from ..checkpoint.group_settings import named_groups
 from ..checkpoint.table import Named, Table
-from ..checkpoint.targets import Kind, Kinds, Target, kinds_of, settle_state, targets_of
+from ..checkpoint.targets import Kinds, Target, kinds_of, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..names import plain_name
 from .piece import Piece, member_pieces, value_pieces
@@ -103,11 +103,7 @@ class Contents:
                 yield from pieces
 
 
-def contents_of(
-    model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
-    first: bool,
-) -> Contents:
+def contents_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], first: bool) -> Contents:
     """Collect the contents of this rank. No communication.
 
     Args:
@@ -135,7 +131,18 @@ def contents_of(
             contents.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
     updated_by: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
-        _add_optimizer(contents, optimizer, number, updated_by, first)
+        targets = targets_of(table, optimizer.param_groups)
+        for name in [row.name for target in targets for row in target.rows]:
+            if updated_by.setdefault(name, number) != number:
+                raise ConfigError(
+                    "Two optimizers update one parameter: their states would share one name.",
+                    parameter=name,
+                    remedy="assign each parameter to one optimizer only",
+                )
+        states = [StateOf(optimizer, target, optimizer.state.get(target.tensor) or {}) for target in targets]
+        add_states(contents, states, first)
+        contents.states += states
+        contents.groups += named_groups(targets, optimizer.param_groups)
     return contents
 
 
@@ -193,44 +200,18 @@ def row_pieces(row: Named, name: str, turn: int, first: bool) -> list[Piece]:
     return list(member_pieces(name, row.bucket, row.member, row.bucket.part(row.bucket.shard, row.member), turn))
 
 
-def _add_optimizer(
-    contents: Contents,
-    optimizer: torch.optim.Optimizer,
-    number: int,
-    updated_by: dict[str, int],
-    first: bool,
-) -> None:
-    targets = targets_of(contents.table, optimizer.param_groups)
-    for name in [row.name for target in targets for row in target.rows]:
-        if updated_by.setdefault(name, number) != number:
-            raise ConfigError(
-                "Two optimizers update one parameter: their states would share one name.",
-                parameter=name,
-                remedy="assign each parameter to one optimizer only",
-            )
-    states = [StateOf(optimizer, target, optimizer.state.get(target.tensor) or {}) for target in targets]
-    contents.states += states
-    add_states(contents, states, first)
-    contents.groups += named_groups(targets, optimizer.param_groups)
-
-
 def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> None:
     """Add this rank's pieces and scalars to the states of optimizer tensors."""
     turns = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
     for state in states:
         kinds = kinds_of(state.target, state.state)
         for row in state.target.rows:
-            _add_state(state, row, kinds[row.name], turns[row.name], first)
-
-
-def _add_state(state: StateOf, row: Named, kinds: Mapping[str, Kind], turn: int, first: bool) -> None:
-    """Add this rank's pieces and scalars of one parameter's state."""
-    pieces, scalars = state.pieces.setdefault(row.name, []), state.scalars.setdefault(row.name, {})
-    for key, kind in kinds.items():
-        value, name = state.state[key], f"{OPTIMIZER}{row.name}.{key}"
-        if kind.per == "parameter":
-            scalars[key] = kind
-        elif kind.per == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
-            pieces += member_pieces(name, row.bucket, row.member, state.target.local(row, value), turn)
-        else:
-            pieces += value_pieces(name, value, turn, first)
+            pieces, scalars = state.pieces.setdefault(row.name, []), state.scalars.setdefault(row.name, {})
+            for key, kind in kinds[row.name].items():
+                value, name, turn = state.state[key], f"{OPTIMIZER}{row.name}.{key}", turns[row.name]
+                if kind.per == "parameter":
+                    scalars[key] = kind
+                elif kind.per == "other" or row.bucket is None or row.member is None or not row.bucket.form.plain:
+                    pieces += value_pieces(name, value, turn, first)
+                else:
+                    pieces += member_pieces(name, row.bucket, row.member, state.target.local(row, value), turn)

@@ -361,14 +361,12 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     """
     if not _are_groups(groups):
         raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80])
-    checked: list[dict[str, Any]] = groups
-    return checked
+    return list(groups)
 
 
 def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(map(_is_group, groups))
-
-
-def _is_group(value: Any) -> bool:
-    names = value.get("params") if isinstance(value, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    """Whether it is a list of groups, each with a list of names."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return False
+    names = [group.get("params") for group in groups]
+    return all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names)

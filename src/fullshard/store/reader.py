@@ -14,14 +14,7 @@ import torch
 
 from ..checkpoint.fit import check_names, check_shape
 from ..checkpoint.group_settings import put, settings_to_load
-from ..checkpoint.optimizer_state import (
-    add_scalar,
-    assign_state,
-    blank_states,
-    described_state,
-    has_settings_of,
-    saved_rows,
-)
+from ..checkpoint.optimizer_state import add_scalar, assign_state, new_states, saved_rows
 from ..checkpoint.table import Named
 from ..errors import CheckpointError, message
 from .contents import Contents, StateOf, add_states
@@ -149,11 +142,18 @@ class Reader:
             MissingStateError: only some parameters of one tensor have state in the checkpoint.
         """
         states = self._contents.states
+        model_names = {name for row in self._contents.table.parameters for name in self._all_names(row)}
         for number, optimizer in enumerate(optimizers):
             new = [s for s in states if s.optimizer is optimizer and (number, s.target.index) in lacking]
-            if new:
-                self._allocate(optimizer, new)
-                add_states(self._contents, new, first)
+            names = {name for state_of in new for row in state_of.target.rows for name in self._all_names(row)}
+            groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
+            described = None
+            if self._saved.keys() <= model_names:
+                described = [[self._described(row) for row in state_of.target.rows] for state_of in new]
+            zeroed = new_states(optimizer, [state_of.target for state_of in new], described, groups)
+            for state_of, state in zip(new, zeroed, strict=True):
+                state_of.state = state
+            add_states(self._contents, new, first)
         if states and self._strict and not self._groups and not self._saved:
             raise self._without_optimizer()
         keys = {alias: keys for name, keys in self._saved.items() for alias in self._with_ties(name)} | self._saved
@@ -163,25 +163,8 @@ class Reader:
             targets = [state_of.target for state_of in states if state_of.optimizer is optimizer]
             self.settings.append((optimizer, settings_to_load(targets, optimizer.param_groups, self._groups)))
 
-    def _allocate(self, optimizer: torch.optim.Optimizer, new: Sequence[StateOf]) -> None:
-        """Allocate zeroed state, as the checkpoint describes it, for tensors of an optimizer that have none.
-
-        Where the description is incomplete, a first step of the optimizer determines the state.
-        """
-        model_names = {name for row in self._contents.table.parameters for name in self._all_names(row)}
-        names = {name for state_of in new for row in state_of.target.rows for name in self._all_names(row)}
-        groups = [group for group in self._groups if not names.isdisjoint(group["params"])]
-        states: list[dict[str, Any] | None] = [None] * len(new)
-        if self._saved.keys() <= model_names and has_settings_of(optimizer, groups):
-            targets = [state_of.target for state_of in new]
-            states = [described_state(t, [self._described(row) for row in t.rows]) for t in targets]
-        if None in states:  # frozen=True: a tensor may have been frozen since the save
-            states = list(blank_states(optimizer, [state_of.target.tensor for state_of in new], frozen=True))
-        for state_of, state in zip(new, states, strict=True):
-            state_of.state = state or {}
-
     def _described(self, row: Named) -> dict[str, Any]:
-        """The checkpoint's description of a parameter's state; see `described_state`."""
+        """The checkpoint's description of a parameter's state; see `new_states`."""
         name = next((name for name in self._all_names(row) if name in self._saved), None)
         entries = self.files.index.entries
         described = dict(self._plain.get(name or "", {}))
