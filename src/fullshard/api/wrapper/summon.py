@@ -280,21 +280,19 @@ class _Summoned:
         if writeback and stepped:
             raise messages.flat_parameter_changed(member.name for member in bucket.members)
 
+    @torch.no_grad()
     def _collect(self, index: int, parameter: nn.Parameter, writeback: bool) -> None:
         """Copy a replaced parameter, or one with replaced memory, into `values` and `grads`."""
-        member, whole, whole_grad = self.bucket.members[index], self.values[index], self.grads[index]
+        member, whole = self.bucket.members[index], self.values[index]
         registered = member.places[0].registered()
         value = registered if isinstance(registered, torch.Tensor) else parameter
         value_grad = None if value.grad is None else local_part(value.grad)
         value = local_part(value)
         if value.shape != whole.shape:
             raise messages.replaced_by_another_shape(member.name, member.slot.shape, tuple(value.shape))
-        if writeback and value.data_ptr() != whole.data_ptr():
-            with torch.no_grad():
-                whole.copy_(value)
-        if writeback and whole_grad is not None and value_grad is not None:
-            if value_grad.data_ptr() != whole_grad.data_ptr():
-                whole_grad.copy_(value_grad)
+        for target, source in ((whole, value), (self.grads[index], value_grad)) if writeback else ():
+            if target is not None and source is not None and source.data_ptr() != target.data_ptr():
+                target.copy_(source)
 
     @torch.no_grad()
     def _write_back(self, stepped: bool) -> None:
