@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard
-from fullshard.mesh.names import meaning
+from fullshard.mesh.dim_names import meaning
 
 
 def blocks() -> nn.Sequential:

@@ -36,14 +36,14 @@ FAULTS = (
     # layout
     Fault(
         "rows: the last rank's copy ignores where the parameter begins",
-        "layout/plan.py",
+        "layout/layout.py",
         "at = whole * slice_numel + slot.offset",
         "at = whole * slice_numel",
         besides="tests/layout/test_layout.py",
     ),
     Fault(
         "flat: nobody holds a parameter's last element",
-        "layout/plan.py",
+        "layout/layout.py",
         "return start, max(start, min((rank + 1) * slice_numel - offset, numel))",
         "return start, max(start, min((rank + 1) * slice_numel - offset, numel - 1))",
         besides="tests/layout/test_layout.py",

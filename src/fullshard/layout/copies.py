@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .plan import Layout, Piece, round_up
+from .layout import Layout, Piece, round_up
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .layout import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
 from .messages import scalar_in_rows, uneven_dim
-from .plan import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
 
 _MAX_PADDING = 64
 """Chunks are padded to equal length if the padding is at most 1/64 of the parameters' elements."""

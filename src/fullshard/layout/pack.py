@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import LayoutError
 from .kinds import plan_rows
-from .plan import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
+from .layout import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
 
 ROW = "row"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .plan import Layout, Part, Slot
+from .layout import Layout, Part, Slot
 
 _SMALL = 1 << 14  # elements of padding that cost less than a collective per rank
 

@@ -14,5 +14,5 @@ from .axes import (
     unsharded_axes,
 )
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
+from .dim_names import refuse_misread
 from .lines import Lines, cut_all_lines, lines_of, open_lines
-from .names import refuse_misread

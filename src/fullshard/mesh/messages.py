@@ -147,7 +147,7 @@ def cannot_flatten(names: Sequence[str]) -> ConfigError:
     )
 
 
-# names.py
+# dim_names.py
 
 
 def two_shard_dims(first: str, second: str, got: str) -> ConfigError:
