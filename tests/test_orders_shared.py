@@ -16,8 +16,7 @@ from fullshard.agreement import SharedOrder, shared_order
 from fullshard.agreement.log import ENTER, LEAVE, VERB, Log, following
 from fullshard.agreement.shared_order import Merging, completed, parents_of
 from fullshard.errors import DivergenceError
-from fullshard.watcher.judge import ranks_of, stuck
-from fullshard.watcher.log import (
+from fullshard.watcher.issued import (
     BACKWARD,
     COMPARE,
     FORWARD,
@@ -33,6 +32,7 @@ from fullshard.watcher.log import (
     step_word,
     word,
 )
+from fullshard.watcher.judge import ranks_of, stuck
 from fullshard.watcher.messages import first_difference, report
 from fullshard.watcher.rank import Rank
 

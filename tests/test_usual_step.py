@@ -32,7 +32,7 @@ from fullshard.runtime.runner import Runner
 from fullshard.runtime.settings import UnitSettings
 from fullshard.shard import Gradients, Share
 from fullshard.watcher import RANK, VERB_BITS
-from fullshard.watcher.log import ROOT
+from fullshard.watcher.issued import ROOT
 from ways import synced
 
 BLOCKS, WIDE, STEPS = 4, 6, 7

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from fullshard.errors import DivergenceError
-from fullshard.watcher import log, roll_call
-from fullshard.watcher.log import MOST_ROOTS, ROOT, TURN, records_of, step_word, word
+from fullshard.watcher import issued, roll_call
+from fullshard.watcher.issued import MOST_ROOTS, ROOT, TURN, records_of, step_word, word
 from fullshard.watcher.process import frames_at
 from fullshard.watcher.rank import Rank, WatchSettings
 from fullshard.watcher.roll_call import Watcher, start
@@ -28,7 +28,7 @@ from stores import Store
 ALONE = f"""
 import sys
 package = type(sys)("fullshard")  # without torch, which takes seconds
-package.__path__ = [{os.path.dirname(os.path.dirname(log.__file__))!r}]
+package.__path__ = [{os.path.dirname(os.path.dirname(issued.__file__))!r}]
 sys.modules["fullshard"] = package
 sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
 from stores import Store
@@ -267,7 +267,7 @@ def world() -> Iterator[Callable[..., World]]:
 def waits(rank: Rank) -> None:
     """For a gather, which it has issued as the first thing of its root."""
     rank.record(step_word(ROOT, 3))
-    rank.record(word(log.GATHER, ROOT) + TURN)
+    rank.record(word(issued.GATHER, ROOT) + TURN)
     rank.wait(Never(), rank.log[-1])
 
 
@@ -281,7 +281,7 @@ def test_ranks_that_wait_are_told_who_does_not_come(world: Callable[..., World])
     with pytest.raises(DivergenceError, match="rank 2 did not arrive"):
         until = time.monotonic() + WAITED
         while time.monotonic() < until:
-            ranks.ranks[2].record(word(log.GATHER, ROOT) + TURN)  # which is then told, too
+            ranks.ranks[2].record(word(issued.GATHER, ROOT) + TURN)  # which is then told, too
             time.sleep(0.05)
 
 
@@ -290,7 +290,7 @@ def test_a_rank_that_gets_on_is_waited_for(world: Callable[..., World]) -> None:
 
     def works(rank: Rank) -> None:
         for turn in range(1, 1000):
-            rank.record(word(log.GATHER, ROOT) + turn * TURN)
+            rank.record(word(issued.GATHER, ROOT) + turn * TURN)
             if over.wait(0.3):
                 break
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.watcher import log
+from fullshard.watcher import issued
 from fullshard.watcher.judge import Status, may_sleep, stuck, sure, unheard, verdict
 from fullshard.watcher.messages import report, sentence
 from fullshard.watcher.process import call_of, frames_of, look_at
@@ -171,13 +171,13 @@ def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands(watcher: Watcher
     watcher.end(announce=False)
     rank = watcher.rank
     rank.idle = True
-    rank.record(log.TURN)
+    rank.record(issued.TURN)
     inside, outside = call_of(frames_of(stack("train.py", OURS, MODEL))), call_of(frames_of(stack("train.py")))
     assert inside is not None and outside is not None and inside.in_pass and not outside.in_pass
     for call, waits in ((None, False), (outside, False), (inside, True)):
         watcher._silence = Silence([], call, time.time() - 1000, rank.log[-1])
         assert (watcher._waited() is not None) == waits, call
-    rank.record(2 * log.TURN)  # it goes on
+    rank.record(2 * issued.TURN)  # it goes on
     assert watcher._waited() is None
 
 
@@ -249,48 +249,48 @@ def test_a_block_around_passes_is_a_part_of_training() -> None:
 
 def test_what_a_rank_caught_is_told_until_its_next_step_but_one(watcher: Watcher) -> None:
     rank = watcher.rank
-    rank.record(log.step_word(0, 3))
-    rank.record(log.TURN)
+    rank.record(issued.step_word(0, 3))
+    rank.record(issued.TURN)
     rank.catches(ValueError("bad"))
     assert watcher.status(False)["raised"] is None, "the program may go on"
-    rank.record(2 * log.TURN)
+    rank.record(2 * issued.TURN)
     assert watcher.status(False)["caught"] == "ValueError: bad"
     found = verdict([status(0, call=FORWARD, caught="ValueError: bad (train.py:9)"), elsewhere(1)])
     assert "forward (train.py:80) after catching ValueError: bad (train.py:9)." in sentence(found), found
-    rank.record(log.step_word(0, 5))
-    rank.record(3 * log.TURN)
+    rank.record(issued.step_word(0, 5))
+    rank.record(3 * issued.TURN)
     assert watcher.status(False)["caught"] is None
 
 
 def test_steps_are_counted_by_root_to_tell_what_a_rank_caught(watcher: Watcher) -> None:
     """The other root has finished fewer steps: that says nothing of how long ago the error was."""
-    rank, other = watcher.rank, log.word(0, log.ROOT)
-    rank.record(log.step_word(0, 30))
-    rank.record(log.TURN)
+    rank, other = watcher.rank, issued.word(0, issued.ROOT)
+    rank.record(issued.step_word(0, 30))
+    rank.record(issued.TURN)
     rank.catches(ValueError("bad"))
     for step in (7, 8):
-        rank.record(log.step_word(log.ROOT, step))
-        rank.record(other + step * log.TURN)
+        rank.record(issued.step_word(issued.ROOT, step))
+        rank.record(other + step * issued.TURN)
         assert watcher.status(False)["caught"] == "ValueError: bad"
-    rank.record(log.step_word(log.ROOT, 9))
-    rank.record(other + 9 * log.TURN)
+    rank.record(issued.step_word(issued.ROOT, 9))
+    rank.record(other + 9 * issued.TURN)
     assert watcher.status(False)["caught"] is None, "two steps of the other root are long enough, too"
 
 
 def test_what_a_rank_caught_is_not_told_after_several_models_of_one_step_each(watcher: Watcher) -> None:
     rank = watcher.rank
-    rank.record(log.step_word(0, 0))
-    rank.record(log.TURN)
+    rank.record(issued.step_word(0, 0))
+    rank.record(issued.TURN)
     rank.catches(ValueError("bad"))
     for root, told in ((1, True), (2, True), (3, False)):
-        rank.record(log.step_word(root * log.ROOT, 0))
-        rank.record(log.word(0, root * log.ROOT) + log.TURN)
+        rank.record(issued.step_word(root * issued.ROOT, 0))
+        rank.record(issued.word(0, root * issued.ROOT) + issued.TURN)
         assert (watcher.status(False)["caught"] == "ValueError: bad") is told, root
 
 
 # What a stack says.
 
-OURS = [frame.format(os.path.dirname(os.path.dirname(log.__file__ or ""))) for frame in (
+OURS = [frame.format(os.path.dirname(os.path.dirname(issued.__file__ or ""))) for frame in (
     '  File "{}/watcher/rank.py", line 3 in wait',
     '  File "{}/runtime/step.py", line 3 in before_forward',
     '  File "{}/api/functional/module.py", line 52 in __call__',
@@ -346,7 +346,7 @@ def test_a_stack_tells_the_call_and_the_users_line() -> None:
 BEGINS = f"""
 import ctypes, hashlib, json, os, socket, sys, threading, time
 package = type(sys)("fullshard")  # without torch, which takes seconds
-package.__path__ = [{os.path.dirname(os.path.dirname(log.__file__))!r}]
+package.__path__ = [{os.path.dirname(os.path.dirname(issued.__file__))!r}]
 sys.modules["fullshard"] = package
 sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
 from stores import Store

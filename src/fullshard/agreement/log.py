@@ -1,7 +1,7 @@
 """What a rank issues, pass by pass: a list of tokens per kind of pass, and a cursor. Pure.
 
-A token is an integer: a verb, and the index of a unit above it (`watcher/log.py`). Ranks compare what they issue while
-it is new, and need not compare while each repeats its list: a rank that is about to leave its list compares first
+A token is an integer: a verb, and the index of a unit above it (`watcher/issued.py`). Ranks compare what they issue
+while it is new, and need not compare while each repeats its list: a rank that is about to leave its list compares first
 (`position.py`), and so never issues a collective that the others do not.
 
 Prefetch follows the same tokens. A forward issues its gathers in a fixed order, whether early or late, so the next
@@ -20,7 +20,7 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
-from ..watcher.log import FORWARD, GATHER, REGATHER, VERB_BITS, VERBS
+from ..watcher.issued import FORWARD, GATHER, REGATHER, VERB_BITS, VERBS
 
 NOTHING = -1
 """In place of a token where there is none."""

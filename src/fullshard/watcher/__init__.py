@@ -1,10 +1,10 @@
 """The watcher: a thread of each rank that reports what ranks wait for, which rank is gone, and why.
 
-Read in this order: `log.py`, what a rank issued; `rank.py`, what it reports to its watcher and how it waits;
+Read in this order: `issued.py`, what a rank issued; `rank.py`, what it reports to its watcher and how it waits;
 `roll_call.py`, the thread; `judge.py`, the verdict; `messages.py`, the wording; `process.py`, what a process is doing.
 """
 
-from .log import (
+from .issued import (
     BACKWARD,
     CHECK,
     COMPARE,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .log import COMPARE, VERBS
+from .issued import COMPARE, VERBS
 from .process import OF_STEPS
 
 Status = dict[str, Any]

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import DivergenceError, FullshardError, check_switch, invalid_argument
 from . import messages
-from .log import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
+from .issued import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
 from .process import frames_of_trace
 
 TALKS = (
@@ -77,7 +77,7 @@ class Rank:
     """This process, as its watcher sees it. See the module's docstring.
 
     Attributes:
-        log: the events issued last, as integers (`log.py`).
+        log: the events issued last, as integers (`issued.py`).
         record: records an event: `log.append`, or after a verdict a function that raises it.
         steps: finished steps (backwards that reduced) of the root that stepped last.
         waits: the waits that have lasted for a slice, oldest first.

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import messages, process
+from .issued import ROOT, Record, records_of
 from .judge import FORMAT, Status, may_sleep, stuck, sure, unheard
-from .log import ROOT, Record, records_of
 from .process import Call, Frame
 from .rank import SLICE, Rank, Wait, note_at_the_end
 
