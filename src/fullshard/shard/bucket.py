@@ -42,7 +42,7 @@ from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
 from .messages import on_another_device, partly_on_meta, several_dtypes
 from .offload import Home
-from .plan import BuildSettings, plan_bucket
+from .plan_bucket import BuildSettings, plan_bucket
 
 
 class Bucket:

@@ -41,7 +41,7 @@ from .messages import (
     unusable_override,
     unusable_placement,
 )
-from .plan import BuildSettings, plan_bucket
+from .plan_bucket import BuildSettings, plan_bucket
 from .unit import Unit
 
 logger = logging.getLogger("fullshard")

@@ -16,7 +16,7 @@ import torch
 from ..forms import explicit_grad_dtype
 from .bucket import Bucket
 from .messages import several_grad_dtypes
-from .plan import BuildSettings
+from .plan_bucket import BuildSettings
 
 _ANY = "any"
 """Stands for `grad_dtype = None`: gradients keep the dtype in which they arrive."""

@@ -327,7 +327,7 @@ def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
     )
 
 
-# copy.py
+# clone.py
 
 
 def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:

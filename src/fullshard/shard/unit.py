@@ -34,7 +34,7 @@ from .messages import (
     assigned_in_forward,
     written_while_gathered,
 )
-from .plan import BuildSettings
+from .plan_bucket import BuildSettings
 from .showing import Showing
 
 _PLAIN = (torch.Tensor, nn.Parameter)
