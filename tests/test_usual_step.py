@@ -29,7 +29,7 @@ from fullshard import (
 from fullshard.runtime import runner, runner_of, step
 from fullshard.runtime.reducer import Reducer
 from fullshard.runtime.runner import Runner
-from fullshard.runtime.settings import UnitSettings
+from fullshard.runtime.unit_settings import UnitSettings
 from fullshard.shard import Gradients, Share
 from fullshard.watcher import RANK, VERB_BITS
 from fullshard.watcher.issued import ROOT

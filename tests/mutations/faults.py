@@ -322,7 +322,7 @@ FAULTS = (
     ),
     Fault(
         "settings grow with each switch that goes there and back by another way",
-        "runtime/settings.py",
+        "runtime/unit_settings.py",
         "            changed = next((relative for relative in family if relative == changed), changed)\n",
         "",
         test="tests/test_usual_step.py -k settings",

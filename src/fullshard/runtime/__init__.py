@@ -12,8 +12,8 @@ from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
 from .runner import Runner
-from .settings import PrefetchSettings, UnitSettings
 from .step import run, run_method
+from .unit_settings import PrefetchSettings, UnitSettings
 from .units import (
     RUNNER_KEY,
     find_root,

@@ -26,8 +26,8 @@ from .messages import not_while_it_runs, prefetches_another_model, root_is_gone
 from .outputs import FirstGradient, Leftovers
 from .phases import Happening, Phase, row
 from .root import Root
-from .settings import UnitSettings
 from .trace import Period
+from .unit_settings import UnitSettings
 from .usual import plan_usual_step
 
 H = Happening
