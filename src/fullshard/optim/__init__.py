@@ -4,7 +4,7 @@ from .clip import clip_grad_norm_, total_norm
 from .in_backward import StepsInBackward, step_in_backward
 from .muon import Muon
 from .nonfinite import NonfiniteGradient, nonfinite_gradients
-from .optimizer_view import optimizer_view
+from .optimizer_views import optimizer_view
 from .owner_optimizer import OwnerOptimizer
 from .scaler import ShardedGradScaler
 from .state_on_host import StateOnHost, optimizer_state_on_host
