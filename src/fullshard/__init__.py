@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from .api.functional.fully_shard import fully_shard
     from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
     from .api.gathered import free, keep_gathered
-    from .api.gradients import set_check_nonfinite, set_token_count
+    from .api.gradient_settings import set_check_nonfinite, set_token_count
     from .api.join import join
     from .api.offloading import Offloaded, offload_by_budget
-    from .api.parking import Moved, park, resume
+    from .api.park import Moved, park, resume
     from .api.state_on_disk import StateOnDisk, optimizer_state_on_disk
-    from .api.wrapper.fsdp import FullyShardedDataParallel
-    from .api.wrapper.settings import (
+    from .api.wrapper.configs import (
         BackwardPrefetch,
         CPUOffload,
         FullOptimStateDictConfig,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from .api.wrapper.fsdp import FullyShardedDataParallel
     from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
     from .comm.protocol import Comm, NullComm, RecordingComm
     from .comm.torch_comm import TorchComm
@@ -99,13 +99,13 @@ _HOMES = {
         "api.functional.fully_shard": "fully_shard",
         "api.functional.module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
         "api.gathered": "free keep_gathered",
-        "api.gradients": "set_check_nonfinite set_token_count",
+        "api.gradient_settings": "set_check_nonfinite set_token_count",
         "api.join": "join",
         "api.offloading": "Offloaded offload_by_budget",
-        "api.parking": "Moved park resume",
+        "api.park": "Moved park resume",
         "api.state_on_disk": "StateOnDisk optimizer_state_on_disk",
         "api.wrapper.fsdp": "FullyShardedDataParallel",
-        "api.wrapper.settings": (
+        "api.wrapper.configs": (
             "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
             "LocalStateDictConfig MixedPrecision OptimStateDictConfig OptimStateKeyType "
             "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictConfig "

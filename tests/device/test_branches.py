@@ -29,7 +29,7 @@ ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
     "agreement/exchange.py: send": "whether values go by page-locked memory; both are entered",
-    "api/parking.py: park": "whether memory is page-locked; entered below",
+    "api/park.py: park": "whether memory is page-locked; entered below",
     "api/state_on_disk.py: _why_not": "which parameters' state cannot be in files of the host's",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
     "api/wrapper/instances.py: warn_of_host": "a warning; entered below",
@@ -151,7 +151,7 @@ def test_what_is_parked_is_page_locked_beside_an_accelerator(fake_world: Callabl
     model = fullshard.fully_shard(nn.Linear(2, 2))
     (unit,) = units_of(model)
     object.__setattr__(unit.buckets[0].axes, "device", torch.device(kind))
-    with mock.patch("fullshard.api.parking.Mover", ask), pytest.raises(Asked) as raised:
+    with mock.patch("fullshard.api.park.Mover", ask), pytest.raises(Asked) as raised:
         fullshard.park(model, pin_memory=pin)
     assert raised.value.args == ((CPU,), {"pinned": pin and kind == "cuda"})
 

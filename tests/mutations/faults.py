@@ -345,7 +345,7 @@ FAULTS = (
     ),
     Fault(
         "no_sync is over for the root alone",
-        "api/gradients.py",
+        "api/gradient_settings.py",
         "        for runner, before in zip(runners, previous, strict=True):\n"
         "            runner.set(reduce_sync=before.sync",
         "        for runner, before in zip(runners[:1], previous[:1], strict=True):\n"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.api.wrapper.settings import accept
+from fullshard.api.wrapper.configs import accept
 from wrapped import mlp
 
 ENUMS = ["ShardingStrategy", "BackwardPrefetch", "StateDictType"]

@@ -12,7 +12,7 @@ from ..errors import PhaseError
 from ..runtime import Phase, Runner
 from ..shard import is_parked
 from . import messages
-from .units import refuse_running, runners_of
+from .preconditions import refuse_running, runners_of
 
 
 def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from ..mesh import MeshAxes
 from ..names import plain_class
 from ..shard import Share
 from . import messages
-from .units import runners_of
+from .preconditions import runners_of
 
 Batch = TypeVar("Batch")
 

@@ -22,7 +22,7 @@ def entered_while_running(unit: str, summoned: bool, phase: str) -> PhaseError:
     )
 
 
-# gradients.py
+# gradient_settings.py
 
 
 def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
@@ -158,7 +158,7 @@ def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
     )
 
 
-# parking.py
+# park.py
 
 
 def parked_already(function: str, parked: Sequence[str]) -> PhaseError:
@@ -250,7 +250,7 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
     )
 
 
-# units.py
+# preconditions.py
 
 
 def method_of_root(method: str, unit: str, topic: str | None = None) -> PhaseError:

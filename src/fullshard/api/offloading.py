@@ -17,7 +17,7 @@ from ..runtime import Runner, runner_of
 from ..shard import Unit, home_of, is_parked, offload_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
-from .units import refuse_contexts, refuse_running, runners_of
+from .preconditions import refuse_contexts, refuse_running, runners_of
 
 logger = logging.getLogger("fullshard")
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 from ..api.save_pretrained import saving_whole
+from ..api.wrapper.configs import StateDictType
 from ..api.wrapper.fsdp import FullyShardedDataParallel
-from ..api.wrapper.settings import StateDictType
 from ..api.wrapping import CustomPolicy
 from ..names import clean_path
 from . import messages

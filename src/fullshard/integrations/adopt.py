@@ -24,7 +24,7 @@ from ..api import wrapping
 from ..api.functional import module as functional
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.reduce_dtype import follow_torch
-from ..api.wrapper import fsdp, settings
+from ..api.wrapper import configs, fsdp
 from ..checkpoint import functions
 from ..forms import flat_parameter
 from ..mesh import data_parallel
@@ -48,7 +48,7 @@ PUBLIC = (
 """Modules that programs import PyTorch's names from."""
 
 _SAME_NAMES = (
-    *(data_parallel, flat_parameter, fsdp, functional, functions, policies, reduce_kept, scaler, settings, wrapping),
+    *(configs, data_parallel, flat_parameter, fsdp, functional, functions, policies, reduce_kept, scaler, wrapping),
 )
 OURS: Mapping[str, Any] = {"_or_policy": wrapping.or_policy, "fully_shard": fully_shard} | {
     name: value

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
-from ..api.gradients import without_sync
+from ..api.gradient_settings import without_sync
 from ..checkpoint import value_forms
 from ..errors import PhaseError, invalid_argument
 from ..forms import successor_of

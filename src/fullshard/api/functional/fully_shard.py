@@ -50,7 +50,7 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
-from ..gradients import check_reduction
+from ..gradient_settings import check_reduction
 from ..save_pretrained import saving_methods
 from . import messages
 from .arguments import blocks_of, check_arguments, check_policy, checked_ignored, reshard_of

@@ -34,7 +34,7 @@ from ...runtime import (
     runners_in,
 )
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reduce_kept, reset_iteration
-from ..gradients import refuse_divisor, register_hook
+from ..gradient_settings import refuse_divisor, register_hook
 from ..messages import method_of_root
 from . import messages
 

@@ -36,9 +36,10 @@ from ...runtime import (
     run,
     shown_part,
 )
-from ..gradients import register_hook, without_sync
+from ..gradient_settings import register_hook, without_sync
 from ..messages import method_of_root
 from . import messages
+from .configs import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .instances import (
     Plan,
     check_arguments,
@@ -52,7 +53,6 @@ from .instances import (
 )
 from .markers import Markers, mark_wrapped
 from .precision import FullPrecision, cast_buffers, policy_of, use_full_precision
-from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .state_dicts import StateDictMethods, default_settings
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 

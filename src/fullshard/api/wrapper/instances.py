@@ -35,11 +35,11 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
-from ..gradients import check_reduction
+from ..gradient_settings import check_reduction
 from ..wrapping import plan_wrapping, post_order, refuse_scripted
 from . import messages
+from .configs import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 from .precision import FullPrecision, policy_of
-from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 
 FULL_SHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

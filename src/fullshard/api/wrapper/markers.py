@@ -22,8 +22,8 @@ from ...names import WRAPPED
 from ...runtime import RUNNER_KEY, Runner, mark_managed, own_modules, runners_in
 from ...shard import Bucket, Unit
 from . import messages
+from .configs import StateDictSettings, StateDictType, TrainingState
 from .instances import flat_of
-from .settings import StateDictSettings, StateDictType, TrainingState
 
 WRAPPER_KEY = "_fullshard_wrapper"
 """The key in a wrapped module's `__dict__` of a weak reference to its instance."""

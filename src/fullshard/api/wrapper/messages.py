@@ -173,7 +173,7 @@ def root_not_settable() -> UsageError:
     return UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
 
 
-# settings.py
+# configs.py
 
 
 def unknown_field(kind: str, name: str) -> ConfigError:

@@ -11,7 +11,7 @@ from torch import nn
 from ...forms import successor_of
 from ...policies import MixedPrecisionPolicy
 from ...runtime import own_modules, runner_of
-from .settings import MixedPrecision
+from .configs import MixedPrecision
 
 
 @dataclass

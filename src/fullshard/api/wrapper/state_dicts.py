@@ -20,8 +20,7 @@ from ...errors import AssertedError
 from ...forms import ATTRIBUTE
 from ...names import clean_name
 from . import messages
-from .precision import original_dtypes
-from .settings import (
+from .configs import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -35,6 +34,7 @@ from .settings import (
     StateDictType,
     accept,
 )
+from .precision import original_dtypes
 from .summon import is_summoned
 
 _KINDS: dict[StateDictType, tuple[Any, type[StateDictConfig], type[OptimStateDictConfig]]] = {

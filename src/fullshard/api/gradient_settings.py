@@ -15,7 +15,7 @@ from ..errors import invalid_argument
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount, Unit
 from . import messages
-from .units import runners_of
+from .preconditions import runners_of
 
 
 def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:

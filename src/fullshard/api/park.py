@@ -18,7 +18,7 @@ from ..runtime import Runner
 from ..shard import Mover, is_parked, park_unit, refuse_undoable, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
-from .units import refuse_contexts, refuse_running, runners_of
+from .preconditions import refuse_contexts, refuse_running, runners_of
 
 logger = logging.getLogger("fullshard")
 
