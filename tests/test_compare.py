@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fullshard.cli.main import main
-from fullshard.insight.compare import PHASES, LossDifference, ParameterDifference, Recording, compare
+from fullshard.insight.comparison import PHASES, LossDifference, ParameterDifference, Recording, compare
 
 pytestmark = pytest.mark.xdist_group("compare")
 ROOT = Path(__file__).parents[1]

@@ -330,7 +330,7 @@ def test_a_terminal_gets_colours_if_rich_is_there(clock, monkeypatch, capsys):
     report = coloured.step(loss=1.0)
     said = capsys.readouterr().out
     assert "\x1b[" in said and "1000 ms/step" in said
-    monkeypatch.setattr("fullshard.insight.monitor.outputs.find_spec", lambda name: None)
+    monkeypatch.setattr("fullshard.insight.monitor.report_writer.find_spec", lambda name: None)
     plain = fullshard.Monitor(nn.Linear(2, 2), every=1)
     clock.seconds += 1.0
     plain.step(loss=1.0)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .insight.memory import MemoryUse, explain_memory, memory_use
     from .insight.monitor import Monitor
     from .insight.planner import Plan, Plans, Rates, Strategy, measure_rates, plan, solve
-    from .insight.trace.record import trace
+    from .insight.trace.event_file import trace
     from .insight.verify import verify
     from .integrations.adopt import adopt
     from .layout import Blocks
@@ -125,7 +125,7 @@ _HOMES = {
         "insight.memory": "MemoryUse explain_memory memory_use",
         "insight.monitor": "Monitor",
         "insight.planner": "Plan Plans Rates Strategy measure_rates plan solve",
-        "insight.trace.record": "trace",
+        "insight.trace.event_file": "trace",
         "insight.verify": "verify",
         "integrations.adopt": "adopt",
         "layout": "Blocks",

@@ -9,8 +9,8 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.insight.trace import analyse, chrome_trace, read
+from fullshard.insight.trace.event_file import clock_offset
 from fullshard.insight.trace.merge import COLUMNS, FORMAT, RankTrace, Row, Run
-from fullshard.insight.trace.record import clock_offset
 
 BOTH = (0, 1)
 

@@ -16,7 +16,7 @@ from fullshard.comm import lanes
 from fullshard.errors import ConfigError
 from fullshard.events import Ledger, record_events, stream
 from fullshard.insight.trace import analyse, read
-from fullshard.insight.trace.record import Recording
+from fullshard.insight.trace.event_file import Recording
 
 pytestmark = pytest.mark.gloo("ranks are processes: each has clocks, and an event stream, of its own")
 

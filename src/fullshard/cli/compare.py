@@ -27,7 +27,7 @@ from .main import printable
 from .ranks import MOST_RANKS, run_ranks
 
 if TYPE_CHECKING:
-    from ..insight.compare import Comparison
+    from ..insight.comparison import Comparison
 
 SIDES = {"torch": "PyTorch's FSDP", "fullshard": "Fullshard"}
 PATIENCE = 60.0  # seconds without a step until a warning is printed; the next comes after twice as long, and so on
@@ -74,7 +74,7 @@ def _compare(arguments: list[str], options: Arguments) -> int:
         raise ConfigError("compare starts its ranks itself: run it without torchrun")
     with tempfile.TemporaryDirectory() as folder:
         _run_sides(options, arguments, Path(folder))
-        from ..insight.compare import Recording, compare
+        from ..insight.comparison import Recording, compare
 
         recordings = {side: Recording.read(Path(folder, side), options.ranks) for side in SIDES}
         if empty := [SIDES[side] for side, recording in recordings.items() if not recording.losses]:

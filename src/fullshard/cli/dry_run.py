@@ -63,7 +63,7 @@ def _run_script(
         from ..integrations.adopt import adopt
 
         adopt(flags["--lenient"])
-    from ..insight.dry_run import UNSEEN, NotSharded, dry_run
+    from ..insight.rehearsal import UNSEEN, NotSharded, dry_run
 
     sys.argv = [str(script), *arguments]
     node = ranks_per_node or min(8, world)

@@ -317,7 +317,7 @@ def classes_named(names: str, build: Callable[[], Any]) -> frozenset[type]:
     Raises:
         ConfigError: the model has no such module, or cannot be built.
     """
-    from ..insight.planner.plan import built_model
+    from ..insight.planner.planner import built_model
 
     model, _ = built_model(build)
     classes = {type(module) for module in model.modules()}

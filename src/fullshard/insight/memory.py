@@ -35,7 +35,7 @@ from ..shard import Bucket, members_of, units_of
 from ..torch_private.local_tensor import inside, plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long
-from .planner.optimizer import Optimizers, as_list, has_owners
+from .planner.optimizer_costs import Optimizers, as_list, has_owners
 from .planner.profile import Step
 from .planner.strategy import check_counts
 

@@ -25,8 +25,8 @@ from ...mesh import device_of
 from ...shard import members_of
 from ..memory import MemoryUse, memory_use
 from . import messages
-from .outputs import Outputs
 from .report import Report, Row, report_of
+from .report_writer import Outputs
 
 _WAITS = ("wait_gather", "wait_reduce")
 _ENDS = ("gathered", "all_reduce", "reduced")

@@ -1,6 +1,6 @@
 """Plans a training run before it runs: memory, traffic and time of a step, from the engine's own units."""
 
-from .plan import Plan, Plans, assumed_rates, plan, tokens_to_loss
+from .planner import Plan, Plans, assumed_rates, plan, tokens_to_loss
 from .rates import measure_rates
 from .schedule import Rates
 from .solve import solve

@@ -37,8 +37,8 @@ from ...runtime import (
 )
 from ..describe import named_runners
 from . import messages
-from .optimizer import Optimizers, as_list
-from .plan import Plan, Planner, RunSize
+from .optimizer_costs import Optimizers, as_list
+from .planner import Plan, Planner, RunSize
 from .profile import Step
 from .strategy import Strategy, node_size
 

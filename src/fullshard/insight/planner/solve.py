@@ -14,8 +14,8 @@ from ...generators import restored_generators
 from ...policies import MixedPrecisionPolicy
 from . import messages
 from .costs import Hook
-from .optimizer import MakeOptimizer
-from .plan import Parallelize, Plan, Planner, RunSize, checked_hook, list_of
+from .optimizer_costs import MakeOptimizer
+from .planner import Parallelize, Plan, Planner, RunSize, checked_hook, list_of
 from .profile import Step
 from .schedule import Rates
 from .strategy import MOST_RANKS, Strategy, check_counts, checked_node, node_size, strategies, with_fields

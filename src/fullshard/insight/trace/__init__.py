@@ -1,6 +1,6 @@
 """The events of all ranks on one timeline: why a step is slow, and which rank is late.
 
-Reading a recording needs no torch, so `record.py`, which does, is not imported here.
+Reading a recording needs no torch, so `event_file.py`, which does, is not imported here.
 """
 
 from .analyse import Analysis, analyse

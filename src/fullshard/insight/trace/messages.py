@@ -8,7 +8,7 @@ from pathlib import Path
 from ...errors import ConfigError
 from ...names import counted
 
-# record.py
+# event_file.py
 
 
 def not_a_path(path: object) -> ConfigError:

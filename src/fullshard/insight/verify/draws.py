@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ...names import plain_path
-from .report import Finding
+from .findings import Finding
 from .session import Session, generator_states
 
 

@@ -23,9 +23,9 @@ from ...errors import ConfigError
 from ...names import plain_name
 from ...torch_private.autograd_task import inside_backward
 from . import causes
-from .compare import difference, merged, rms
+from .findings import Finding
 from .model_parts import ModelParts, buffers_of, modules_of
-from .report import Finding
+from .rounding import difference, merged, rms
 from .session import Session, generator_states, restore_generators
 from .trial import Plan, Step, Trial, optimizers_in
 from .whole_trial import Structure, compare_structures

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import repeated_blocks
+from .findings import Report
 from .modules import ModuleTrial
-from .report import Report
 from .session import opened
 from .trial import Plan, shard_model
 from .whole_trial import WholeTrial
@@ -77,7 +77,7 @@ def verify(
             may then be initialized in any way.
         check_draws: whether to compare the random numbers that ranks draw in the first step. False for models that
             draw the same numbers on all ranks on purpose.
-        tolerance: of losses and gradients, relative; None: by dtype (see `fullshard.insight.verify.compare`).
+        tolerance: of losses and gradients, relative; None: by dtype (see `fullshard.insight.verify.rounding`).
         seed: for everything random.
 
     Returns:

@@ -24,9 +24,9 @@ from ...optim.clip import STEPPED_KEY
 from ...torch_private.step_hooks import closure_of, needs_closure, with_closure
 from . import causes
 from .causes import Evidence, Weights
-from .compare import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
+from .findings import Finding, Report
 from .model_parts import ModelParts
-from .report import Finding, Report
+from .rounding import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .session import Session
 
 

@@ -19,10 +19,10 @@ from ...errors import ConfigError
 from ...torch_private.local_tensor import local_part
 from . import causes
 from .causes import Weights
-from .compare import difference, merged, rms, unit_roundoff, update_tolerance
 from .draws import compare_draws, recorded_draws
+from .findings import Finding
 from .model_parts import ModelParts, buffers_of
-from .report import Finding
+from .rounding import difference, merged, rms, unit_roundoff, update_tolerance
 from .session import Session
 from .trial import Plan, Step, Trial, optimizers_in
 

@@ -28,7 +28,15 @@ from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
 from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
-from .optimizer import MakeOptimizer, OptimizerCosts, Sharded, has_owners, optimizer_bytes, owner_costs, takes_names
+from .optimizer_costs import (
+    MakeOptimizer,
+    OptimizerCosts,
+    Sharded,
+    has_owners,
+    optimizer_bytes,
+    owner_costs,
+    takes_names,
+)
 from .profile import Profile, Step, TooMuch, profile
 from .schedule import KINDS, WHOLE, Axes, Rates, Timeline
 from .strategy import (

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from ...dtypes import LARGEST_OF_8_BITS, as_real
-from .report import Finding
+from .findings import Finding
 from .session import Raised, Session
 
 LAMBDA = 4.0
