@@ -834,7 +834,7 @@ def test_ranks_are_started_and_the_program_finds_its_own_arguments(tmp_path, cap
 
 
 def test_the_rank_that_broke_is_named(capfd, monkeypatch):
-    monkeypatch.setattr("fullshard.cli.ranks.GRACE", 0.0)
+    monkeypatch.setattr("fullshard.cli.local_ranks.GRACE", 0.0)
     program = "import os, time; os._exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     start = subprocess.Popen
     monkeypatch.setattr(

@@ -23,8 +23,8 @@ from rich.table import Table
 from ..errors import ConfigError
 from ..names import counted
 from . import terminal
+from .local_ranks import MOST_RANKS, run_ranks
 from .main import printable
-from .ranks import MOST_RANKS, run_ranks
 
 if TYPE_CHECKING:
     from ..insight.comparison import Comparison

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..optim.outer_steps import OuterSteps
 from . import adopt
-from .ranks import TURN
+from .local_ranks import TURN
 
 UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 """Names of the classes that make a module a unit, in PyTorch and in Fullshard."""

@@ -19,8 +19,8 @@ import tyro
 
 from ..errors import ConfigError, class_to_catch
 from . import terminal
+from .local_ranks import MOST_RANKS, run_ranks
 from .main import refuse
-from .ranks import MOST_RANKS, run_ranks
 from .target import function_at, program_arguments
 
 if TYPE_CHECKING:
