@@ -14,7 +14,7 @@ import pytest
 from test_analyse import content, rank_trace, run_of, step_of
 
 from fullshard.cli.main import main
-from fullshard.cli.trace import Arguments
+from fullshard.cli.trace import TraceArguments
 from fullshard.insight.trace import analyse, html_page
 from fullshard.insight.trace.merge import Run
 
@@ -96,7 +96,7 @@ def test_what_programs_read_is_what_the_tables_show(tmp_path, capsys):
 def test_the_example_of_the_help_runs_and_the_help_fits_a_screen(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "trace")
-    (example,) = re.findall(r"^ +fullshard (trace .*)$", str(Arguments.__doc__), re.M)
+    (example,) = re.findall(r"^ +fullshard (trace .*)$", str(TraceArguments.__doc__), re.M)
     assert main(example.split()) == 0
     assert "<h1>Who is late?</h1>" in (tmp_path / "trace.html").read_text()
     capsys.readouterr()

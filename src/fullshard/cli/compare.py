@@ -35,7 +35,7 @@ STYLES = {"(?m)^.*DIFFERENT.*$": "bold red", "(?m)^.*the same in every bit$": "g
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CompareArguments:
     """Run a program for PyTorch's FSDP twice, on PyTorch's FSDP and on Fullshard, and compare the two.
 
     The program needs no changes: `fullshard adopt` runs it on Fullshard. Both runs start with the same random seeds and
@@ -59,10 +59,10 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    return terminal.run(Arguments, "compare", arguments[:cut], partial(_compare, arguments[cut + 1 :]))
+    return terminal.run(CompareArguments, "compare", arguments[:cut], partial(_compare, arguments[cut + 1 :]))
 
 
-def _compare(arguments: list[str], options: Arguments) -> int:
+def _compare(arguments: list[str], options: CompareArguments) -> int:
     """Run the script with these arguments on both sides; the exit code of the command."""
     if not options.script.is_file():
         raise ConfigError(f"there is no file {options.script}")
@@ -102,7 +102,7 @@ def _other_engines(script: Path, side: str, engines: Sequence[str]) -> ConfigErr
     )
 
 
-def _run_sides(options: Arguments, arguments: list[str], folder: Path) -> None:
+def _run_sides(options: CompareArguments, arguments: list[str], folder: Path) -> None:
     """Run the script on both sides at once, and record each in a new folder. On a CPU they take turns, step by step.
 
     Raises:

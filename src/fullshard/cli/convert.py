@@ -14,7 +14,7 @@ STYLES = {"^wrote .*": "bold green", "(?m)^left out: .*$": "yellow", "(?m)^note:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ConvertArguments:
     """Write a checkpoint in a different format, on one machine, without a GPU, one tensor at a time.
 
     Reads folders of Fullshard and of torch.distributed.checkpoint, files of torch.save, safetensors files and folders,
@@ -40,10 +40,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "convert", arguments, _convert)
+    return terminal.run(ConvertArguments, "convert", arguments, _convert)
 
 
-def _convert(options: Arguments) -> int:
+def _convert(options: ConvertArguments) -> int:
     terminal.check_exists(options.src)
     import torch
 

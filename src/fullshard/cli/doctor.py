@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DoctorArguments:
     """Explain why a run hung or died, from the reports of its watchers (fullshard.watch(folder=...)).
 
     Also reads dumps of PyTorch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT). Example:
@@ -31,10 +31,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "doctor", arguments, _explain)
+    return terminal.run(DoctorArguments, "doctor", arguments, _explain)
 
 
-def _explain(options: Arguments) -> int:
+def _explain(options: DoctorArguments) -> int:
     from ..insight.doctor import doctor
 
     diagnosis = doctor(options.path)

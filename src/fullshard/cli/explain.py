@@ -18,7 +18,7 @@ _PAGE = Path(__file__).with_name("errors.md")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ExplainArguments:
     """Explain the topic that the last line of an error or a warning names: what happened, why, and what to do.
 
     Without a topic, list all topics. docs/errors.md has the same text. Example:
@@ -33,10 +33,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "explain", arguments, _explain)
+    return terminal.run(ExplainArguments, "explain", arguments, _explain)
 
 
-def _explain(options: Arguments) -> int:
+def _explain(options: ExplainArguments) -> int:
     if options.topic is None:
         width = max(map(len, topics()))
         print("\n".join(f"{name.ljust(width)}  {summary(text)}" for name, text in topics().items()))

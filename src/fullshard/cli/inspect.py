@@ -20,7 +20,7 @@ STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: a
 
 
 @dataclass(frozen=True)
-class Arguments:
+class InspectArguments:
     """Summarize a checkpoint and verify its hashes.
 
     Reads all files of a Fullshard checkpoint and compares them with the hashes in its manifest; other formats have no
@@ -43,10 +43,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "inspect", arguments, _inspect)
+    return terminal.run(InspectArguments, "inspect", arguments, _inspect)
 
 
-def _inspect(options: Arguments) -> int:
+def _inspect(options: InspectArguments) -> int:
     terminal.check_exists(options.path)
     from ..exchange.inspect import inspect
 

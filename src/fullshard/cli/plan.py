@@ -38,7 +38,7 @@ def argument(metavar: str, default: str = "") -> Any:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PlanArguments:
     """Predict a training step's memory, traffic and time: which strategy fits, and which is the fastest.
 
     MODEL is FILE.py:FUNCTION or MODULE:FUNCTION, which returns a model, or a model and a function that returns the
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        return terminal.run(Arguments, "plan", arguments, _plan)
+        return terminal.run(PlanArguments, "plan", arguments, _plan)
 
 
 def _show_warning(warning: Warning | str, *_: object) -> None:
@@ -98,7 +98,7 @@ def _show_warning(warning: Warning | str, *_: object) -> None:
     print(f"fullshard: {warning}", file=sys.stderr)
 
 
-def _plan(options: Arguments) -> int:
+def _plan(options: PlanArguments) -> int:
     from ..comm import PowerSGDState, powerSGD_hook
     from ..insight.planner import Strategy, assumed_rates, plan, solve
     from ..policies import MixedPrecisionPolicy
@@ -136,7 +136,7 @@ def _plan(options: Arguments) -> int:
     return 0 if plans.fits else NO_FIT
 
 
-def show(number: int, best: Plan | None, options: Arguments) -> None:
+def show(number: int, best: Plan | None, options: PlanArguments) -> None:
     """Print the result of `solve`."""
     if options.json:
         print(json.dumps({"solve": options.solve, "number": number, "plan": best and best.as_json()}))
@@ -247,7 +247,7 @@ def _one_step(config: Any, model: Any, micro_batch: int, sequence: int) -> Any:
     return tokens_to_loss(model, micro_batch, sequence)
 
 
-def parallelizer(options: Arguments) -> Callable[[Any, Any], object] | None:
+def parallelizer(options: PlanArguments) -> Callable[[Any, Any], object] | None:
     """The function that splits the model over tensor-parallel ranks; None: it is not split."""
     if options.parallelize:
         return function_at(options.parallelize)

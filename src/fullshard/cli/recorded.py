@@ -44,7 +44,7 @@ UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Turns:
+class AlternatingSteps:
     """Steps in turns with the same rank on the other side, so that both see the same load of the machine.
 
     A byte through a socket says that it is the other's turn; so does the end of the other side. PyTorch's begins. On an
@@ -86,7 +86,7 @@ class Recorder:
         steps: the program is stopped after this step, where the next one's backward would begin.
     """
 
-    def __init__(self, turns: Turns, folder: Path, steps: int) -> None:
+    def __init__(self, turns: AlternatingSteps, folder: Path, steps: int) -> None:
         self.turns, self.folder, self.steps = turns, folder, steps
         self.losses: list[list[torch.Tensor]] = []
         self.phases: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
@@ -276,7 +276,7 @@ def _engine_of(module: nn.Module) -> str | None:
 
 def main(side: str, folder: str, steps: str, script: str, *arguments: str) -> None:
     """Run the program on one side, with the same random seeds on both."""
-    recorder = Recorder(Turns(side == "torch", int(os.environ.pop(TURN))), Path(folder), int(steps))
+    recorder = Recorder(AlternatingSteps(side == "torch", int(os.environ.pop(TURN))), Path(folder), int(steps))
     recorder.install()
     random.seed(0)
     np.random.seed(0)

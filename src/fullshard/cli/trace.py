@@ -24,7 +24,7 @@ ROWS = 12
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TraceArguments:
     """Explain why a step is slow and which rank is late, from what `with fullshard.trace(PATH):` wrote on all ranks.
 
     Splits each wait: the time until the last rank issued the collective (late), and the rest (transfer). Example:
@@ -50,10 +50,10 @@ _SHOWN = 8  # ranks in a message
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    return terminal.run(Arguments, "trace", arguments, _analyze)
+    return terminal.run(TraceArguments, "trace", arguments, _analyze)
 
 
-def _analyze(options: Arguments) -> int:
+def _analyze(options: TraceArguments) -> int:
     from ..insight.trace import analyse, chrome_trace, draw_step, html_page, read, report
     from ..watcher.judge import ranks_of
 

@@ -30,7 +30,7 @@ STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^ 
 
 
 @dataclass(frozen=True)
-class Arguments:
+class VerifyArguments:
     """Train a few steps sharded and unsharded on the same batches, and report the first difference.
 
     fullshard.verify does the same within a program. Example:
@@ -55,10 +55,10 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    return terminal.run(Arguments, "verify", arguments[:cut], partial(_verify, arguments, arguments[cut + 1 :]))
+    return terminal.run(VerifyArguments, "verify", arguments[:cut], partial(_verify, arguments, arguments[cut + 1 :]))
 
 
-def _verify(arguments: list[str], program: list[str], options: Arguments) -> int:
+def _verify(arguments: list[str], program: list[str], options: VerifyArguments) -> int:
     """Run this command, with these unparsed arguments and the program's, as one or several ranks."""
     if not 1 <= options.ranks <= MOST_RANKS:
         return refuse(f"--ranks must be from 1 to {MOST_RANKS}, got {options.ranks}; more need torchrun")
@@ -82,7 +82,7 @@ def _verify(arguments: list[str], program: list[str], options: Arguments) -> int
     return 0 if report.ok else 1
 
 
-def _report(options: Arguments) -> Report:
+def _report(options: VerifyArguments) -> Report:
     """Call the user's function, then `verify` with the returned arguments.
 
     Raises:
