@@ -41,7 +41,7 @@ from ..messages import method_of_root
 from . import messages
 from .configs import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .instances import (
-    Plan,
+    PlannedInstance,
     check_arguments,
     check_plans,
     flat_of,
@@ -133,7 +133,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
         keywords = without_iterators({**keywords, "comm": make_comm(comm)})
         arguments = check_arguments(module, keywords)
         super().__init__()
-        plan = Plan(module, keywords, arguments, *checked(check, unused))
+        plan = PlannedInstance(module, keywords, arguments, *checked(check, unused))
         blocks = [] if auto_wrap_policy is None else plan_blocks(plan, auto_wrap_policy, type(self))
         check_plans([*blocks, plan])
         for note in arguments.notes:

@@ -46,7 +46,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass
-class Arguments:
+class ConstructorArguments:
     """The constructor's arguments, checked and with defaults filled in.
 
     Attributes:
@@ -70,7 +70,7 @@ class Arguments:
     notes: tuple[str, ...] = ()
 
 
-def check_arguments(module: Any, keywords: Mapping[str, Any]) -> Arguments:
+def check_arguments(module: Any, keywords: Mapping[str, Any]) -> ConstructorArguments:
     """Check the constructor's arguments and fill in defaults. Changes nothing.
 
     Args:
@@ -111,7 +111,7 @@ def check_arguments(module: Any, keywords: Mapping[str, Any]) -> Arguments:
     modules, ignored = _ignored(keywords["ignored_modules"], keywords["ignored_states"])
     if module in modules:
         notes.append(messages.root_is_ignored())
-    return Arguments(
+    return ConstructorArguments(
         axes,
         chosen,
         device_mesh is not None,
@@ -167,7 +167,7 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedInstance:
     """A planned instance.
 
     Attributes:
@@ -179,7 +179,7 @@ class Plan:
 
     module: nn.Module
     keywords: Mapping[str, Any]
-    arguments: Arguments
+    arguments: ConstructorArguments
     when: Check = "first"
     unused: Unused = "error"
 
@@ -255,11 +255,11 @@ class Plan:
         return unit
 
 
-def check_plans(plans: Sequence[Plan]) -> None:
+def check_plans(plans: Sequence[PlannedInstance]) -> None:
     """Check all planned instances, so that an invalid one raises before any is built. Changes nothing.
 
     Raises:
-        ConfigError, LayoutError: see `Plan.check`; a module on meta that nothing can initialise.
+        ConfigError, LayoutError: see `PlannedInstance.check`; a module on meta that nothing can initialise.
     """
     rehearsal = Rehearsal(unit_of)
     wrapped: list[nn.Module] = []
@@ -279,7 +279,7 @@ def without_iterators(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, Iterator) else value for name, value in keywords.items()}
 
 
-def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> list[Plan]:
+def plan_blocks(root: PlannedInstance, policy: Any, constructor: Callable[..., Any]) -> list[PlannedInstance]:
     """Plan the instances of submodules of the root's module, innermost first.
 
     Args:
@@ -320,7 +320,7 @@ def plan_blocks(root: Plan, policy: Any, constructor: Callable[..., Any]) -> lis
         keywords = without_iterators({**root.keywords, **overrides[id(child)]})
         arguments = check_arguments(child, keywords)
         keywords["comm"] = make_comm(keywords["comm"])
-        blocks.append(Plan(child, keywords, arguments))
+        blocks.append(PlannedInstance(child, keywords, arguments))
     return blocks
 
 
@@ -380,7 +380,7 @@ def flat_of(bucket: Bucket) -> nn.Parameter:
 # Initial values: modules on the host, and on meta.
 
 
-def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
+def warn_of_host(module: nn.Module, arguments: ConstructorArguments) -> None:
     """Warn if the module is on the CPU although it will compute on an accelerator."""
     device = arguments.axes.device
     if device.type == "cpu":
