@@ -77,7 +77,7 @@ class Frame(NamedTuple):
         return f'File "{self.path}", line {self.line} in {self.function}'
 
 
-class Call(NamedTuple):
+class CurrentCall(NamedTuple):
     """The call that the program is in.
 
     Attributes:
@@ -143,7 +143,7 @@ def readable(frames: Sequence[Frame]) -> str:
     return "\n".join([str(frame) for index, frame in enumerate(frames) if not index or frame.is_users])
 
 
-def call_of(frames: Sequence[Frame]) -> Call | None:
+def call_of(frames: Sequence[Frame]) -> CurrentCall | None:
     """The call that the program is in; None if no frame is the program's.
 
     Its line is that of the program's innermost frame; inside the model (a forward that calls a block), the line that
@@ -162,7 +162,7 @@ def call_of(frames: Sequence[Frame]) -> Call | None:
             return None
     user = frames[at]
     called = [frame for frame in frames[:at] if frame.is_ours or frame.is_torchs]
-    return Call(_did(called[::-1], user), f"{os.path.basename(user.path)}:{user.line}", waits, in_pass)
+    return CurrentCall(_did(called[::-1], user), f"{os.path.basename(user.path)}:{user.line}", waits, in_pass)
 
 
 def _users(frames: Sequence[Frame], start: int) -> int | None:

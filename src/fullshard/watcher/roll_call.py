@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from . import messages, process
 from .issued import ROOT, Record, records_of
 from .judge import FORMAT, Status, may_sleep, stuck, sure, unheard
-from .process import Call, Frame
+from .process import CurrentCall, Frame
 from .rank import SLICE, Rank, Wait, note_at_the_end
 
 ASK_AFTER = 1.0  # seconds of a wait before the first round
@@ -72,7 +72,7 @@ class Silence(NamedTuple):
     """
 
     frames: list[Frame]
-    call: Call | None
+    call: CurrentCall | None
     since: float
     issued: int
 
