@@ -228,7 +228,7 @@ class Forwarding:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCollective:
     """A collective, as recorded by `RecordingComm`. `nbytes` counts the larger of its buffers."""
 
     verb: str
@@ -243,7 +243,7 @@ class RecordingComm(Forwarding):
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
         self.kind = f"recording({inner.kind})"
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCollective] = []
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
         self._record("gather", axis, out)
@@ -266,4 +266,4 @@ class RecordingComm(Forwarding):
         return super().broadcast(axis, tensor, source)
 
     def _record(self, verb: str, axis: Axis, tensor: torch.Tensor) -> None:
-        self.calls.append(Call(verb, axis.size, tensor.numel() * tensor.element_size(), tensor.dtype))
+        self.calls.append(RecordedCollective(verb, axis.size, tensor.numel() * tensor.element_size(), tensor.dtype))
