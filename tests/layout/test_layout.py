@@ -109,13 +109,15 @@ def test_round_trip_is_the_identity(layout: Layout) -> None:
             assert torch.equal(data.as_strided(slot.shape, strides, slot.offset), values[slot.name])
         if layout.segments[slot.segment].full_offset is None:
             copied.append(slot)
-            for piece in layout.pieces(slot):
+            for piece in layout.copies_of(slot):
                 to = full.as_strided(piece.sizes, piece.parameter_strides, slot.full_offset + piece.parameter_offset)
                 to.copy_(data.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset))
     assert right(layout.slots, full, values)
 
     staging, copies = torch.cat(staged), copies_out(layout)
-    assert staging.numel() == layout.staging_numel and len(copies) <= sum(len(layout.pieces(slot)) for slot in copied)
+    assert staging.numel() == layout.staging_numel and len(copies) <= sum(
+        len(layout.copies_of(slot)) for slot in copied
+    )
     for columns in columns_of(layout):
         numel = layout.world * sum(columns.widths)
         matrix = staging.narrow(0, columns.staging_offset, numel).view(layout.world, -1)

@@ -2,7 +2,7 @@
 
 from .copies import Columns, columns_of, copies_out
 from .kinds import plan_flat, plan_rows
-from .layout import ALIGN_BYTES, Layout, ParameterSpec, Part, Piece, Slot, dense_strides, run_on_rank
+from .layout import ALIGN_BYTES, Layout, ParameterSpec, Part, Slot, StridedCopy, dense_strides, run_on_rank
 from .pack import Blocks, least_slice, plan_blocks, plan_owner
 from .rectangles import rectangles
 from .windows import Window, window_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .layout import Layout, Piece, round_up
+from .layout import Layout, StridedCopy, round_up
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,33 @@ def columns_of(layout: Layout) -> tuple[Columns, ...]:
     return tuple(columns)
 
 
-def copies_out(layout: Layout) -> tuple[Piece, ...]:
+def copies_out(layout: Layout) -> tuple[StridedCopy, ...]:
     """The copies that move a layout's parameters from staging into the copied part of the full bucket.
 
     Excludes the segments of `columns_of`. Offsets count within these two buffers: the concatenated staging segments,
     and the full bucket from `layout.in_place_numel` on.
     """
-    pieces = []
+    copies = []
     for slot in layout.slots:
         base, start = layout.staging_offsets[slot.segment], slot.full_offset - layout.in_place_numel
         if base is not None and not layout.segments[slot.segment].in_columns:
-            for piece in layout.pieces(slot):
-                at, gathered = start + piece.parameter_offset, base + piece.gathered_offset
-                pieces.append(replace(piece, parameter_offset=at, gathered_offset=gathered))
-    return merged(pieces)
+            for copy in layout.copies_of(slot):
+                at, gathered = start + copy.parameter_offset, base + copy.gathered_offset
+                copies.append(replace(copy, parameter_offset=at, gathered_offset=gathered))
+    return merged(copies)
 
 
-def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Merge pieces of equal form, at equal distances on both sides, into a single piece with an additional dim.
+def merged(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
+    """Merge copies of equal form, at equal distances on both sides, into a single copy with an additional dim.
 
     Parameters of the same shape (a block's biases and norms, its projections) usually lie at equal distances.
     """
-    forms: dict[tuple[tuple[int, ...], ...], list[Piece]] = {}
-    for piece in pieces:
-        forms.setdefault((piece.sizes, piece.parameter_strides, piece.gathered_strides), []).append(piece)
+    forms: dict[tuple[tuple[int, ...], ...], list[StridedCopy]] = {}
+    for copy in copies:
+        forms.setdefault((copy.sizes, copy.parameter_strides, copy.gathered_strides), []).append(copy)
     result = []
     for same_form in forms.values():
-        same_form.sort(key=lambda piece: piece.gathered_offset)
+        same_form.sort(key=lambda copy: copy.gathered_offset)
         while same_form:
             run = _run(same_form)
             del same_form[: len(run)]
@@ -78,31 +78,31 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(result)
 
 
-def _distance(first: Piece, second: Piece) -> tuple[int, int]:
+def _distance(first: StridedCopy, second: StridedCopy) -> tuple[int, int]:
     return (
         second.parameter_offset - first.parameter_offset,
         second.gathered_offset - first.gathered_offset,
     )
 
 
-def _run(same_form: list[Piece]) -> list[Piece]:
-    """The leading pieces that lie at equal distances; on the parameters' side distances may not be negative."""
+def _run(same_form: list[StridedCopy]) -> list[StridedCopy]:
+    """The leading copies that lie at equal distances; on the parameters' side distances may not be negative."""
     run = same_form[:2]
     if len(run) < 2 or _distance(*run)[0] < 0:
         return same_form[:1]
-    for piece in same_form[2:]:
-        if _distance(run[-1], piece) != _distance(*run[:2]):
+    for copy in same_form[2:]:
+        if _distance(run[-1], copy) != _distance(*run[:2]):
             break
-        run.append(piece)
+        run.append(copy)
     return run
 
 
-def _joined(run: list[Piece]) -> Piece:
+def _joined(run: list[StridedCopy]) -> StridedCopy:
     first = run[0]
     if len(run) == 1:
         return first
     parameter, gathered = _distance(first, run[1])
-    return Piece(
+    return StridedCopy(
         (len(run), *first.sizes),
         (parameter, *first.parameter_strides),
         first.parameter_offset,

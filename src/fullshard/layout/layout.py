@@ -82,7 +82,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StridedCopy:
     """A strided copy between a parameter's memory in `full` and a gathered segment; same sizes on both sides.
 
     Attributes:
@@ -294,25 +294,27 @@ class Layout:
             return part.shape, (1,), part.start
         return part.shape, slot.stride, part.start * (slot.stride[slot.spec.dim] if slot.stride else 0)
 
-    def pieces(self, slot: Slot) -> tuple[Piece, ...]:
+    def copies_of(self, slot: Slot) -> tuple[StridedCopy, ...]:
         """The copies that move `slot` from its gathered segment into the full bucket (or a gradient back)."""
         if self.kind == "flat":
-            return (Piece(slot.shape, slot.stride, 0, slot.stride, slot.offset),) if slot.numel else ()
+            return (StridedCopy(slot.shape, slot.stride, 0, slot.stride, slot.offset),) if slot.numel else ()
         if not slot.numel:
             return ()
         slice_numel = self.segments[slot.segment].slice_numel
         rows, extent, step = _chunk(slot, self.world), slot.shape[slot.spec.dim], slot.stride[slot.spec.dim]
         whole, rest = divmod(extent, rows)
-        pieces = []
+        copies = []
         if whole:
             local = dense_strides(_with_extent(slot, rows), slot.spec.order)
             sizes = (whole, *_with_extent(slot, rows))
-            pieces.append(Piece(sizes, (rows * step, *slot.stride), 0, (slice_numel, *local), slot.offset))
+            copies.append(StridedCopy(sizes, (rows * step, *slot.stride), 0, (slice_numel, *local), slot.offset))
         if rest:
             shape = _with_extent(slot, rest)
             at = whole * slice_numel + slot.offset
-            pieces.append(Piece(shape, slot.stride, whole * rows * step, dense_strides(shape, slot.spec.order), at))
-        return tuple(pieces)
+            copies.append(
+                StridedCopy(shape, slot.stride, whole * rows * step, dense_strides(shape, slot.spec.order), at)
+            )
+        return tuple(copies)
 
     def strides_in_segment(self, slot: Slot) -> tuple[int, ...] | None:
         """Strides of the whole parameter as a single view of its gathered segment; None if it cannot be a view.

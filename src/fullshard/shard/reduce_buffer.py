@@ -17,7 +17,7 @@ from ..comm import Comm, Pending, Residuals, reduction_of
 from ..containers import NONES, drain
 from ..dtypes import as_real
 from ..forms import Member, Scratch
-from ..layout import Piece, columns_of
+from ..layout import StridedCopy, columns_of
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all, zeroes
 from .bucket import Bucket
 from .messages import not_dense
@@ -186,8 +186,8 @@ class _Places:
         base = layout.world * layout.segments[slot.segment].shard_offset
         strides = layout.strides_in_segment(slot)
         self.member, self.whole = member, strides is not None
-        whole = () if strides is None else (Piece(slot.shape, slot.stride, 0, strides, slot.offset),)
-        self._pieces = whole or layout.pieces(slot)
+        whole = () if strides is None else (StridedCopy(slot.shape, slot.stride, 0, strides, slot.offset),)
+        self._pieces = whole or layout.copies_of(slot)
         self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in self._pieces]
         forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in self._pieces]
         self.alike = list(map(same_form, self.targets, forms))
