@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
             self._step_batches(owned.batches, matrices, axis, home)
 
     def _step_batches(
-        self, batches: Sequence[_Batch], matrices: Sequence[Matrix], axis: Axis | None, home: torch.device
+        self, batches: Sequence[_MatrixBatch], matrices: Sequence[Matrix], axis: Axis | None, home: torch.device
     ) -> None:
         """Update the momentum of matrices that the same ranks share, orthogonalize it on its owners, and update them.
 
@@ -187,9 +187,9 @@ class Muon(torch.optim.Optimizer):
             axis: the replicate axis; None if there are no replicas.
             home: the device of the exchanges.
         """
-        wholes: dict[_Batch, list[torch.Tensor]] = {}  # matrices that this rank owns, while their batch is whole
+        wholes: dict[_MatrixBatch, list[torch.Tensor]] = {}  # matrices that this rank owns, while their batch is whole
 
-        def gather(batch: _Batch, ahead: bool) -> Finish:
+        def gather(batch: _MatrixBatch, ahead: bool) -> Finish:
             """Update the momentum, and start to send it to the owners."""
             pieces = [self._momentum(*matrices[index]).to(home) for index in batch.indices]  # offloaded ones too
             arrive = batch.owners.gather([pieces[at] for at in batch.ours]) if batch.owners is not None else list
@@ -199,12 +199,12 @@ class Muon(torch.optim.Optimizer):
 
             return finish
 
-        def orthogonalize(batch: _Batch) -> None:
+        def orthogonalize(batch: _MatrixBatch) -> None:
             mine = batch.owners.mine if batch.owners is not None else []
             groups = [matrices[batch.indices[batch.ours[at]]][1] for at in mine]
             wholes[batch] = _orthogonalized(wholes.pop(batch), groups)
 
-        def scatter(batch: _Batch) -> Finish:
+        def scatter(batch: _MatrixBatch) -> Finish:
             """Start to return the updates; then send them to other replicas, and update the parameters."""
             updates_here = wholes.pop(batch)
             arrive = batch.owners.scatter(updates_here, torch.bfloat16, home) if batch.owners is not None else list
@@ -299,12 +299,12 @@ class _Owned:
         self.places = balanced_owners([_cost(cut.shape) for cut in cuts], cuts[0], axis)
         numbers = batches_of([cut.shape.numel() * torch.bfloat16.itemsize for cut in cuts], self.places)
         self.batches = [
-            _Batch(cuts, self.places, [index for index, of in enumerate(numbers) if of == number], axis)
+            _MatrixBatch(cuts, self.places, [index for index, of in enumerate(numbers) if of == number], axis)
             for number in range(max(numbers) + 1)
         ]
 
 
-class _Batch:
+class _MatrixBatch:
     """Matrices that are whole at the same time.
 
     Attributes:

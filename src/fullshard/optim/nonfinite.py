@@ -55,7 +55,7 @@ class NonfiniteGradient:
 
 
 @dataclass(frozen=True)
-class _Values:
+class _NonfiniteValues:
     """Nonfinite values of one parameter on one rank, "nan" or "inf"."""
 
     order: int  # position of the parameter in the model
@@ -112,9 +112,9 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
     return nonfinite
 
 
-def _merged(values_by_rank: dict[int, dict[_Key, _Values]], recorded: bool) -> list[NonfiniteGradient]:
+def _merged(values_by_rank: dict[int, dict[_Key, _NonfiniteValues]], recorded: bool) -> list[NonfiniteGradient]:
     """The nonfinite gradients of all ranks, in the order of the model."""
-    by_key: dict[_Key, dict[int, _Values]] = {}
+    by_key: dict[_Key, dict[int, _NonfiniteValues]] = {}
     for rank in sorted(values_by_rank):
         for key, values in values_by_rank[rank].items():
             by_key.setdefault(key, {})[rank] = values
@@ -128,7 +128,7 @@ def _merged(values_by_rank: dict[int, dict[_Key, _Values]], recorded: bool) -> l
     return nonfinite
 
 
-def _local_values(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Values]:
+def _local_values(model: nn.Module, runners: list[Runner]) -> dict[_Key, _NonfiniteValues]:
     """Nonfinite values on this rank, in reduced gradients and in its own contributions to them."""
     keys: list[_Key] = []
     locals_: list[torch.Tensor] = []
@@ -150,7 +150,7 @@ def _local_values(model: nn.Module, runners: list[Runner]) -> dict[_Key, _Values
     keys += [(None, clean_name(path)) for path, p in model.named_parameters() if owner_of(p) is None]
     order = {key: index for index, key in enumerate(keys)}  # the same on all ranks of the same model
     bad = [key for key in order if reduced.get(key) or key in own]
-    return {key: _Values(order[key], reduced.get(key), own.get(key)) for key in bad}
+    return {key: _NonfiniteValues(order[key], reduced.get(key), own.get(key)) for key in bad}
 
 
 def _name_of(runner: Runner) -> str:

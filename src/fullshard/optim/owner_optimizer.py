@@ -250,7 +250,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepRule:
     """How to step some parameters.
 
     Attributes:
@@ -666,7 +666,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._assign_owners()
         return self._ownerships
 
-    def _agreed(self, stepped: Sequence[_Param]) -> _Step:
+    def _agreed(self, stepped: Sequence[_Param]) -> _StepRule:
         """How to step these parameters, once ranks are found to be about to step the same ones. Collective.
 
         If elementwise, ranks of a shard axis exchange nothing, and may have gradients of different parts.
@@ -675,7 +675,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         key = "step", *[(param, param.tensor.grad.dtype) for param in stepped]  # type: ignore[union-attr]
         if key not in self._plans:
             keep(self._plans, key, self._new_step(stepped))
-        step: _Step = self._plans[key]
+        step: _StepRule = self._plans[key]
         for token, parameters, group, replicas, how, settings in step.compared:
             # By group: its ranks may share others with different ranks, for which a step is new to some of them alone.
             known = self._known.setdefault((group, replicas), {})
@@ -685,7 +685,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 keep(known, token, True)
         return step
 
-    def _new_step(self, stepped: Sequence[_Param]) -> _Step:
+    def _new_step(self, stepped: Sequence[_Param]) -> _StepRule:
         numbers = self._numbers(stepped)
         how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
         by_ranks: dict[tuple[Any, Any], list[_Param]] = {}
@@ -710,7 +710,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             batches[number].append(param)
         last = len(batches) - 1
         of_step = [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
-        return _Step(of_step, compared)
+        return _StepRule(of_step, compared)
 
     def _numbers(self, stepped: Sequence[_Param]) -> dict[_Param, int]:
         """The batch of each parameter; batches of the same ranks are consecutive. See `in_turns` on their order.
