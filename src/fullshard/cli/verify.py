@@ -24,7 +24,7 @@ from .main import refuse
 from .target import function_at, program_arguments
 
 if TYPE_CHECKING:
-    from ..insight.verify import Report
+    from ..insight.verify import VerifyReport
 
 STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^  cause:.*$": "yellow"}
 
@@ -82,7 +82,7 @@ def _verify(arguments: list[str], program: list[str], options: VerifyArguments) 
     return 0 if report.ok else 1
 
 
-def _report(options: VerifyArguments) -> Report:
+def _report(options: VerifyArguments) -> VerifyReport:
     """Call the user's function, then `verify` with the returned arguments.
 
     Raises:
@@ -91,7 +91,7 @@ def _report(options: VerifyArguments) -> Report:
     import torch
     import torch.distributed as dist
 
-    from ..insight.verify import Report, verify
+    from ..insight.verify import VerifyReport, verify
 
     function = function_at(options.target)
     if "RANK" in os.environ and not dist.is_initialized():
@@ -109,7 +109,7 @@ def _report(options: VerifyArguments) -> Report:
         raise ConfigError(
             f"{options.target} raised {class_to_catch(error)} at {line.filename}:{line.lineno}: {error}"
         ) from error
-    if isinstance(result, Report):
+    if isinstance(result, VerifyReport):
         return result
     if not isinstance(result, Mapping):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Whether a sharded model trains as the unsharded one does: a few steps of both, compared value by value."""
 
-from .findings import Finding, Report
+from .findings import Finding, VerifyReport
 from .run import verify
 
-__all__ = ["Finding", "Report", "verify"]
+__all__ = ["Finding", "VerifyReport", "verify"]

@@ -85,7 +85,7 @@ BACKWARD = (
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Observations:
     """One rank's observations in a step.
 
     Attributes:
@@ -107,7 +107,12 @@ def start_cause(value: torch.Tensor) -> str:
 
 
 def parameter_cause(
-    before: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, trained: bool, name: str, evidence: Evidence
+    before: torch.Tensor,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    trained: bool,
+    name: str,
+    observations: Observations,
 ) -> str:
     """The cause for a parameter that differs after a step with correct gradients.
 
@@ -115,7 +120,7 @@ def parameter_cause(
         before, got, expected: this rank's parts before and after the step, in double precision.
         trained: whether the parameter requires a gradient in the unsharded model.
         name: the parameter's.
-        evidence: this rank's.
+        observations: this rank's.
     """
     update, expected_update = got - before, expected - before
     if not bool(expected_update.any()) or (not trained and bool(update.any())):
@@ -125,8 +130,10 @@ def parameter_cause(
             "own weight decay, averages and writes to trained parameters only"
         )
     if not bool(update.any()):
-        if name not in evidence.optimized:
-            foreign = f"; they have {evidence.foreign} tensors that are not this model's" if evidence.foreign else ""
+        if name not in observations.optimized:
+            foreign = (
+                f"; they have {observations.foreign} tensors that are not this model's" if observations.foreign else ""
+            )
             return (
                 f"no rank updates it: no optimizer that stepped has it{foreign}; build the optimizer from "
                 "model.parameters() after sharding, with every trained parameter in a group"
@@ -300,11 +307,11 @@ def _near(ratio: float, expected: float) -> bool:
     return abs(ratio / expected - 1) < 1e-4
 
 
-def missing_gradient_cause(evidence: Sequence[Evidence], everywhere: bool) -> str:
+def missing_gradient_cause(observations: Sequence[Observations], everywhere: bool) -> str:
     """The cause for gradients that are None where one is expected; `everywhere`: for every parameter."""
-    if any(of_rank.reductions == 0 for of_rank in evidence):
+    if any(of_rank.reductions == 0 for of_rank in observations):
         return UNREDUCED
-    if everywhere and not all(of_rank.stepped for of_rank in evidence):
+    if everywhere and not all(of_rank.stepped for of_rank in observations):
         return f"{NOT_CALLED}; zero_grad() dropped its gradients"
     if everywhere:
         return (

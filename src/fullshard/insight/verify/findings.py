@@ -57,7 +57,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What `verify` compared, and every difference; equal on all ranks.
 
     Attributes:

@@ -27,12 +27,12 @@ from .findings import Finding
 from .model_parts import ModelParts, buffers_of, modules_of
 from .rounding import difference, merged, rms
 from .session import Session, generator_states, restore_generators
-from .trial import Plan, Step, Trial, optimizers_in
+from .trial import Trial, TrialPlan, TrialStep, optimizers_in
 from .whole_trial import Structure, compare_structures
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A forward of a chosen module, all tensors on the host.
 
     Attributes:
@@ -60,9 +60,9 @@ class _CallRecorder:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.without_grad = 0
-        self.current: Call | None = None
+        self.current: ModuleCall | None = None
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.current = None
@@ -71,7 +71,7 @@ class _CallRecorder:
         elif not inside_backward() or self.without_grad:  # otherwise a checkpoint repeats a recorded call
             self.without_grad -= inside_backward()
             buffers = {name: _host_copy(buffer) for name, buffer in buffers_of(module).items()}
-            self.current = Call(map_tensors(_host_copy, (args, kwargs)), buffers, generator_states())
+            self.current = ModuleCall(map_tensors(_host_copy, (args, kwargs)), buffers, generator_states())
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self.current = self.current, None
@@ -94,7 +94,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
+def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[ModuleCall]]]:
     """The calls of these modules in the block, by name."""
     recorders = {name: _CallRecorder() for name in modules}
     with ExitStack() as hooks:
@@ -126,7 +126,7 @@ class _Copy:
         optimizers: of the parameters.
     """
 
-    def __init__(self, session: Session, plan: Plan, name: str, module: nn.Module) -> None:
+    def __init__(self, session: Session, plan: TrialPlan, name: str, module: nn.Module) -> None:
         ties = ModelParts(module).ties
         self.module = module.to_empty(device=session.device)
         inside = modules_of(module)
@@ -151,7 +151,7 @@ def _prefix(name: str) -> str:
 class ModuleTrial(Trial):
     """The sharded model and copies of some of its modules. See `verify` with `modules`. Collective."""
 
-    def __init__(self, session: Session, plan: Plan, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, session: Session, plan: TrialPlan, model: nn.Module, optimizer: Any) -> None:
         assert plan.modules is not None
         names = plan.modules
         self.chosen = session.check(lambda: _chosen(model, names))
@@ -208,7 +208,7 @@ class ModuleTrial(Trial):
                     if name in self.copies:
                         self.copies[name].parameter_of(row).copy_(whole)
 
-    def _compare_module(self, step: Step, name: str) -> list[Finding]:
+    def _compare_module(self, step: TrialStep, name: str) -> list[Finding]:
         """Compare one module's outputs, gradients and updated parameters. Collective."""
         session, copy = self.session, self.copies.get(name)
         # A parameter that is tied to one outside of the module has gradients from there, too.
@@ -232,7 +232,7 @@ class ModuleTrial(Trial):
         optimizers = [] if copy is None else copy.optimizers
         return self.compare_updates(step, [row.name for row in rows], unsharded, optimizers)
 
-    def _replay(self, step: Step, name: str, source: int, copy: _Copy, call: Call) -> Iterator[Finding]:
+    def _replay(self, step: TrialStep, name: str, source: int, copy: _Copy, call: ModuleCall) -> Iterator[Finding]:
         """Run a copy on one rank's inputs, forward and backward; accumulates gradients. On the first rank."""
         session, module = self.session, copy.module
         with torch.no_grad():

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import repeated_blocks
-from .findings import Report
+from .findings import VerifyReport
 from .modules import ModuleTrial
 from .session import opened
-from .trial import Plan, shard_model
+from .trial import TrialPlan, shard_model
 from .whole_trial import WholeTrial
 
 
@@ -38,7 +38,7 @@ def verify(
     check_draws: bool = True,
     tolerance: float | None = None,
     seed: int = 0,
-) -> Report:
+) -> VerifyReport:
     """Train a few steps sharded and unsharded on the same global batches, and compare value by value.
 
     Compared, on every rank, parameter by parameter: structure, ties and dtypes; parameters and buffers before the first
@@ -81,20 +81,20 @@ def verify(
         seed: for everything random.
 
     Returns:
-        A `Report`, equal on all ranks: `report.ok`, `report.findings`, `str(report)`.
+        A `VerifyReport`, equal on all ranks: `report.ok`, `report.findings`, `str(report)`.
 
     Raises:
         ConfigError: invalid arguments; an unsharded model that does not run; a step that cannot be compared
             (`step_in_backward`, LBFGS). Errors of the sharded model are findings.
     """
-    plan = Plan(
+    plan = TrialPlan(
         model_fn, batch_fn, loss_fn, shard_fn or _by_blocks, optimizer_fn or _adamw, train_step_fn, steps,
         micro_batches, no_sync, reduction, tokens_fn, max_norm, modules, initial, check_draws, tolerance,
     )  # fmt: skip
     with opened(data_mesh, seed) as session:
         sharded = shard_model(session, plan)
         if isinstance(sharded, list):
-            return Report(tuple(sharded), session.world, 0, 0)
+            return VerifyReport(tuple(sharded), session.world, 0, 0)
         trial_class = WholeTrial if plan.modules is None else ModuleTrial
         return trial_class(session, plan, *sharded).run()
 

@@ -23,15 +23,15 @@ from ...optim import clip_grad_norm_
 from ...optim.clip import STEPPED_KEY
 from ...torch_private.step_hooks import closure_of, needs_closure, with_closure
 from . import causes
-from .causes import Evidence, Weights
-from .findings import Finding, Report
+from .causes import Observations, Weights
+from .findings import Finding, VerifyReport
 from .model_parts import ModelParts
 from .rounding import difference, error_findings, exact, gradient_tolerance, index_of, merged, rms, update_tolerance
 from .session import Session
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """The arguments of `verify`, except those that the session depends on. See there.
 
     Raises:
@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialStep:
     """One step of the sharded model, on this rank.
 
     Attributes:
@@ -99,7 +99,7 @@ class Step:
         earlier: this rank's parts that were there before the step, by name.
         left: names of those that no optimizer has, on any rank: `optimizer.zero_grad()` does not clear their gradients,
             `model.zero_grad()` does.
-        evidence: for the causes of differences.
+        observations: for the causes of differences.
         settings: with which each optimizer stepped; None: it did not step.
         recorded: by the context in which the step ran.
     """
@@ -114,12 +114,12 @@ class Step:
     gradients: dict[str, torch.Tensor | None]
     earlier: dict[str, torch.Tensor]
     left: frozenset[str]
-    evidence: Evidence
+    observations: Observations
     settings: list[Settings | None]
     recorded: Any
 
 
-def shard_model(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Finding]:
+def shard_model(session: Session, plan: TrialPlan) -> tuple[nn.Module, Any] | list[Finding]:
     """The sharded model and its optimizer as the user has them; or the errors that sharding raised. Collective."""
     session.seed_with("model")
     model = session.require("model_fn", plan.model_fn)
@@ -131,7 +131,7 @@ def shard_model(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Fi
     return result
 
 
-def _sharded(session: Session, plan: Plan, model: nn.Module) -> tuple[Any, Any]:
+def _sharded(session: Session, plan: TrialPlan, model: nn.Module) -> tuple[Any, Any]:
     session.seed_with("shard")
     with _uninitialized_memory_is_nan():
         result = plan.shard_fn(model)
@@ -343,7 +343,7 @@ class Trial(ABC):
     """
 
     def __init__(
-        self, session: Session, plan: Plan, model: nn.Module, optimizer: Any, prefixes: Sequence[str], what: str
+        self, session: Session, plan: TrialPlan, model: nn.Module, optimizer: Any, prefixes: Sequence[str], what: str
     ) -> None:
         self.session, self.plan = session, plan
         self.model, self.optimizer = model, optimizer
@@ -376,14 +376,14 @@ class Trial(ABC):
     def step(self, number: int) -> list[Finding]:
         """Train one step of both, and compare. Collective."""
 
-    def run(self) -> Report:
+    def run(self) -> VerifyReport:
         """Compare before the first step and in each step, up to the first difference. Collective."""
         findings, done = self.begin(), 0
         while not findings and done < self.plan.steps:
             findings = self.step(done)
             done += not findings
         compared = self.session.broadcast(self.compared)
-        return Report(tuple(findings), self.session.world, done, compared, self.tolerances, self.notes)
+        return VerifyReport(tuple(findings), self.session.world, done, compared, self.tolerances, self.notes)
 
     # The sharded model.
 
@@ -405,7 +405,7 @@ class Trial(ABC):
 
     def train(
         self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]
-    ) -> Step | list[Finding]:
+    ) -> TrialStep | list[Finding]:
         """Train the sharded model for one step, in `recording`; return findings if it raised errors. Collective.
 
         Raises:
@@ -423,7 +423,9 @@ class Trial(ABC):
             self.notes += (f"no optimizer has {text}: their gradients are compared in the first step only",)
         return replace(step, left=left)
 
-    def _train(self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]) -> Step:
+    def _train(
+        self, number: int, batches: list[Any], counts: Weights, recording: AbstractContextManager[Any]
+    ) -> TrialStep:
         """Nothing here waits for other ranks: a rank whose step raises must not leave them waiting."""
         session, plan, parts = self.session, self.plan, ModelParts(self.model)
         weights = plan.weights(counts)
@@ -448,13 +450,13 @@ class Trial(ABC):
         stepped = steps.optimizers
         names = parts.names_by_tensor()
         tensors = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
-        evidence = Evidence(
+        observations = Observations(
             stepped=bool(stepped),
             optimized=_names_in(stepped, names),
             foreign=len(tensors - names.keys()),
             reductions=sum(event.verb == "reduce" for event in events) if parts.table.sharded else None,
         )
-        return Step(
+        return TrialStep(
             number=number,
             parts=parts,
             before=before,
@@ -465,7 +467,7 @@ class Trial(ABC):
             gradients=steps.gradients,
             earlier=earlier,
             left=left,
-            evidence=evidence,
+            observations=observations,
             settings=[steps.settings.get(id(optimizer)) for optimizer in optimizers_in(self.optimizer)],
             recorded=recorded,
         )
@@ -545,7 +547,7 @@ class Trial(ABC):
         return merged(session, findings, parts.rows)
 
     def compare_gradients(
-        self, step: Step, unsharded: Mapping[str, torch.Tensor] | None, cause: Callable[[list[Finding]], str]
+        self, step: TrialStep, unsharded: Mapping[str, torch.Tensor] | None, cause: Callable[[list[Finding]], str]
     ) -> list[Finding]:
         """Compare the gradients that the optimizer gets. Collective.
 
@@ -567,7 +569,7 @@ class Trial(ABC):
         if not findings:
             return []
         everywhere = sum(finding.got == "None" for finding in findings) == len(self.trained)
-        missing_cause = causes.missing_gradient_cause(session.gather(step.evidence), everywhere)
+        missing_cause = causes.missing_gradient_cause(session.gather(step.observations), everywhere)
         value_cause = cause(findings)
 
         own = {name for name, row in step.parts.comparable.items() if not row.parameter.requires_grad}
@@ -584,7 +586,7 @@ class Trial(ABC):
 
     def compare_updates(
         self,
-        step: Step,
+        step: TrialStep,
         names: Iterable[str],
         unsharded: Mapping[str, torch.Tensor] | None,
         optimizers: Iterable[torch.optim.Optimizer],
@@ -616,12 +618,12 @@ class Trial(ABC):
 
         def cause(row: Named, got: torch.Tensor, expected: torch.Tensor) -> str:
             trained = row.name in self.trained
-            return causes.parameter_cause(exact(before[row.name]), got, expected, trained, row.name, step.evidence)
+            return causes.parameter_cause(exact(before[row.name]), got, expected, trained, row.name, step.observations)
 
         template = Finding("parameter", "a parameter after the optimizer's step differs.", step.number)
         return self.compare(after, template, unsharded, after.value, allowed, cause)
 
-    def _follow_settings(self, step: Step, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def _follow_settings(self, step: TrialStep, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Change settings of the unsharded optimizers as a scheduler changed those of the sharded model's.
 
         A setting that differed before keeps differing: learning rates change by the same factor, others not at all.

@@ -24,7 +24,7 @@ from .findings import Finding
 from .model_parts import ModelParts, buffers_of
 from .rounding import difference, merged, rms, unit_roundoff, update_tolerance
 from .session import Session
-from .trial import Plan, Step, Trial, optimizers_in
+from .trial import Trial, TrialPlan, TrialStep, optimizers_in
 
 Batches = list[list[Any]]  # by data rank, its micro-batches of one step
 
@@ -44,7 +44,7 @@ class Reference:
         clipped: by how much the last gradients were multiplied to clip them.
     """
 
-    def __init__(self, session: Session, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, session: Session, plan: TrialPlan, model: nn.Module) -> None:
         self.session, self.plan, self.model = session, plan, model
         self.optimizers = optimizers_in(plan.optimizer_fn(model))
         self.parts = ModelParts(model)
@@ -254,7 +254,7 @@ def _text_of(fact: Fact | None) -> str:
 class WholeTrial(Trial):
     """A sharded model and its reference. See `verify`. Collective."""
 
-    def __init__(self, session: Session, plan: Plan, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, session: Session, plan: TrialPlan, model: nn.Module, optimizer: Any) -> None:
         super().__init__(session, plan, model, optimizer, [""], "losses and gradients")
         self.reference = session.require("the unsharded model", self._make_reference)
         self.unsharded = None if self.reference is None else self.reference.parameters
@@ -343,7 +343,7 @@ class WholeTrial(Trial):
         batches = self._global_batches(local_batches)
         step = self.train(number, local_batches, counts, recorded_draws(self.model) if check_draws else nullcontext([]))
         weights = self.plan.weights(counts)
-        step_left = step.left if isinstance(step, Step) else ()
+        step_left = step.left if isinstance(step, TrialStep) else ()
         losses = session.broadcast(
             session.require(
                 "the unsharded model",
@@ -377,7 +377,7 @@ class WholeTrial(Trial):
         batches = [gathered[source] for source in session.sources] if gathered else []
         return map_tensors(lambda tensor: tensor.to(session.device), batches) if on_device else batches
 
-    def _compare_losses(self, step: Step, losses: list[list[float]]) -> list[Finding]:
+    def _compare_losses(self, step: TrialStep, losses: list[list[float]]) -> list[Finding]:
         """Compare every rank's losses with the reference's, by data rank and micro-batch. Collective."""
         session, findings = self.session, []
         for rank, got in enumerate(session.gather(step.losses)):
@@ -405,7 +405,7 @@ class WholeTrial(Trial):
                     findings.append(replace(finding, element=None, cause=cause))
         return merged(session, findings)
 
-    def _gradient_cause(self, step: Step, findings: list[Finding], batches: Batches) -> str:
+    def _gradient_cause(self, step: TrialStep, findings: list[Finding], batches: Batches) -> str:
         """The cause for the largest wrong gradient, which is the most significant. Collective."""
         session, rows = self.session, step.parts.rows
         wrong = [finding for finding in findings if "None" not in (finding.got, finding.expected)]
@@ -437,7 +437,7 @@ class WholeTrial(Trial):
             )
         return session.broadcast(cause) or causes.BACKWARD
 
-    def _missing_step(self, step: Step) -> list[Finding]:
+    def _missing_step(self, step: TrialStep) -> list[Finding]:
         """Ranks on which no optimizer stepped. Collective."""
         finding = Finding(
             "step",
@@ -448,4 +448,4 @@ class WholeTrial(Trial):
             got="no call",
             cause=causes.NOT_CALLED,
         )
-        return merged(self.session, [] if step.evidence.stepped else [finding])
+        return merged(self.session, [] if step.observations.stepped else [finding])
