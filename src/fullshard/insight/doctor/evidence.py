@@ -57,7 +57,7 @@ class WatcherReport:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DumpedCollective:
     """One collective in a dump of the flight recorder.
 
     Attributes:
@@ -87,7 +87,7 @@ class Dump:
     """
 
     rank: int
-    entries: tuple[Entry, ...]
+    entries: tuple[DumpedCollective, ...]
     names: dict[str, str]
     members: dict[str, tuple[int, ...]]
 
@@ -250,7 +250,7 @@ _SAME_SHAPES = (
 _LIBRARIES = ("/torch/", "/fullshard/")
 
 
-def _entry(group: str, entry: dict[str, Any]) -> Entry:
+def _entry(group: str, entry: dict[str, Any]) -> DumpedCollective:
     call = entry["profiling_name"].rpartition(":")[2]
     if call.startswith(_SAME_SHAPES):
         call += f" {entry.get('input_sizes')}"
@@ -265,7 +265,7 @@ def _entry(group: str, entry: dict[str, Any]) -> Entry:
     ]
     program_stack = [frame for frame in stack if not any([library in frame for library in _LIBRARIES])]
     created = entry.get("time_created_ns")
-    return Entry(
+    return DumpedCollective(
         group=group,
         number=entry["collective_seq_id"],
         call=call,

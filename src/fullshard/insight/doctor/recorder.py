@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .evidence import Dump, Entry
+from .evidence import Dump, DumpedCollective
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def without_dump(dumps: Sequence[Dump]) -> list[int]:
 
 def _first(dumps: Sequence[Dump], group: str) -> Mismatch | None:
     members = {rank for dump in dumps for rank in dump.members.get(group, ())}
-    by_rank: dict[int, dict[int, list[Entry]]] = {}  # rank -> number of a collective -> its entries
+    by_rank: dict[int, dict[int, list[DumpedCollective]]] = {}  # rank -> number of a collective -> its entries
     for dump in dumps:
         entries = [entry for entry in dump.entries if entry.group == group]
         if dump.rank in members or (not members and entries):
@@ -83,7 +83,11 @@ def _first(dumps: Sequence[Dump], group: str) -> Mismatch | None:
 
 
 def _mismatch(
-    dumps: Sequence[Dump], group: str, number: int, by_rank: dict[int, dict[int, list[Entry]]], calls: dict[int, str]
+    dumps: Sequence[Dump],
+    group: str,
+    number: int,
+    by_rank: dict[int, dict[int, list[DumpedCollective]]],
+    calls: dict[int, str],
 ) -> Mismatch:
     missing, stacks = {}, {}
     for rank, numbered in by_rank.items():
