@@ -10,20 +10,20 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.insight.trace import analyse, chrome_trace, read
 from fullshard.insight.trace.event_file import clock_offset
-from fullshard.insight.trace.merge import COLUMNS, FORMAT, RankTrace, Row, Run
+from fullshard.insight.trace.merge import COLUMNS, FORMAT, EventRow, RankTrace, RunTrace
 
 BOTH = (0, 1)
 
 
-def row(verb: str, unit: str, time: float, ranks: tuple[int, ...] = BOTH) -> Row:
-    return Row(verb, unit, ranks if verb in ("gather", "reduce", "all_reduce") else (), 64, 8, time, -1)
+def row(verb: str, unit: str, time: float, ranks: tuple[int, ...] = BOTH) -> EventRow:
+    return EventRow(verb, unit, ranks if verb in ("gather", "reduce", "all_reduce") else (), 64, 8, time, -1)
 
 
-def rank_trace(rank: int, events: list[Row], marks: tuple[float, ...] = (), end: float = 20.0) -> RankTrace:
+def rank_trace(rank: int, events: list[EventRow], marks: tuple[float, ...] = (), end: float = 20.0) -> RankTrace:
     return RankTrace(rank, 0.0, end, list(marks), events, None, "host", 0.0)
 
 
-def step_of(start: float, lost: float, ready: float, ranks: tuple[int, ...] = BOTH) -> list[Row]:
+def step_of(start: float, lost: float, ready: float, ranks: tuple[int, ...] = BOTH) -> list[EventRow]:
     """A step of units a and b; `lost` seconds within a, before b is gathered, whose gather is over at `ready`."""
     late = start + 2 + lost
     return [
@@ -34,8 +34,8 @@ def step_of(start: float, lost: float, ready: float, ranks: tuple[int, ...] = BO
     ]  # fmt: skip
 
 
-def run_of(first: list[Row], second: list[Row]) -> Run:
-    return Run([rank_trace(0, first), rank_trace(1, second)], [])
+def run_of(first: list[EventRow], second: list[EventRow]) -> RunTrace:
+    return RunTrace([rank_trace(0, first), rank_trace(1, second)], [])
 
 
 def test_a_wait_is_late_until_the_last_rank_has_issued_and_transfer_after():
@@ -53,7 +53,7 @@ def test_a_wait_is_late_until_the_last_rank_has_issued_and_transfer_after():
     assert step.transfer == pytest.approx((2 * 1 + 2 * 0.5 + 2 * 0.5) / 2)
     assert step.compute == pytest.approx(20 - step.late - step.transfer)
     assert step.units[0] == ("b", pytest.approx((3.5 + 0.5 + 0.5 + 0.5) / 2), 1)
-    words = "\n".join(analysis.in_words(Run([], [])))
+    words = "\n".join(analysis.in_words(RunTrace([], [])))
     assert "Rank 1 is late by up to 3000.0 ms, which it loses in unit a." in words
     assert "Another rank waits 3000.0 ms per step for it." in words
 
@@ -65,11 +65,11 @@ def test_what_a_rank_waits_is_not_the_sum_over_ranks():
         rank_trace(rank, step_of(0, lost, 5.5, ranks) + step_of(8, lost, 13.5, ranks))
         for rank, lost in enumerate((0, 3, 1))
     ]
-    analysis = analyse(Run(traces, []))
+    analysis = analyse(RunTrace(traces, []))
     (late,) = analysis.late_ranks
     assert (late.rank, late.longest, late.cost) == (1, 3, 5)
     assert "Another rank waits up to 3000.0 ms per step for it, all others together 5000.0 ms." in analysis.in_words(
-        Run(traces, [])
+        RunTrace(traces, [])
     )
 
 
@@ -83,7 +83,7 @@ def test_what_a_rank_waits_is_not_the_sum_over_ranks():
     ids=["all", "some", "none"],
 )
 def test_steps_without_an_event_are_told(events, marks, which):
-    run = Run([rank_trace(0, events, marks), rank_trace(1, events, marks)], [])
+    run = RunTrace([rank_trace(0, events, marks), rank_trace(1, events, marks)], [])
     lines = analyse(run).in_words(run)
     told = [line for line in lines if line.startswith("No event was recorded")]
     assert [f"No event was recorded in {which}: " in line for line in told] == ([True] if which else [])
@@ -100,7 +100,7 @@ def test_no_more_than_the_wait_is_late():
 def test_the_place_is_where_the_late_rank_took_longer_than_others_did():
     """Both take 5 s in unit a, shortly before; rank 1 takes 4 s in b, and rank 0 one."""
 
-    def events(lost: float) -> list[Row]:
+    def events(lost: float) -> list[EventRow]:
         times = [("gather", "a", 0), ("wait_gather", "a", 0), ("gathered", "a", 1), ("gather", "b", 6)]
         times += [("wait_gather", "b", 6), ("gathered", "b", 6.1), ("gather", "c", 7.1 + lost)]
         times += [("wait_gather", "c", 7.1 + lost), ("gathered", "c", 10.5)]
@@ -119,7 +119,7 @@ def test_collectives_are_matched_in_their_group_by_their_number():
     """Two groups of two; the second group's ranks are 4 s behind the first group's, in step: nobody is late."""
     traces = [rank_trace(r, step_of(0, 0, 3, (0, 1)) + step_of(6, 0, 9, (0, 1))) for r in (0, 1)]
     traces += [rank_trace(r, step_of(4, 0, 7, (2, 3)) + step_of(10, 0, 13, (2, 3))) for r in (2, 3)]
-    analysis = analyse(Run(traces, []))
+    analysis = analyse(RunTrace(traces, []))
     assert len(analysis.steps) == 2 and not analysis.late_ranks
     assert len(analysis.issues) == 2 * 2 * 3 and all(len(times) == 2 for times in analysis.issues.values())
 
@@ -127,13 +127,13 @@ def test_collectives_are_matched_in_their_group_by_their_number():
 def test_a_wait_for_replicas_is_matched_among_replicas():
     """The first wait of a reduction is for the shard axis, the second for the replicate axis: rank 2 is 2 s late."""
 
-    def events(ranks: tuple[int, ...], issue: float) -> list[Row]:
+    def events(ranks: tuple[int, ...], issue: float) -> list[EventRow]:
         return [
             row("reduce", "a", 1, ranks), row("wait_reduce", "a", 1), row("all_reduce", "a", issue, (0, 2)),
             row("wait_reduce", "a", issue), row("reduced", "a", 5.25),
         ]  # fmt: skip
 
-    analysis = analyse(Run([rank_trace(0, events((0, 1), 3)), rank_trace(2, events((2, 3), 5))], [1, 3]))
+    analysis = analyse(RunTrace([rank_trace(0, events((0, 1), 3)), rank_trace(2, events((2, 3), 5))], [1, 3]))
     waits = {(wait.rank, wait.kind): (wait.late, wait.transfer, wait.late_rank) for wait in analysis.waits}
     assert waits == {
         (0, "reduce"): (0, 2, None), (0, "all_reduce"): (2, 0.25, 2),
@@ -143,14 +143,14 @@ def test_a_wait_for_replicas_is_matched_among_replicas():
 
 def test_steps_are_those_marked_or_begin_at_the_first_unit():
     events = step_of(0, 0, 3) + step_of(6, 0, 9)
-    assert analyse(Run([rank_trace(0, events)], [])).bounds[0] == [0, 6, 20]
-    assert analyse(Run([rank_trace(0, events, (5.0, 12.0))], [])).bounds[0] == [0, 5, 12]
+    assert analyse(RunTrace([rank_trace(0, events)], [])).bounds[0] == [0, 6, 20]
+    assert analyse(RunTrace([rank_trace(0, events, (5.0, 12.0))], [])).bounds[0] == [0, 5, 12]
     again = [row("gather", "a", 5), *[e for e in events if e.time > 3]]  # gathered for backward, before it is reduced
-    assert len(analyse(Run([rank_trace(0, step_of(0, 0, 3)[:7] + again)], [])).steps) == 2
+    assert len(analyse(RunTrace([rank_trace(0, step_of(0, 0, 3)[:7] + again)], [])).steps) == 2
     verbs = [("gather", "a"), ("reduce", "b"), ("reduce", "c"), ("reduced", "b"), ("gather", "a"), ("reduced", "c")]
     within = [row(verb, unit, time) for time, (verb, unit) in enumerate(verbs)]  # a is gathered while c is reduced
-    assert len(analyse(Run([rank_trace(0, within)], [])).steps) == 1
-    assert analyse(Run([rank_trace(0, [])], [])).steps == []
+    assert len(analyse(RunTrace([rank_trace(0, within)], [])).steps) == 1
+    assert analyse(RunTrace([rank_trace(0, [])], [])).steps == []
 
 
 def test_a_clock_is_bounded_by_both_ends_of_each_round():

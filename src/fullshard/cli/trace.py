@@ -17,7 +17,7 @@ from . import terminal
 from .main import printable, refuse
 
 if TYPE_CHECKING:
-    from ..insight.trace import Analysis, Run
+    from ..insight.trace import Analysis, RunTrace
 
 ROWS = 12
 """Rows of the table of waits; --json has all of them."""
@@ -87,7 +87,7 @@ def _analyze(options: TraceArguments) -> int:
     return 0
 
 
-def show(trace: Run, analysis: Analysis) -> None:
+def show(trace: RunTrace, analysis: Analysis) -> None:
     """Print who is late, and tables of steps, waits and late ranks."""
     console = Console()
     lines, steps = analysis.in_words(trace), len(analysis.steps)

@@ -4,8 +4,8 @@ Reading a recording needs no torch, so `event_file.py`, which does, is not impor
 """
 
 from .analyse import Analysis, analyse
-from .merge import Run, read
+from .merge import RunTrace, read
 from .picture import draw_step
 from .timeline import chrome_trace, html_page, report
 
-__all__ = ["Analysis", "Run", "analyse", "chrome_trace", "draw_step", "html_page", "read", "report"]
+__all__ = ["Analysis", "RunTrace", "analyse", "chrome_trace", "draw_step", "html_page", "read", "report"]

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from ...names import counted
-from .merge import RankTrace, Run
+from .merge import RankTrace, RunTrace
 
 ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}
 """Verb that begins a wait -> the verbs that end it."""
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wait:
+class CollectiveWait:
     """A rank's wait for a collective. Times in seconds; `late` + `transfer` = `end` - `begin`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """The duration of a step and its parts, in seconds, as means over ranks.
 
     Attributes:
@@ -139,15 +139,15 @@ class Analysis:
         issues: collective -> rank -> the time at which the rank issued it.
     """
 
-    steps: list[Step]
-    waits: list[Wait]
+    steps: list[StepTimes]
+    waits: list[CollectiveWait]
     unit_waits: list[UnitWait]
     late_ranks: list[LateRank]
     works: dict[int, list[Work]]
     bounds: dict[int, list[float]]
     issues: dict[Collective, dict[int, float]]
 
-    def in_words(self, run: Run) -> list[str]:
+    def in_words(self, run: RunTrace) -> list[str]:
         """The summary, line by line: what was recorded, and which rank is late."""
         ranks, steps = len(run.ranks), len(self.steps)
         error = f"; their clocks agree to within {run.error * 1e6:.0f} us" if ranks > 1 else ""
@@ -179,7 +179,7 @@ class Analysis:
         return lines
 
 
-def analyse(run: Run) -> Analysis:
+def analyse(run: RunTrace) -> Analysis:
     """Analyse a run: steps, waits and late ranks. Steps that some ranks did not finish are left out."""
     bounds = {trace.rank: step_bounds(trace) for trace in run.ranks}
     count = min(len(times) for times in bounds.values()) - 1
@@ -194,7 +194,9 @@ def analyse(run: Run) -> Analysis:
         if 0 <= step < count:
             at_fault = last if late and last != rank else None
             late = late if at_fault is not None else 0.0
-            waits.append((collective, Wait(step, rank, collective.unit, collective.kind, begin, end, late, at_fault)))
+            waits.append(
+                (collective, CollectiveWait(step, rank, collective.unit, collective.kind, begin, end, late, at_fault))
+            )
     works = {trace.rank: list(_works(trace)) for trace in run.ranks}
     plain = [wait for _, wait in waits]
     events: Counter[int] = Counter()  # by step
@@ -261,13 +263,13 @@ def _works(trace: RankTrace) -> Iterator[Work]:
     yield Work(begin, trace.end, gathered[-1] if gathered else OUTSIDE, ("", "", 0))
 
 
-def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait], events: int) -> Step:
+def _step(number: int, bounds: dict[int, list[float]], waits: list[CollectiveWait], events: int) -> StepTimes:
     ranks = len(bounds)
     times: dict[str, float] = defaultdict(float)
     for wait in waits:
         times[wait.unit] += (wait.end - wait.begin) / ranks
     longest = sorted(times, key=times.__getitem__, reverse=True)[:TOP]
-    return Step(
+    return StepTimes(
         time=fmean(begins[number + 1] - begins[number] for begins in bounds.values()),
         late=sum(wait.late for wait in waits) / ranks,
         transfer=sum(wait.transfer for wait in waits) / ranks,
@@ -276,7 +278,7 @@ def _step(number: int, bounds: dict[int, list[float]], waits: list[Wait], events
     )
 
 
-def _at_fault(waits: list[Wait]) -> int | None:
+def _at_fault(waits: list[CollectiveWait]) -> int | None:
     """The rank that caused the most late arrival, if late arrival is more than half of the waits."""
     by_rank: dict[int, float] = defaultdict(float)
     for wait in waits:
@@ -287,9 +289,9 @@ def _at_fault(waits: list[Wait]) -> int | None:
     return max(by_rank, key=by_rank.__getitem__)
 
 
-def _unit_waits(waits: list[Wait], steps: int) -> list[UnitWait]:
+def _unit_waits(waits: list[CollectiveWait], steps: int) -> list[UnitWait]:
     """Waits by rank, unit and kind; the longest first."""
-    groups: dict[tuple[int, str, str], list[Wait]] = defaultdict(list)
+    groups: dict[tuple[int, str, str], list[CollectiveWait]] = defaultdict(list)
     for wait in waits:
         groups[wait.rank, wait.unit, wait.kind].append(wait)
     rows = [
@@ -300,10 +302,10 @@ def _unit_waits(waits: list[Wait], steps: int) -> list[UnitWait]:
 
 
 def _late_ranks(
-    waits: list[tuple[Collective, Wait]],
+    waits: list[tuple[Collective, CollectiveWait]],
     issues: dict[Collective, dict[int, float]],
     works: dict[int, list[Work]],
-    steps: list[Step],
+    steps: list[StepTimes],
     error: float,
 ) -> list[LateRank]:
     """The ranks that others wait for; the most costly first."""

@@ -1,4 +1,4 @@
-"""Reads the files of all ranks into a `Run`, with times on rank 0's clock since the first rank's start."""
+"""Reads the files of all ranks into a `RunTrace`, with times on rank 0's clock since the first rank's start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("verb", "unit", "group", "bytes", "live", "time", "allocated")
 """The columns of an event's row; `allocated`: bytes according to the accelerator's allocator, -1 if not sampled."""
 
 
-class Row(NamedTuple):
+class EventRow(NamedTuple):
     """An event, as `fullshard.Event`; `time` in seconds since the start of the run, `allocated` in bytes or -1.
 
     Attributes:
@@ -48,14 +48,14 @@ class RankTrace:
     begin: float
     end: float
     marks: list[float]
-    events: list[Row]
+    events: list[EventRow]
     raised: str | None
     clock: str
     offset_error: float
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTrace:
     """All ranks with a file, in order, and the ranks without one (`missing`)."""
 
     ranks: list[RankTrace]
@@ -67,7 +67,7 @@ class Run:
         return sum(sorted((trace.offset_error for trace in self.ranks), reverse=True)[:2])
 
 
-def read(paths: list[Path]) -> Run:
+def read(paths: list[Path]) -> RunTrace:
     """Read the files of a run.
 
     Args:
@@ -97,7 +97,7 @@ def read(paths: list[Path]) -> Run:
     ranks = [traces[rank][1] for rank in sorted(traces)]
     start = min(rank.begin for rank in ranks)
     several = len({row.model for trace in ranks for row in trace.events} - {""}) > 1
-    return Run(
+    return RunTrace(
         [_shifted(rank, -start, several) for rank in ranks], [rank for rank in range(run[1]) if rank not in traces]
     )
 
@@ -125,7 +125,7 @@ def _trace(content: dict[str, Any]) -> RankTrace:
     verbs, units, models = content["verbs"], content["units"], content["models"]
     groups = [tuple(ranks) for ranks in content["groups"]]
     events = [
-        Row(verbs[verb], units[unit], groups[group], nbytes, live, time, allocated, models[unit])
+        EventRow(verbs[verb], units[unit], groups[group], nbytes, live, time, allocated, models[unit])
         for verb, unit, group, nbytes, live, time, allocated in content["events"]
     ]
     header = (content["rank"], content["begin"], content["end"], content["steps"], events)

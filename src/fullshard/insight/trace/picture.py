@@ -8,7 +8,7 @@ from typing import Any
 
 from ...names import size
 from .analyse import OUTSIDE, Analysis
-from .merge import Run
+from .merge import RunTrace
 from .messages import no_matplotlib, nothing_to_draw, unknown_picture
 from .timeline import spans_of_transfer, spans_of_work
 
@@ -20,7 +20,7 @@ LANES = ("compute", "gather", "reduce")
 HEIGHT = 0.8  # of a bar; lanes are 1 apart
 
 
-def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
+def draw_step(run: RunTrace, analysis: Analysis, path: Path) -> None:
     """Draw the step of median length: compute, waits and transfers of each rank, and the first rank's memory.
 
     Args:
@@ -88,7 +88,7 @@ def draw_step(run: Run, analysis: Analysis, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_memory(axes: Any, run: Run, begin: float, end: float) -> None:
+def _draw_memory(axes: Any, run: RunTrace, begin: float, end: float) -> None:
     """Draw the first rank's bytes of gathered units and reductions over time."""
     first = run.ranks[0]
     within = [(row.time, row.live) for row in first.events if begin <= row.time <= end]

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .analyse import ENDS, Analysis
-from .merge import RankTrace, Run
+from .merge import RankTrace, RunTrace
 
 PAGE = Path(__file__).with_name("page.html")
 THREADS = ("compute", "wait", "gather", "reduce")
 
 
-def report(run: Run, analysis: Analysis) -> dict[str, Any]:
+def report(run: RunTrace, analysis: Analysis) -> dict[str, Any]:
     """The report for programs: the summary and all tables. Times in seconds."""
     return {
         "answer": analysis.in_words(run),
@@ -28,7 +28,7 @@ def report(run: Run, analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def html_page(run: Run, analysis: Analysis) -> str:
+def html_page(run: RunTrace, analysis: Analysis) -> str:
     """A page that needs no network (`page.html` with the data inside): summary, timeline of all ranks, tables."""
     data = report(run, analysis) | {
         "timeline": [_timeline(trace, run, analysis) for trace in run.ranks],
@@ -38,7 +38,7 @@ def html_page(run: Run, analysis: Analysis) -> str:
     return PAGE.read_text(encoding="utf-8").replace('"DATA"', text)
 
 
-def _timeline(trace: RankTrace, run: Run, analysis: Analysis) -> dict[str, Any]:
+def _timeline(trace: RankTrace, run: RunTrace, analysis: Analysis) -> dict[str, Any]:
     """A rank's spans, rounded to 0.1 us, and its bytes over time."""
     rank = trace.rank
 
@@ -55,7 +55,7 @@ def _timeline(trace: RankTrace, run: Run, analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def chrome_trace(run: Run, analysis: Analysis) -> dict[str, Any]:
+def chrome_trace(run: RunTrace, analysis: Analysis) -> dict[str, Any]:
     """The timeline for Perfetto, for `json.dump`: a process for each rank, with threads and memory counters.
 
     The format: Google, "Trace Event Format" (complete events "X", counters "C", metadata "M"; microseconds).
@@ -96,7 +96,7 @@ def spans_of_work(analysis: Analysis, rank: int) -> list[tuple[float, float, str
     return spans
 
 
-def spans_of_transfer(run: Run, analysis: Analysis, rank: int, thread: str) -> list[tuple[float, float, str]]:
+def spans_of_transfer(run: RunTrace, analysis: Analysis, rank: int, thread: str) -> list[tuple[float, float, str]]:
     """Start, end and unit of a rank's collectives: from when the last rank issued it until its result was used.
 
     A span begins no earlier than the previous one ends: collectives take turns, and spans of a thread must not overlap.
