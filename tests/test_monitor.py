@@ -22,7 +22,7 @@ from fullshard.comm import lanes
 from fullshard.errors import ConfigError, DivergenceError, PhaseError
 from fullshard.events import Ledger, stream
 from fullshard.insight.monitor import monitor as module
-from fullshard.insight.monitor.report import LATE, Row, late_rank
+from fullshard.insight.monitor.report import LATE, Measurements, late_rank
 from raising import raises
 from ways import on_ranks
 
@@ -186,8 +186,8 @@ def test_the_late_rank_is_named(front_end):
     assert f"late: rank 1 by {1000 * report.late_seconds:.3g} ms ({report.late_reports[1]} of 2 reports)" in str(report)
 
 
-def row(waited: float, listened: float = 1.0) -> Row:
-    return Row(1, 1, 1.0, 0, 0, 0.0, listened, 5, waited)
+def row(waited: float, listened: float = 1.0) -> Measurements:
+    return Measurements(1, 1, 1.0, 0, 0, 0.0, listened, 5, waited)
 
 
 def test_a_rank_is_late_if_all_others_wait_for_it():

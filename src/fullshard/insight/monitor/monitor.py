@@ -25,8 +25,8 @@ from ...mesh import device_of
 from ...shard import members_of
 from ..memory import MemoryUse, memory_use
 from . import messages
-from .report import Report, Row, report_of
-from .report_writer import Outputs
+from .report import Measurements, Report, report_of
+from .report_writer import ReportWriter
 
 _WAITS = ("wait_gather", "wait_reduce")
 _ENDS = ("gathered", "all_reduce", "reduced")
@@ -117,7 +117,7 @@ class Monitor:
         self._group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self._ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
         is_first = self._group is None or dist.get_rank(self._group) == 0
-        self._outputs = Outputs(line, jsonl, tensorboard, is_first)
+        self._outputs = ReportWriter(line, jsonl, tensorboard, is_first)
         buckets = [bucket for bucket, _, _ in members_of(model)]
         device = buckets[0].axes.device if buckets else torch.device("cpu")
         if peak_flops is None and buckets and all(bucket.compute_dtype.itemsize == 2 for bucket in buckets):
@@ -185,9 +185,9 @@ class Monitor:
     def _report(self, loss: float | None, grad_norm: float | None) -> Report:
         waits = self._waits.end()
         steps, seconds = self._step - self._reported_step, now() - self._start_time
-        row = Row(self._step, steps, seconds, self._tokens, loss is not None, loss or 0.0, *waits)
+        row = Measurements(self._step, steps, seconds, self._tokens, loss is not None, loss or 0.0, *waits)
         gathered = self._gather([*row, *astuple(memory_use(self._model, self._optimizer))])
-        rows = [Row(*numbers[: len(row)]) for numbers in gathered]
+        rows = [Measurements(*numbers[: len(row)]) for numbers in gathered]
         if len({row.step for row in rows}) > 1:
             raise messages.different_steps(self._ranks, [int(row.step) for row in rows])
         self._reports += 1

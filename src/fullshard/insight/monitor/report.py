@@ -14,7 +14,7 @@ LATE = 0.1
 """A rank is late if it waited less than every other rank, by more than this fraction of a step."""
 
 
-class Row(NamedTuple):
+class Measurements(NamedTuple):
     """One rank's measurements since the previous report. All numbers are exchanged as float64.
 
     Attributes:
@@ -90,7 +90,7 @@ class Report:
         return "  ".join(word for word in words if word)
 
 
-def late_rank(rows: Sequence[Row]) -> tuple[int, float] | None:
+def late_rank(rows: Sequence[Measurements]) -> tuple[int, float] | None:
     """The index of the late rank's row (see `LATE`), and by how many seconds it was late; None: no rank was."""
     if len(rows) < 2:
         return None
@@ -100,7 +100,7 @@ def late_rank(rows: Sequence[Row]) -> tuple[int, float] | None:
 
 
 def report_of(
-    rows: Sequence[Row],
+    rows: Sequence[Measurements],
     ranks: Sequence[int],
     memory: MemoryUse,
     late_reports: Counter[int],

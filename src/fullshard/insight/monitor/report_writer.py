@@ -20,7 +20,7 @@ from .report import Report
 STYLES = {r"^step +[\d,]+": "bold", r"loss [^ ]+": "green", r"late: .*": "yellow", r"memory .*?(?=  |$)": "dim"}
 
 
-class Outputs:
+class ReportWriter:
     """The outputs of one monitor. Opened at once, so that an invalid path fails before the first step.
 
     Args:
