@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fullshard.cli.main import main
-from fullshard.insight.comparison import PHASES, LossDifference, ParameterDifference, Recording, compare
+from fullshard.insight.comparison import PHASES, LossDifference, ParameterDifference, SideRecording, compare
 
 pytestmark = pytest.mark.xdist_group("compare")
 ROOT = Path(__file__).parents[1]
@@ -287,12 +287,14 @@ def test_the_example_of_the_help_runs(capfd, monkeypatch):
 # -- recordings, without processes
 
 
-def recording(folder: Path, seconds: list[float], losses: list[float], weights: dict[int, torch.Tensor]) -> Recording:
+def recording(
+    folder: Path, seconds: list[float], losses: list[float], weights: dict[int, torch.Tensor]
+) -> SideRecording:
     folder.mkdir()
     for step, weight in weights.items():
         torch.save({"weight": weight, "same": torch.ones(2)}, folder / f"{step}.pt")
     phases = {phase: [seconds, [0.0] * len(seconds)] for phase in PHASES}
-    return Recording([[[loss], [loss]] for loss in losses], phases, 2**20, 2, ["torch"], "cpu", folder)
+    return SideRecording([[[loss], [loss]] for loss in losses], phases, 2**20, 2, ["torch"], "cpu", folder)
 
 
 def test_medians_leave_out_the_first_quarter_and_take_the_slowest_rank(tmp_path):

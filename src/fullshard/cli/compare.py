@@ -74,9 +74,9 @@ def _compare(arguments: list[str], options: CompareArguments) -> int:
         raise ConfigError("compare starts its ranks itself: run it without torchrun")
     with tempfile.TemporaryDirectory() as folder:
         _run_sides(options, arguments, Path(folder))
-        from ..insight.comparison import Recording, compare
+        from ..insight.comparison import SideRecording, compare
 
-        recordings = {side: Recording.read(Path(folder, side), options.ranks) for side in SIDES}
+        recordings = {side: SideRecording.read(Path(folder, side), options.ranks) for side in SIDES}
         if empty := [SIDES[side] for side, recording in recordings.items() if not recording.losses]:
             raise ConfigError(f"{options.script} ended before its first optimizer step on {' and on '.join(empty)}")
         for side, recording in recordings.items():

@@ -25,7 +25,7 @@ Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Recording:
+class SideRecording:
     """The recordings of all ranks on one side.
 
     Attributes:
@@ -47,7 +47,7 @@ class Recording:
     folder: Path
 
     @classmethod
-    def read(cls, folder: Path, ranks: int) -> Recording:
+    def read(cls, folder: Path, ranks: int) -> SideRecording:
         """Read the files that the ranks of one side wrote."""
         records: list[Any] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
         return cls(
@@ -126,8 +126,8 @@ class Comparison:
         compared_after: the steps after which parameters were compared: the first and the last.
     """
 
-    torch: Recording
-    fullshard: Recording
+    torch: SideRecording
+    fullshard: SideRecording
     steps: int
     loss: LossDifference | None
     parameter: ParameterDifference | None
@@ -146,7 +146,7 @@ class Comparison:
             ("step, quartiles", self.torch.quartiles(), self.fullshard.quartiles(), ""),
             self._row(memory, lambda nbytes: size(int(nbytes)), lambda side: side.memory),
             *(
-                self._row(f"{phase}, host, per unit", "{:,.0f} us".format, partial(Recording.host, phase=phase))
+                self._row(f"{phase}, host, per unit", "{:,.0f} us".format, partial(SideRecording.host, phase=phase))
                 for phase in PHASES[1:]
             ),
         ]
@@ -154,7 +154,7 @@ class Comparison:
     def _title(self) -> str:
         return "step, median" if self.steps > 1 else "the first step"  # with what is set up in it
 
-    def _row(self, title: str, text: Callable[[float], str], value: Callable[[Recording], float]) -> Row:
+    def _row(self, title: str, text: Callable[[float], str], value: Callable[[SideRecording], float]) -> Row:
         pytorch, fullshard = value(self.torch), value(self.fullshard)
         return title, text(pytorch), text(fullshard), f"{fullshard / pytorch:.2f}" if pytorch else ""
 
@@ -204,7 +204,7 @@ class Comparison:
         return {**outcome, "loss_that_differs": loss, "parameter_that_differs": parameter, **sides}
 
 
-def compare(pytorch: Recording, fullshard: Recording) -> Comparison:
+def compare(pytorch: SideRecording, fullshard: SideRecording) -> Comparison:
     """Compare two recordings of one program, each of at least one step."""
     steps = min(len(pytorch.losses), len(fullshard.losses))
     after = tuple(
@@ -215,7 +215,7 @@ def compare(pytorch: Recording, fullshard: Recording) -> Comparison:
     return Comparison(pytorch, fullshard, steps, _loss_that_differs(pytorch, fullshard, steps), parameter, after)
 
 
-def _loss_that_differs(pytorch: Recording, fullshard: Recording, steps: int) -> LossDifference | None:
+def _loss_that_differs(pytorch: SideRecording, fullshard: SideRecording, steps: int) -> LossDifference | None:
     for step in range(steps):
         sides = (zip_longest(*side.losses[step]) for side in (pytorch, fullshard))  # [micro-batch][rank]
         ranks = (None,) * len(pytorch.losses[step])
@@ -231,7 +231,7 @@ def _bits(loss: float | None) -> bytes:
     return b"" if loss is None else struct.pack("d", loss)
 
 
-def _parameter_that_differs(pytorch: Recording, fullshard: Recording, step: int) -> ParameterDifference | None:
+def _parameter_that_differs(pytorch: SideRecording, fullshard: SideRecording, step: int) -> ParameterDifference | None:
     """The first difference, in the order of the model."""
     states = [torch.load(side.folder / f"{step}.pt", weights_only=True, mmap=True) for side in (pytorch, fullshard)]
     for name in dict.fromkeys([*states[0], *states[1]]):

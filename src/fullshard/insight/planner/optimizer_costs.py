@@ -59,7 +59,7 @@ class OptimizerCosts:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class FakeShards:
     """Sharded parameters of a rank on fake tensors.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sharded:
     units: object
 
 
-class _Values(TorchDispatchMode):
+class _SuppliedValues(TorchDispatchMode):
     """Supplies the values that an optimizer reads from tensors without values, such as norms: False, or 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,7 @@ def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer) -> tuple
 
 
 def owner_costs(
-    parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int, foreach: bool
+    parameters_of: Callable[[int], FakeShards], make: MakeOptimizer, ranks: int, foreach: bool
 ) -> OptimizerCosts:
     """The costs of optimizers, at least one of which has owners; the rank that needs the most decides.
 
@@ -158,7 +158,7 @@ def owner_costs(
     return replace(needs_most, state=most, temporary=needs_most.state + needs_most.temporary - most)
 
 
-def _busiest(parameters_of: Callable[[int], Sharded], make: MakeOptimizer, ranks: int) -> list[int]:
+def _busiest(parameters_of: Callable[[int], FakeShards], make: MakeOptimizer, ranks: int) -> list[int]:
     """The ranks to run.
 
     Without owners rank 0, which has the most elements. Else all; of many those whose owned elements, and largest
@@ -193,7 +193,7 @@ def _ownerships(optimizers: Optimizers) -> list[Ownership]:
     ]
 
 
-def _run_as(rank: int, sharded: Sharded, make: MakeOptimizer, foreach: bool) -> OptimizerCosts:
+def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool) -> OptimizerCosts:
     """Take two steps as one rank; the costs of the second."""
     optimizers = as_list(make(sharded.parameters))
     for optimizer in optimizers:
@@ -248,7 +248,7 @@ def _step_twice(
     groups: Sequence[tuple[str, AbsentGroup]] = (),
 ) -> int:
     """Take two steps; returns the temporary bytes of the second, the only one whose exchanges are counted."""
-    with _Values():
+    with _SuppliedValues():
         for optimizer in optimizers:
             optimizer.step()
     for _, group in groups:
@@ -260,7 +260,7 @@ def _step_twice(
         if tensor is not None
         for part in plain_tensors(tensor)
     ]
-    with Tracker(existing) as tracker, _Values():
+    with Tracker(existing) as tracker, _SuppliedValues():
         for optimizer in optimizers:
             optimizer.step()
     return tracker.peak

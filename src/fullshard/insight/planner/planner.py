@@ -29,9 +29,9 @@ from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages
 from .costs import Hook, UnitCosts, axes_of, build_units, outline_of, unit_costs
 from .optimizer_costs import (
+    FakeShards,
     MakeOptimizer,
     OptimizerCosts,
-    Sharded,
     has_owners,
     optimizer_bytes,
     owner_costs,
@@ -436,7 +436,9 @@ class Planner:
         except Exception:  # it may need plain tensors, and is called with these then
             return False
 
-    def _sharded(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, rank: int) -> Sharded:
+    def _sharded(
+        self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, rank: int
+    ) -> FakeShards:
         """The parameters that train, as they are on a rank."""
         axes = axes_of(shard, replicate, self.backend, rank)
         separate = {pattern: axes_of(*sizes, self.backend, rank) for pattern, sizes in self.meshes.items()}
@@ -444,7 +446,7 @@ class Planner:
             outline = outline_of(self.model, "cpu")
             built = build_units(outline, dict(units), axes, separate)
         trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
-        return Sharded(trained if self.named else [parameter for _, parameter in trained], fakes, built)
+        return FakeShards(trained if self.named else [parameter for _, parameter in trained], fakes, built)
 
     def _owners(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> OptimizerCosts:
         try:
