@@ -1,4 +1,4 @@
-"""Monitors a running training loop: `Monitor` measures and gathers, `report` computes, `outputs` writes."""
+"""Monitors a running training loop: `Monitor` measures and gathers, `report` computes, `report_writer` writes."""
 
 from .monitor import Monitor
 from .report import Report

@@ -117,7 +117,7 @@ class Monitor:
         self._group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self._ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
         is_first = self._group is None or dist.get_rank(self._group) == 0
-        self._outputs = ReportWriter(line, jsonl, tensorboard, is_first)
+        self._writer = ReportWriter(line, jsonl, tensorboard, is_first)
         buckets = [bucket for bucket, _, _ in members_of(model)]
         device = buckets[0].axes.device if buckets else torch.device("cpu")
         if peak_flops is None and buckets and all(bucket.compute_dtype.itemsize == 2 for bucket in buckets):
@@ -201,7 +201,7 @@ class Monitor:
             flops_per_token=self._flops_per_token or estimated_flops_per_token(self._model),
             peak_flops=self._peak_flops,
         )
-        self._outputs.write(report)
+        self._writer.write(report)
         return report
 
     def _gather(self, numbers: list[float]) -> list[list[float]]:
@@ -216,7 +216,7 @@ class Monitor:
         """Stop listening and close files. Steps since the last report are not reported."""
         self._closed = True
         self._waits.end()
-        self._outputs.close()
+        self._writer.close()
 
     def __enter__(self) -> Self:
         return self
