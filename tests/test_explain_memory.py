@@ -20,8 +20,8 @@ from fullshard import (
     memory_use,
 )
 from fullshard.insight.planner.live import plan_changes
-from fullshard.names import size
 from fullshard.runtime.out_of_memory import bytes_asked, is_out_of_memory
+from fullshard.text import size
 
 TOKENS = torch.zeros(2, 12, dtype=torch.int64)
 

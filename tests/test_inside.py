@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import free, keep_gathered, owner_of, record_events
-from fullshard.names import size
 from fullshard.runtime import runners_in
+from fullshard.text import size
 from training import assert_same
 from ways import (
     LAYOUTS,

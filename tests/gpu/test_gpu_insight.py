@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fullshard
 from fullshard import explain_memory, fully_shard, memory_use
 from fullshard.insight.trace import analyse, html_page, read
-from fullshard.names import size
+from fullshard.text import size
 
 pytestmark = [
     pytest.mark.gpu,

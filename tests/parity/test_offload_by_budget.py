@@ -21,8 +21,8 @@ from torch import nn
 import fullshard
 from fullshard import fully_shard, offload_by_budget
 from fullshard.api.offloading import choose
-from fullshard.names import size
 from fullshard.shard import units_of
+from fullshard.text import size
 from fullshard.torch_private.local_tensor import plain_tensors
 from quantised import GatheredInt8
 from raising import raises

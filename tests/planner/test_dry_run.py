@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.mesh.axes import device_type_of
-from fullshard.names import size
+from fullshard.text import size
 from fullshard.torch_private.fake_group import pretended
 
 ROOT = Path(__file__).parents[2]

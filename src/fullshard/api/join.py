@@ -11,8 +11,8 @@ from torch import nn
 from ..comm import Comm, Pending
 from ..errors import invalid_argument
 from ..mesh import MeshAxes
-from ..names import plain_class
 from ..shard import Share
+from ..text import plain_class
 from . import messages
 from .preconditions import runners_of
 

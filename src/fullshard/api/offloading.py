@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import invalid_argument
-from ..names import size
 from ..policies import CPUOffloadPolicy
 from ..runtime import Runner, runner_of
 from ..shard import Unit, home_of, is_parked, offload_unit
+from ..text import size
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
 from .preconditions import refuse_contexts, refuse_running, runners_of

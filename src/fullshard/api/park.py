@@ -13,9 +13,9 @@ from torch import nn
 
 from ..containers import leaves_in
 from ..forms import owner_of
-from ..names import size
 from ..runtime import Runner
 from ..shard import Mover, is_parked, park_unit, refuse_undoable, refuse_unreduced, resume_unit
+from ..text import size
 from ..torch_private.local_tensor import plain_tensors
 from . import messages
 from .preconditions import refuse_contexts, refuse_running, runners_of

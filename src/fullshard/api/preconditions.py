@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..names import plain_class
 from ..runtime import Runner, runners_in
+from ..text import plain_class
 from . import messages
 
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from ..checkpoint.functions import get_model_state_dict
 from ..checkpoint.model import in_form
 from ..checkpoint.value_forms import StateForm
-from ..names import WRAPPED, plain_class
 from ..runtime import runners_in
+from ..text import WRAPPED, plain_class
 from ..torch_private.store import default_store
 from . import messages
 from .wrapper.markers import wrapper_of

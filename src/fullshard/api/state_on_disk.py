@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ..checkpoint.optimizer_state import blank_states
 from ..comm import objects_of_all
 from ..forms import NAME_KEY, owner_of
-from ..names import size
 from ..optim import OwnerOptimizer
 from ..optim.state_file import AFTER_STEP_KEY, ALIGN, StateFile, elementwise
+from ..text import size
 from ..torch_private.local_tensor import plain_access
 from . import messages
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import invalid_argument
-from ..names import plain_class
+from ..text import plain_class
 from . import messages
 
 logger = logging.getLogger("fullshard")

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
-from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
+from ..text import clean_path, plain_name
 from . import optimizer_state, value_forms
 from .group_settings import converted, named_groups, settings_to_load
 from .model import cut_whole_values, in_form, materialize

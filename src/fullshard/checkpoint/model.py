@@ -12,9 +12,9 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..forms import ATTRIBUTE, Member
-from ..names import WRAPPED, clean_name
 from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
+from ..text import WRAPPED, clean_name
 from ..torch_private.assigning import is_assigning
 from ..torch_private.sharded_tensor import slices_sharded_tensor
 from . import value_forms

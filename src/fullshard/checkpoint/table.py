@@ -11,10 +11,10 @@ from torch import nn
 
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
-from ..names import clean_name
 from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
+from ..text import clean_name
 
 
 def has_full_tensor(member: Member) -> bool:

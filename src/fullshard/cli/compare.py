@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
-from ..names import counted
+from ..text import counted
 from . import terminal
 from .local_ranks import MOST_RANKS, run_ranks
 from .main import printable

@@ -48,7 +48,7 @@ def _convert(options: ConvertArguments) -> int:
     import torch
 
     from ..exchange.convert import convert
-    from ..names import size
+    from ..text import size
 
     with terminal.progress("converting") as progress:
         conversion = convert(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ..names import size, table
+from ..text import size, table
 from . import terminal
 
 if TYPE_CHECKING:

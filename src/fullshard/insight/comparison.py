@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..names import size
+from ..text import size
 
 PHASES = ("step", "forward", "backward", "optimizer")
 ROUNDING = 1e-6

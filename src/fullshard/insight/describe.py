@@ -13,11 +13,11 @@ from ..errors import ConfigError
 from ..forms import owner_of as unit_of
 from ..forms import successor_of
 from ..mesh import MeshAxes
-from ..names import clean_name, clean_path, counted, plain_class, size, table
 from ..optim import Muon, OwnerOptimizer
 from ..optim.owners import Ownership, name_of
 from ..runtime import Runner, left_alone, runner_of, runners_in
 from ..shard import Bucket, ReduceSettings, Unit, walk
+from ..text import clean_name, clean_path, counted, plain_class, size, table
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ..containers import leaves_in
 from ..errors import ConfigError
 from ..forms import Member, owner_of
-from ..names import size
 from ..optim import OwnerOptimizer
 from ..optim.guard import stepping
 from ..runtime import (
@@ -32,6 +31,7 @@ from ..runtime import (
     runners_in,
 )
 from ..shard import Bucket, members_of, units_of
+from ..text import size
 from ..torch_private.local_tensor import inside, plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long

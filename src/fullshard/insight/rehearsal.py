@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import ConfigError
 from ..events import Event, stream
-from ..names import size
 from ..optim.outer_steps import OuterSteps
 from ..runtime import all_roots
+from ..text import size
 from ..torch_private.fake_group import pretended, unwritten
 from ..torch_private.root_mesh import ranks_around
 from .describe import describe

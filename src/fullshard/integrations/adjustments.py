@@ -15,7 +15,7 @@ from ..api.save_pretrained import saving_whole
 from ..api.wrapper.configs import StateDictType
 from ..api.wrapper.fsdp import FullyShardedDataParallel
 from ..api.wrapping import CustomPolicy
-from ..names import clean_path
+from ..text import clean_path
 from . import messages
 
 _torch_apply = checkpoint_wrapper.apply_activation_checkpointing

@@ -28,9 +28,9 @@ from ..api.wrapper import configs, fsdp
 from ..checkpoint import functions
 from ..forms import flat_parameter
 from ..mesh import data_parallel
-from ..names import counted
 from ..optim import scaler
 from ..runtime import reduce_kept
+from ..text import counted
 from ..version import VERSION
 from . import adjustments, messages, private
 

@@ -18,9 +18,9 @@ from ..comm import objects_of_all, reduce_value
 from ..dtypes import as_real
 from ..errors import ConfigError
 from ..forms import owner_of
-from ..names import clean_name
 from ..runtime import Runner, runners_in
 from ..shard import Gradients
+from ..text import clean_name
 from ..torch_private.local_tensor import local_part
 from .clip import local_gradients
 

@@ -23,7 +23,7 @@ from ..comm import Lanes, host_buffer, lanes_of, turns_on
 from ..containers import tensors_in
 from ..errors import ConfigError
 from ..forms import NAME_KEY, note_change, owner_of
-from ..names import size
+from ..text import size
 from ..torch_private.local_tensor import follow_local, plain_access, read_grad, write_grad
 from ..torch_private.step_hooks import closure_of, hook_closely, with_closure
 from .clip import STEPPED_KEY

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from ..forms import owner_of, successor_of
-from ..names import clean_name
+from ..text import clean_name
 from .messages import added_parameters
 
 

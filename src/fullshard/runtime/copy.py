@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import PhaseError
 from ..forms import FlatParameter, Member, Place
-from ..names import WRAPPED, plain_class
 from ..shard import Bucket, Unit, clone_unit, place_clone
+from ..text import WRAPPED, plain_class
 from .messages import copied_in_part, copied_while_it_runs, no_unsharded_copy, pickled
 from .runner import Runner
 from .step import FORWARD_METHODS_KEY, run_method

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, NotSupportedError, PhaseError, UsageError, message
-from ..names import size
+from ..text import size
 
 
 def named(unit: str) -> str:

@@ -16,8 +16,8 @@ from ..agreement import LEAVE, Every, FirstPass, Position, SharedOrder, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger, stream
-from ..names import plain_class
 from ..shard import State, When, ask, has_gradient
+from ..text import plain_class
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..torch_private.profiler import recording

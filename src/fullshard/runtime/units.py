@@ -14,8 +14,8 @@ from torch import nn
 from ..agreement import Line, check_same_model, check_same_weights, meet
 from ..comm import HookComm
 from ..mesh import Axis
-from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
+from ..text import clean_name, clean_path
 from .additions import Additions
 from .messages import setting_below_the_root, several_reductions, tokens_of_fewer_ranks
 from .outputs import Leftovers

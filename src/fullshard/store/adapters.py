@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint.table import Named, Table
 from ..errors import CheckpointError, ConfigError
-from ..names import plain_class, plain_name
+from ..text import plain_class, plain_name
 from .contents import table_of
 from .lora import is_peft_model
 from .ranks import Ranks

@@ -21,7 +21,7 @@ from ..checkpoint.group_settings import named_groups
 from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kinds, Target, kinds_of, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
-from ..names import plain_name
+from ..text import plain_name
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER

@@ -18,7 +18,7 @@ from ..checkpoint.fit import check_names
 from ..checkpoint.table import Named, Table
 from ..checkpoint.whole import BATCH_BYTES, Wanted
 from ..errors import CheckpointError, ConfigError
-from ..names import plain_class, plain_name
+from ..text import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
 from .contents import row_pieces, table_of

@@ -22,7 +22,7 @@ from torch import nn
 from ..checkpoint.table import Named, Table
 from ..checkpoint.whole import Wanted
 from ..errors import ConfigError
-from ..names import plain_path
+from ..text import plain_path
 
 _BASE = ".base_layer."
 

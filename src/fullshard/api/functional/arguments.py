@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ...errors import invalid_argument
 from ...layout import Blocks
 from ...mesh import check_smaller_groups
-from ...names import plain_class
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import is_unit
+from ...text import plain_class
 from ..wrapping import Planned, plan_wrapping, refuse_scripted
 from . import messages
 

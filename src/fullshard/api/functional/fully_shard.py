@@ -19,7 +19,6 @@ from ...errors import check_switch, invalid_argument
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import Axis, DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
-from ...names import PLAIN, plain_class
 from ...optim import guard as optimizer_guard
 from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import (
@@ -50,6 +49,7 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
+from ...text import PLAIN, plain_class
 from ..gradient_settings import check_reduction
 from ..save_pretrained import saving_methods
 from . import messages

@@ -20,7 +20,6 @@ from ...comm import (
     separate_group,
 )
 from ...errors import ArgumentTypeError, ConfigError, invalid_argument
-from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
     InFlight,
@@ -34,6 +33,7 @@ from ...runtime import (
     runners_in,
 )
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reduce_kept, reset_iteration
+from ...text import plain_class
 from ..gradient_settings import refuse_divisor, register_hook
 from ..messages import method_of_root
 from . import messages

@@ -17,7 +17,6 @@ from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
 from ...forms import owner_of
 from ...mesh import Axis
-from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...optim.clip import checked_clipping, clip_units, refuse_to_clip_stepped
 from ...policies import Check, Unused
@@ -36,6 +35,7 @@ from ...runtime import (
     run,
     shown_part,
 )
+from ...text import WRAPPED, clean_name
 from ..gradient_settings import register_hook, without_sync
 from ..messages import method_of_root
 from . import messages

@@ -16,7 +16,6 @@ from ...comm import make_comm
 from ...errors import ArgumentTypeError, check_switch, invalid_argument
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
-from ...names import clean_name, plain_class
 from ...policies import Check, CPUOffloadPolicy, OffloadPolicy, Unused
 from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, own_modules, runners_in, unit_of
 from ...shard import (
@@ -35,6 +34,7 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
+from ...text import clean_name, plain_class
 from ..gradient_settings import check_reduction
 from ..wrapping import plan_wrapping, post_order, refuse_scripted
 from . import messages

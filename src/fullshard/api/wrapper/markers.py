@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...forms import FlatParamShardMetadata, Owner, shard_metadata
-from ...names import WRAPPED
 from ...runtime import RUNNER_KEY, Runner, mark_managed, own_modules, runners_in
 from ...shard import Bucket, Unit
+from ...text import WRAPPED
 from . import messages
 from .configs import StateDictSettings, StateDictType, TrainingState
 from .instances import flat_of

@@ -18,7 +18,7 @@ from ...checkpoint.targets import targets_of
 from ...checkpoint.value_forms import StateForm
 from ...errors import AssertedError
 from ...forms import ATTRIBUTE
-from ...names import clean_name
+from ...text import clean_name
 from . import messages
 from .configs import (
     FullOptimStateDictConfig,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...names import size
+from ...text import size
 from ..memory import MemoryUse
 
 LATE = 0.1

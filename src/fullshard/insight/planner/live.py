@@ -19,7 +19,6 @@ from ...containers import leaves_in, map_leaves, tensors_in
 from ...errors import FullshardError, PhaseError
 from ...forms import owner_of as unit_of
 from ...generators import restored_generators
-from ...names import plain_name
 from ...optim import OwnerOptimizer
 from ...optim.in_backward import ON_HOST_KEY
 from ...optim.owners import views_of
@@ -35,6 +34,7 @@ from ...runtime import (
     runner_of,
     without_units,
 )
+from ...text import plain_name
 from ..describe import named_runners
 from . import messages
 from .optimizer_costs import Optimizers, as_list

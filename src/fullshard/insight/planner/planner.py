@@ -20,10 +20,10 @@ from ...comm import PowerSGDState
 from ...errors import FullshardError
 from ...forms import owner_of
 from ...generators import restored_generators
-from ...names import counted, size, table
 from ...optim.guard import FAIL_ON_RUNS
 from ...optim.probe import treats_elements
 from ...policies import MixedPrecisionPolicy
+from ...text import counted, size, table
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from . import messages

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import NamedTuple
 
-from ...names import counted
+from ...text import counted
 from .merge import RankTrace, RunTrace
 
 ENDS = {"wait_gather": ("gathered",), "wait_reduce": ("reduced", "all_reduce")}

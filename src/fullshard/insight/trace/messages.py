@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...names import counted
+from ...text import counted
 
 # event_file.py
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...names import size
+from ...text import size
 from .analyse import OUTSIDE, Analysis
 from .merge import RunTrace
 from .messages import no_matplotlib, nothing_to_draw, unknown_picture

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ...names import plain_path
+from ...text import plain_path
 from .findings import Finding
 from .session import Session, generator_states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import starmap
 
-from ...names import counted
+from ...text import counted
 
 SHOWN = 8  # findings that a report prints in full
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ...checkpoint.table import Named, Table, settle
 from ...checkpoint.value_forms import views_of
 from ...forms import full_of
-from ...names import plain_name, plain_path
+from ...text import plain_name, plain_path
 from ...torch_private.local_tensor import local_part, read_grad
 
 

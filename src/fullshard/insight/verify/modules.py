@@ -20,7 +20,7 @@ from torch import nn
 from ...checkpoint.table import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
-from ...names import plain_name
+from ...text import plain_name
 from ...torch_private.autograd_task import inside_backward
 from . import causes
 from .findings import Finding

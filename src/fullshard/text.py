@@ -1,4 +1,4 @@
-"""Names as users wrote them, without the parts that wrapping inserted; sizes and tables as people read them."""
+"""Text for people: names as users wrote them, without the parts that wrapping inserted; sizes and tables."""
 
 from __future__ import annotations
 
