@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch
 
 import fullshard
+from fullshard.cli.main import COMMANDS
 
 SOURCE = Path(fullshard.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -61,6 +63,22 @@ EXPORTS = [
     "park", "record_events", "register_fsdp_forward_method", "resume", "save", "save_safetensors",
     "set_check_nonfinite", "set_token_count", "share_comm_ctx", "step_in_backward", "trace", "verify", "watch", "wrap",
 ]  # fmt: skip
+SAME_CLASS = {
+    "MonitorCallback": "one of Lightning's and one of the Trainer's, which users import from different modules",
+    "Call": "runtime: a forward call; in store/formats a call that a pickle recorded",
+    "Form": "forms: how a parameter shows; in checkpoint/values how a state dict holds values",
+    "Part": "layout: of a parameter; in store/background of a save",
+    "Piece": "store: of a tensor that a rank saves; in store/formats of a file",
+    "State": "shard: of a unit; in store/formats what a pickle holds",
+    "Storage": "store: the files of a folder; in store/formats a pickle's memory",
+    "Stored": "store: where a value lies; in store/formats a pickle's tensor",
+    "_Whole": "forms: `full_tensor()` with a graph, for both kinds of shards; in summon a whole bucket",
+}
+SAME_FILE = {
+    "values": "comm: numbers that ranks exchange; checkpoint: of parameters and optimizer state",
+    "whole": "api: the weights for `save_pretrained`; checkpoint: values, a batch at a time",
+}
+"""Names that mean two things, and which: every other name of a class or file is the only one."""
 FACES = {"__init__", "__main__", "wrap", "comm_hooks", "state_dict"}  # names only
 
 
@@ -153,6 +171,21 @@ def test_no_underscore_name_is_imported_from_another_file() -> None:
             if isinstance(node, ast.ImportFrom) and node.level:
                 taken = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not taken, f"{path}:{node.lineno} imports {taken}"
+
+
+def used_twice(names: list[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_a_name_of_a_class_or_file_means_one_thing() -> None:
+    """Files of a package's wording, and those named by a command of the command line, are excepted."""
+    classes = [
+        node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    assert used_twice(classes) == set(SAME_CLASS), "rename one by what it holds"
+    commands = {SOURCE / "cli" / f"{command.replace('-', '_')}.py" for command in COMMANDS}
+    files = [path.stem for path in FILES if path not in commands and path.stem not in ("__init__", "messages")]
+    assert used_twice(files) == set(SAME_FILE), "rename one by what it holds"
 
 
 def test_nothing_imports_pytorchs_own_fsdp_or_testing() -> None:
