@@ -1,6 +1,6 @@
-"""The glossary: the tables of words in docs/architecture.md as a page, and each word explained where it is first used.
+"""The glossary: the table of words in docs/architecture.md as a page, and each word explained where it is first used.
 
-A word that is also plain English (`full`, `run`, `place`) has an entry and no hover: most uses mean nothing special.
+A word that is also plain English (`full`, `plan`, `trace`) has an entry and no hover: most uses mean nothing special.
 """
 
 from __future__ import annotations
@@ -14,24 +14,16 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 PAGE = "project/glossary"
-PLAIN = {
-    "world", "draft", "place", "form", "slot", "part", "piece", "run", "local", "shown", "full",
-    "free", "reduce", "home", "held", "pass", "trace", "period", "call", "lines",
-    "guide", "folder", "record", "source", "sink", "event", "member", "happening", "checkpoint",
-    "segment", "delivery", "phase",
-}  # fmt: skip
+PLAIN = {"event", "form", "free", "full", "log", "member", "pass", "phase", "plan", "reduce", "segment", "trace"}
 """Words without hover."""
 LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, nodes.raw, nodes.term, addnodes.desc)
 
 
 def words(architecture: str) -> dict[str, str]:
-    """Every word of the tables and what it means: a row for each word, so that each meaning can be read by itself."""
-    meanings: dict[str, str] = {}
-    for table in architecture.split("| word | meaning |")[1:]:
-        for row in table.partition("\n\n")[0].split("\n")[2:]:
-            name, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|")))
-            meanings[name] = meaning
-    return meanings
+    """Every word of the table and what it means: a row for each word, so that each meaning can be read by itself."""
+    table = architecture.partition("| word | meaning |")[2].partition("\n\n")[0]
+    rows = (re.split(r"(?<!\\)\|", row.strip("|")) for row in table.split("\n")[2:])
+    return {name.strip(): meaning.strip() for name, meaning in rows}
 
 
 def plain(markdown: str) -> str:

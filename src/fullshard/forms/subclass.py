@@ -1,4 +1,4 @@
-"""Tensor subclasses that define their own gather: `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Extensions: tensor subclasses that define their own gather, `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 For example, a quantised weight may be stored in one representation, sent in a second and used for computation in a
 third. The protocol is that of PyTorch's `fully_shard`: before each gather the subclass, which holds this rank's chunk,

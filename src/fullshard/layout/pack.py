@@ -1,5 +1,7 @@
 """Planners that never cut a granule: parameters back to back, cut only where their granules end.
 
+A granule is the smallest run of elements that may not be cut: a row, a quantisation block, a whole tensor.
+
 The gathered segment is `world` slices of equal length S, so slices end at S, 2S, ...; a parameter may extend across the
 end of a slice only if a granule ends there. `least_slice` finds the exact least S for a fixed order of parameters. For
 a fixed S, placing each parameter as early as possible is optimal; but feasibility is not monotone in S (a larger S
