@@ -16,7 +16,7 @@ from test_analyse import content, rank_trace, run_of, step_of
 from fullshard.cli.main import main
 from fullshard.cli.trace import TraceArguments
 from fullshard.insight.trace import analyse, html_page
-from fullshard.insight.trace.merge import Run
+from fullshard.insight.trace.merge import RunTrace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -152,7 +152,7 @@ def test_a_run_without_events_is_told(tmp_path, capsys):
 def test_the_page_loads_nothing_and_names_cannot_end_its_data():
     run = run_of(step_of(0, 0, 5.5), step_of(0, 3, 5.5))
     events = [row._replace(unit="</script><b>") for row in step_of(0, 0, 3)]
-    for page in (html_page(run, analyse(run)), html_page(one := Run([rank_trace(0, events)], []), analyse(one))):
+    for page in (html_page(run, analyse(run)), html_page(one := RunTrace([rank_trace(0, events)], []), analyse(one))):
         assert not re.search(r"""(?:src|href)\s*=|@import|url\(|https?://|fetch\(|import\(""", page)
         assert page.count("</script>") == 2 and '"DATA"' not in page
 
