@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ones
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ones
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from files import archive, rewritten
+from files import archive, rewritten, under
 from forged import save_small
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.exchange.inspect import inspect
-from fullshard.store.formats import pickled
+from fullshard.store import pickles
 from fullshard.store.formats.deepspeed import DeepSpeedSource
 from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from fullshard.store.formats.torch_file import TorchFileSource
-from fullshard.store.source import Entry
+from fullshard.store.source import TensorEntry
 from raising import assert_raises, put, raises, two_layers, words_of
 
-ENTRIES = {"model.weight": Entry((4,), torch.float32)}
+ENTRIES = {"model.weight": TensorEntry((4,), torch.float32)}
 SAVING = "step-00000100.saving-1a2b"
 ZERO3 = Path(__file__).parents[1] / "store" / "data" / "zero3"
 """What DeepSpeed wrote: ZeRO-3, three ranks."""
@@ -150,6 +150,13 @@ def whole_models(folder: Path) -> None:
         torch.save(WHOLE, file)
 
 
+def no_shards(folder: Path) -> None:
+    """A tensor of parts without their list."""
+    (folder / "a").mkdir()
+    module = ShardedTensor.__module__
+    archive(folder / "a" / "rank0.pt", under("weight", f"c{module}\nShardedTensor\n)\x81".encode("latin1")))
+
+
 def columns(folder: Path) -> None:
     """Parts of columns."""
     for _, file in ranks(folder):
@@ -173,6 +180,7 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     ),
     (whole_models, "CheckpointError: has 2 files of torch.save, none with parts of sharded tensors"),
     (lambda f: parts(f, more=2), "CheckpointError: belongs to a different checkpoint than the"),
+    (no_shards, "CheckpointError: ShardedTensor is damaged (TypeError"),
     (columns, "CheckpointError: a tensor is sharded on a dim other than the first"),
     (lambda f: archive(f / "a", b"(iposix\nsystem\n."), "CheckpointError: the pickle uses INST, an opcode"),
     (no_storage, "CheckpointError: refers to something other than a tensor's storage"),
@@ -211,7 +219,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 
 def test_a_pickle_that_is_too_large(tmp_path, monkeypatch):
     saved(WHOLE)(tmp_path)
-    monkeypatch.setattr(pickled, "LARGEST", 100)
+    monkeypatch.setattr(pickles, "LARGEST", 100)
     with raises("CheckpointError: the pickle is too large for a checkpoint"):
         converted(tmp_path)
 

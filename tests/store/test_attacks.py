@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import pickletools
 import random
 import re
 import struct
@@ -40,7 +41,7 @@ from forged import (
     saved,
 )
 from fullshard import CheckpointError, FullshardError
-from fullshard.store.pickles import look_through
+from fullshard.store.pickles import look_through, read_pickle
 
 MOST_MEMORY = 100 * 2**20
 """Bytes that an attack may cost, besides what it is."""
@@ -402,9 +403,12 @@ DCP: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 """What is made of a folder of DCP's before its metadata is written, and a word in the error."""
 
+ENDLESS = b"\x80\x02K\x01\x85q\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(50))
+"""Puts a tuple of 2^50 numbers, each of its items twice the same tuple, into place 50."""
 METADATA: dict[str, tuple[Callable[[ForgedDcp], bytes], str]] = {
     "code instead of metadata": (lambda f: pickle.dumps(runs(f), protocol=0), "instruction"),
     "room for many objects": (lambda f: b"\x80\x02Nr\xff\xff\xff\x7f.", "object number"),  # LONG_BINPUT: of 16 GiB
+    "a key without end": (lambda f: ENDLESS + b"}h\x32Ns.", "key of type tuple"),
     "a long bytearray": (lambda f: b"\x80\x05\x96" + struct.pack("<Q", 2**36) + b".", "instruction"),
 }
 """What is in the place of the metadata."""
@@ -575,6 +579,27 @@ def test_bytes_at_random(whole: Any, whole_dcp: Any, tmp_path: Path) -> None:
     results = [fuzz_dcp(dcp, seed) for seed in range(100)]
     assert results.count("refused") > 20 and peak() - before < MOST_MEMORY, results
     assert outcome(root)[0] is None and outcome(dcp, check=False)[0] is None
+
+
+def test_nothing_is_left_to_run() -> None:
+    """Whatever calls, sets attributes or hashes is replaced: the unpickler in C does none of it."""
+    value = [Counted(2), {"a": 1}, {"a": 1, 2: 3}, {1}, frozenset((1,)), Runs(Path("ran"))]
+    for protocol in (1, 2, 4, 5):
+        opcodes = {opcode.name for opcode, _, _ in pickletools.genops(look_through(pickle.dumps(value, protocol)))}
+        assert not opcodes & {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "SETITEM", "SETITEMS", "ADDITEMS", "FROZENSET"}
+        calls = [read_pickle(pickle.dumps(value, protocol))[at] for at in (0, 5)]
+        assert [call.name for call in calls] == ["copy_reg._reconstructor" if protocol < 2 else NAME, "posix.system"]
+        assert calls[0].state == {"n": 2}
+
+
+class Counted:
+    """With an attribute, set by BUILD."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+NAME = f"{Counted.__module__}.Counted"
 
 
 def test_pickles_of_the_usual_kind_are_let_through() -> None:

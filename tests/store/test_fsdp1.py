@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from files import Runs, same
 from fullshard import CheckpointError, convert
 from fullshard.store.formats.fsdp1 import PerRankSource
-from fullshard.store.formats.pickled import Sharded, Stored
+from fullshard.store.formats.state import TensorShards
+from fullshard.store.pickles import PickledTensor
 
 WORLD = 2
 
@@ -131,9 +132,9 @@ def test_files_of_ranks_that_are_missing_are_noticed(folder: Path, tmp_path: Pat
 
 
 def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
-    def part(offset: int, rows: int) -> Sharded:
-        stored = Stored("0", 3 * rows, torch.float32, 0, (rows, 3), (3, 1))
-        return Sharded((4, 3), torch.float32, (((offset, 0), (rows, 3), stored),), 3)
+    def part(offset: int, rows: int) -> TensorShards:
+        stored = PickledTensor("0", 3 * rows, torch.float32, 0, (rows, 3), (3, 1))
+        return TensorShards((4, 3), torch.float32, (((offset, 0), (rows, 3), stored),), 3)
 
     source: Any = mock.Mock(_archives=[mock.Mock(), mock.Mock(), mock.Mock()])
     PerRankSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])

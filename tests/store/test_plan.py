@@ -24,7 +24,7 @@ from fullshard.store import manifest, plan
 from fullshard.store.piece import Piece
 from fullshard.store.plan import fingerprint
 from fullshard.store.ranks import Ranks
-from fullshard.store.source import Entry
+from fullshard.store.source import TensorEntry
 from ways import on_ranks
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
@@ -102,7 +102,7 @@ HALF = torch.ones(2, 4)
 def test_not_every_element_once(offsets: list[tuple[int, int]], numel: int) -> None:
     pieces = [Piece("weight", (4, 4), at, (2, 4), HALF) for at in offsets]
     with pytest.raises(CheckpointError, match=rf"(?s)every element.*weight.*16 elements.*{numel} in all"):
-        plan._written_by_others(pieces, {"weight": Entry((4, 4), torch.float32)}, Ranks())
+        plan._written_by_others(pieces, {"weight": TensorEntry((4, 4), torch.float32)}, Ranks())
 
 
 # Ranks.

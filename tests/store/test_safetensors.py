@@ -30,7 +30,7 @@ from fullshard.store.formats import safetensors_folder
 from fullshard.store.formats.own import CheckpointSink
 from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
 from fullshard.store.formats.safetensors_header import DTYPES
-from fullshard.store.source import Entry
+from fullshard.store.source import TensorEntry
 from models import EXAMPLES
 from quantised import GatheredInt8, StoredInt8, quantise
 from test_tensor_parallel import Model, parallel_model
@@ -258,9 +258,9 @@ def test_a_failing_write_is_told_on_all_ranks(run_ranks, tmp_path):
 
 
 def test_a_sink_takes_what_was_announced(tmp_path):
-    entries = {"model.a": Entry((2,), torch.float32), "model.b": Entry((3,), torch.int8)}
+    entries = {"model.a": TensorEntry((2,), torch.float32), "model.b": TensorEntry((3,), torch.int8)}
     with pytest.raises(CheckpointError, match=r"optimizer\.state"):
-        SafetensorsSink(tmp_path / "x", {"optimizer.state.a.exp_avg": Entry((2,), torch.float32)})
+        SafetensorsSink(tmp_path / "x", {"optimizer.state.a.exp_avg": TensorEntry((2,), torch.float32)})
     for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
         with SafetensorsSink(tmp_path / "x", entries) as sink, pytest.raises(CheckpointError, match="match its entry"):
             sink.write("model.a", wrong)
@@ -369,7 +369,7 @@ def test_links_of_the_hub_cache_and_within_the_folder_are_followed(tmp_path):
     with SafetensorsSource(snapshot) as source:
         assert source.read("model.a").item() == 1
     (tmp_path / "alias").symlink_to(snapshot)  # the folder that a user names may be a link
-    assert SafetensorsSource(tmp_path / "alias").entries == {"model.a": Entry((1,), torch.float32)}
+    assert SafetensorsSource(tmp_path / "alias").entries == {"model.a": TensorEntry((1,), torch.float32)}
 
 
 def test_an_index_that_is_not_of_its_files(tmp_path):
@@ -468,7 +468,7 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch, what):
     monkeypatch.setattr(*patched[what])
 
     def dcp() -> None:
-        with CheckpointSink(target, {"model.a": Entry((2,), torch.float32)}, {}) as sink:
+        with CheckpointSink(target, {"model.a": TensorEntry((2,), torch.float32)}, {}) as sink:
             sink.write("model.a", torch.ones(2))
             sink.finish()
 

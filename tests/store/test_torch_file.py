@@ -139,6 +139,8 @@ def cycle() -> dict[str, Any]:
 
 
 FLOATS = {"0": bytes(16)}
+ENDLESS = b"K\x01\x85q\x000" + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(50))
+"""Puts a tuple of 2^50 numbers, which consists of the same tuple twice, and so on, into place 50."""
 ATTACKS = {
     "bytearray": (under("w", call("builtins", "bytearray", 10**12)), FLOATS, "bytearray"),
     "storage": (under("w", call("torch.storage", "UntypedStorage", 10**12)), FLOATS, "UntypedStorage"),
@@ -156,6 +158,16 @@ ATTACKS = {
         "over and over",
     ),
     "codec": (under("w", b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x02\x00\x00\x00os\x86R"), FLOATS, "encoding"),
+    "copies into dicts": (
+        under("w", b"](" + b"K\x01K\x02" * 5000 + b"tq\x010" + b"}h\x01Ku\x87Q0" * 1000 + b"N"),
+        FLOATS,
+        "over and over",
+    ),
+    "endless text": (under("w", ENDLESS + b"ctorch\ndevice\nh\x32K\x01\x86R"), FLOATS, "device"),
+    "endless key": (under("w", ENDLESS + b"}h\x32Ns"), FLOATS, "key of type tuple"),
+    "endless item": (under("w", ENDLESS + b"\x8f(h\x32\x90"), FLOATS, "key of type tuple"),
+    "endless frozen item": (under("w", ENDLESS + b"(h\x32\x91"), FLOATS, "key of type tuple"),
+    "endless shape": (under("w", ENDLESS + tensor(4, (), ()).replace(b"(t(t", b"h\x32h\x32")), FLOATS, "shape"),
     "nested key": (under("w", b"}((K\x01tK\x01tK\x02s"), FLOATS, "key"),
     "no end": (b"\x80\x02}q\x00", FLOATS, "damaged"),
     "nothing": (b"", FLOATS, "damaged"),

@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..store.full_parameters import check_dtype
 from ..store.in_place import check_room
-from ..store.source import MODEL, OPTIMIZER, Entry, Source
+from ..store.source import MODEL, OPTIMIZER, Source, TensorEntry
 from .detect import kind_of, kind_to_write, open_sink, open_source
 
 
@@ -100,7 +100,7 @@ class _Selection:
         left_out, notes: see `Conversion`.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     source_names: Mapping[str, str]
     values: Mapping[str, Any]
     ties: Mapping[str, str]

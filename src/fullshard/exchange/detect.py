@@ -23,7 +23,7 @@ from ..store.formats.fsdp1 import PerRankSource, is_per_rank
 from ..store.formats.own import CheckpointSink, CheckpointSource
 from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
 from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSink, TorchFileSource
-from ..store.source import Entry, Sink, Source
+from ..store.source import Sink, Source, TensorEntry
 from ..store.storage import MANIFEST, METADATA
 from ..store.write import RANK_FILE, file_of
 
@@ -147,7 +147,7 @@ def kind_to_write(path: Path, to: str | None) -> str:
 
 
 def open_sink(
-    path: Path, kind: str, entries: Mapping[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]
+    path: Path, kind: str, entries: Mapping[str, TensorEntry], values: Mapping[str, Any], ties: Mapping[str, str]
 ) -> Sink:
     """Begin to write a checkpoint.
 

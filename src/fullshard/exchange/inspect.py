@@ -13,7 +13,7 @@ import torch
 from ..errors import DamagedCheckpointError
 from ..store.formats.own import storage_at
 from ..store.read import Files
-from ..store.source import Entry
+from ..store.source import TensorEntry
 from .detect import kind_of, open_source
 
 
@@ -88,7 +88,7 @@ def inspect(
         return Inspection(root, kind, tensors, source.ties, source.values, checked, ())
 
 
-def _tensors(entries: Mapping[str, Entry], files_of: Callable[[str], list[str]]) -> tuple[TensorInfo, ...]:
+def _tensors(entries: Mapping[str, TensorEntry], files_of: Callable[[str], list[str]]) -> tuple[TensorInfo, ...]:
     return tuple(
         TensorInfo(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files_of(name))))
         for name, entry in entries.items()

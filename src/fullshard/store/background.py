@@ -14,8 +14,8 @@ The writers of all ranks communicate through the folder alone, so they go on if 
 snapshot are reused by the next save. The snapshot is page-locked if there is a device: the device then copies
 asynchronously, in order with its later work, so training may change weights and buffers at once.
 
-The result of a rank's part is recorded in its `Part`, without communication. Ranks can therefore exchange results in
-any group: in the group that saved, by `Saving.wait`, or in that of the next save or load.
+The result of a rank's part is recorded in its `SavedPart`, without communication. Ranks can therefore exchange results
+in any group: in the group that saved, by `Saving.wait`, or in that of the next save or load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _BOOT = (
 
 
 @dataclass
-class Part:
+class SavedPart:
     """This rank's part of a save, and its result.
 
     Attributes:
@@ -160,9 +160,9 @@ class Writer:
         self._running: Order | None = None
         self._answer: dict[str, str] | None = None
         self._partial = b""  # the received part of an answer
-        self.part: Part | None = None
+        self.part: SavedPart | None = None
 
-    def start(self, order: Order, pieces: Sequence[Piece], lock: int, until_step: bool = False) -> Part:
+    def start(self, order: Order, pieces: Sequence[Piece], lock: int, until_step: bool = False) -> SavedPart:
         """Copy the pieces into the snapshot, and let the process write them.
 
         Args:
@@ -193,7 +193,7 @@ class Writer:
         ]
         copied = lanes.copy_to_host(at_once, self._locked)
         del at_once
-        part = self.part = Part(order.manifest is not None)
+        part = self.part = SavedPart(order.manifest is not None)
         self._running, self._answer = order, None
         message, lock = MESSAGE.pack(len(text), begin + offsets[-1]), os.dup(lock) if lock >= 0 else -1
         send = partial(self._send, order, message, lock, copied, beside)
@@ -395,7 +395,7 @@ class Saving:
         step: the step of the checkpoint.
     """
 
-    def __init__(self, folder: Folder, ranks: Ranks, step: int, part: Part) -> None:
+    def __init__(self, folder: Folder, ranks: Ranks, step: int, part: SavedPart) -> None:
         self.step = step
         self._folder, self._ranks, self._part = folder, ranks, part
         self._name = part.name
@@ -430,7 +430,7 @@ class Saving:
         return self._folder.at(self._name)
 
 
-def _end_of_background(ranks: Ranks, part: Part) -> tuple[str, CheckpointError | None]:
+def _end_of_background(ranks: Ranks, part: SavedPart) -> tuple[str, CheckpointError | None]:
     """Wait for the end of a save on all ranks; returns the checkpoint's name, and the error. Collective.
 
     The ranks that publish wait for the parts of the others. So the others report first, and if a part failed, the ranks
@@ -473,7 +473,7 @@ def settle_background(ranks: Ranks) -> None:
     """
     if not any(ranks.all(WRITER.part is not None)):
         return
-    _, error = _end_of_background(ranks, WRITER.part or Part(publishes=False, over=True))
+    _, error = _end_of_background(ranks, WRITER.part or SavedPart(publishes=False, over=True))
     if error is not None and ranks.is_first:
         warnings.warn(
             message(

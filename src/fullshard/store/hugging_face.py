@@ -27,7 +27,7 @@ from .full_parameters import check_dtype, exports_of, stream
 from .lora import Export, adapted, is_peft_model
 from .piece import Piece, check_fits
 from .ranks import Ranks
-from .source import MODEL, Entry
+from .source import MODEL, TensorEntry
 
 
 def save_safetensors(
@@ -85,7 +85,7 @@ def save_safetensors(
         _refuse_subclasses(exports)
         if not ranks.is_first:
             return exports, None
-        entries = {MODEL + e.wanted.name: Entry(e.wanted.shape, e.final_dtype) for e in exports}
+        entries = {MODEL + e.wanted.name: TensorEntry(e.wanted.shape, e.final_dtype) for e in exports}
         one_file = sum(entry.nbytes for entry in entries.values()) + 1
         new = SafetensorsSink(folder, entries, *((max_file_bytes, "model") if selected is None else (one_file, STEM)))
         opened.enter_context(new)

@@ -39,7 +39,7 @@ import torch
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
-from .source import Entry, checked_name, checked_shape
+from .source import TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 from .tree import dtype_name, dtype_named, unique_keys
 
@@ -56,7 +56,7 @@ class Manifest:
     step: int
     world: int
     time: float
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     ties: dict[str, str]
     values: dict[str, Any]
     ranks: list[Any]
@@ -157,11 +157,11 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
         if len(hashes) != math.ceil(nbytes / BLOCK):
             raise ValueError(f"file {name!r} of {nbytes} bytes has {len(hashes)} hashes")
         files[inside(name)] = FileFacts(nbytes, hashes, kind)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     stored: dict[str, list[Stored]] = {}
     numbered, total = list(files.items()), sum(facts.nbytes for facts in files.values())
     for name, facts in inner["tensors"].items():
-        entry = Entry(checked_shape(name, facts["shape"]), dtype_named(facts["dtype"]))
+        entry = TensorEntry(checked_shape(name, facts["shape"]), dtype_named(facts["dtype"]))
         tensors[checked_name(name)] = entry
         stored[name] = [_part(name, entry, piece, numbered) for piece in facts["pieces"]]
         check_parts(name, entry, stored[name], total)
@@ -191,7 +191,7 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
     )
 
 
-def _part(name: str, entry: Entry, piece: Any, files: Sequence[tuple[str, FileFacts]]) -> Stored:
+def _part(name: str, entry: TensorEntry, piece: Any, files: Sequence[tuple[str, FileFacts]]) -> Stored:
     """A piece, if it is valid and within its file; else ValueError."""
     dims = len(entry.shape)
     if not isinstance(piece, list) or len(piece) != 2 + 2 * dims or any(type(number) is not int for number in piece):
@@ -232,7 +232,7 @@ def inside(name: Any) -> str:
         raise CheckpointError(
             "A checkpoint names a file outside its folder.",
             expected="a name without folders",
-            got=repr(name)[:200],
+            got=repr(name)[:200] if isinstance(name, str) else type(name).__name__,
             remedy="do not load this checkpoint: it is damaged, or crafted to read other files",
         )
     return path.parts[0]

@@ -1,11 +1,11 @@
 """Reads DCP's `.metadata` without executing it: which file contains which part of which tensor.
 
-The file is a pickle. It may name only the classes of DCP's metadata; anything else is refused by name.
+The file is a pickle (`pickles.py`). It may name only the classes of DCP's metadata; anything else is refused by name.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,11 +13,12 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .manifest import inside, without_collection
-from .pickles import read_pickle
-from .source import MODEL_KEYS, MOST_NAME, OPTIMIZER_KEYS, Entry, checked_name, checked_shape
+from .pickles import PLAIN_KEYS, PickledCall, named, read_pickle
+from .source import MODEL_KEYS, MOST_NAME, OPTIMIZER_KEYS, TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 
 _T = TypeVar("_T")
+_MOST_KEYS = 100  # in the path of a value: one path can belong to any number of values
 
 
 @dataclass(frozen=True)
@@ -31,28 +32,16 @@ class Index:
         paths: for each name, its keys in the nested state dict that was saved.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     stored: dict[str, list[Stored]]
     values: dict[str, Stored]
     paths: dict[str, tuple[Any, ...]]
 
 
-class _Record:
-    """An instance of a class that metadata names: the attributes in the pickle, and no code of the class."""
-
-    def __init__(self, *arguments: Any) -> None:
-        """Arguments of enums and paths, which are not needed."""
-
-
-class _Properties(_Record):
-    """The properties of a tensor, of which only the dtype is needed."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype = state[0]
-
-
 _DCP = "torch.distributed.checkpoint."
-_RECORDS = {
+_NAMES = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
     *((f"{_DCP}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *((f"{_DCP}metadata", f"{name}Metadata") for name in ("TensorStorage", "BytesStorage", "ChunkStorage")),
     (f"{_DCP}metadata", "TensorProperties"),
@@ -60,17 +49,12 @@ _RECORDS = {
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
 }
-"""The classes and functions that metadata may name, by module and name: each becomes a class of `_Record`s."""
+"""The classes and functions that metadata may name, by module and name; and dtypes."""
 
 
 def _find_class(module: str, name: str) -> Any:
-    """A new class for a name in `_RECORDS`, so that a pickle that sets its attributes changes nothing else."""
-    if (module, name) in _RECORDS:
-        return type(name, (_Properties if name == "TensorProperties" else _Record,), {})
-    if (module, name) == ("collections", "OrderedDict"):
-        return dict
-    value = vars(torch).get(name) if module == "torch" else None  # `getattr` would import submodules
-    if value is torch.Size or isinstance(value, torch.dtype):
+    value = named(module, name)
+    if (module, name) in _NAMES or isinstance(value, torch.dtype):
         return value
     raise CheckpointError(
         "A checkpoint's metadata names something that is not metadata; nothing was executed.",
@@ -82,8 +66,8 @@ def _find_class(module: str, name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The name of the class that a `_Record` stands for; that of any other value's class."""
-    return type(value).__name__
+    """The name of the class of an instance in the pickle; that of any other value's class."""
+    return value.name.rpartition(".")[2] if isinstance(value, PickledCall) else type(value).__name__
 
 
 @without_collection()
@@ -98,10 +82,10 @@ def read_index(data: bytes, sizes: dict[str, int], where: str) -> Index:
         CheckpointError: it is damaged or inconsistent, or names something other than metadata.
     """
     try:
-        metadata = read_pickle(data, functools.cache(_find_class))  # one class for a name, however often it occurs
+        metadata = read_pickle(data, _find_class, keys=PLAIN_KEYS | {PickledCall})
         if _kind(metadata) != "Metadata":
             raise TypeError(f"a {_kind(metadata)}")
-        return _index(metadata, sizes)
+        return _index(metadata.attributes, sizes)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -111,46 +95,62 @@ def read_index(data: bytes, sizes: dict[str, int], where: str) -> Index:
         ) from error
 
 
-def _index(metadata: Any, sizes: dict[str, int]) -> Index:
-    places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for key, info in (getattr(metadata, "storage_data", None) or {}).items():
-        if _kind(info) != "_StorageInfo" or getattr(info, "transform_descriptors", None):
-            raise ValueError("an unknown kind of storage, such as compressed")
-        begin, nbytes = int(info.offset), int(info.length)
-        file = inside(info.relative_path)
-        if begin < 0 or nbytes < 0:
-            raise ValueError(f"a record at {begin} of {nbytes} bytes")
-        if file not in sizes:
-            raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=str(key.fqn))
-        if begin + nbytes > sizes[file]:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.",
-                parameter=str(key.fqn),
-                expected=f"{file} of at least {begin + nbytes} bytes",
-                got=f"{sizes[file]}",
-            )
-        places[checked_name(key.fqn), tuple(getattr(key, "offset", None) or ())] = (file, begin, nbytes)
-    entries: dict[str, Entry] = {}
+def _index(metadata: Mapping[str, Any], sizes: dict[str, int]) -> Index:
+    places = _places(metadata.get("storage_data") or {}, sizes)
+    entries: dict[str, TensorEntry] = {}
     stored: dict[str, list[Stored]] = {}
     values: dict[str, Stored] = {}
-    total = sum(sizes.values())
-    for name, facts in metadata.state_dict_metadata.items():
+    total, parts = sum(sizes.values()), 0
+    for name, facts in metadata["state_dict_metadata"].items():
         if _kind(facts) == "BytesStorageMetadata":
             if (name, ()) in places:
                 values[name] = Stored(name, (), (), *places[name, ()])
         elif _kind(facts) == "TensorStorageMetadata":
-            dtype = facts.properties.dtype
+            of_tensor = facts.attributes
+            dtype = of_tensor["properties"].state[0]
             if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-                raise TypeError(f"a tensor {str(name)[:100]!r} of {dtype!r}")
-            entries[checked_name(name)] = Entry(checked_shape(name, facts.size), dtype)
-            stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
+                raise TypeError(f"a tensor {str(name)[:100]!r} of a dtype that is a {type(dtype).__name__}")
+            parts += len(of_tensor["chunks"])
+            if parts > len(places):  # one list can belong to any number of tensors
+                raise ValueError(f"at least {parts} parts in {len(places)} records")
+            entries[checked_name(name)] = TensorEntry(checked_shape(name, of_tensor["size"]), dtype)
+            stored[name] = [_stored(name, entries[name], chunk, places) for chunk in of_tensor["chunks"]]
             check_parts(name, entries[name], stored[name], total)
         else:
             raise TypeError(f"{_kind(facts)} of {name!r}")
-    paths = {checked_name(name): tuple(path) for name, path in (getattr(metadata, "planner_data", None) or {}).items()}
-    if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
-        raise TypeError("a path with a key that is not a short name or a number")
+    paths = {checked_name(name): _path(path) for name, path in (metadata.get("planner_data") or {}).items()}
     return _under_our_keys(Index(entries, stored, values, paths))
+
+
+def _places(storage_data: Mapping[Any, Any], sizes: dict[str, int]) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """The file, position and size of each record, by the name and the first index of what it holds."""
+    places = {}
+    for index, info in storage_data.items():
+        if _kind(info) != "_StorageInfo" or info.attributes.get("transform_descriptors"):
+            raise ValueError("an unknown kind of storage, such as compressed")
+        record, key = info.attributes, index.attributes
+        begin, nbytes, name, file = int(record["offset"]), int(record["length"]), key["fqn"], record["relative_path"]
+        if type(file) is not str or file not in sizes:
+            file = inside(file)
+        if begin < 0 or nbytes < 0:
+            raise ValueError(f"a record at {begin} of {nbytes} bytes")
+        if file not in sizes:
+            raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=name)
+        if begin + nbytes > sizes[file]:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint is truncated.",
+                parameter=name,
+                expected=f"{file} of at least {begin + nbytes} bytes",
+                got=f"{sizes[file]}",
+            )
+        places[checked_name(name), tuple(map(int, key.get("offset") or ()))] = (file, begin, nbytes)
+    return places
+
+
+def _path(keys: Sequence[Any]) -> tuple[str | int, ...]:
+    if len(keys) > _MOST_KEYS or any(type(key) not in (str, int) or len(str(key)) > MOST_NAME for key in keys):
+        raise TypeError("a path with a key that is not a short name or a number, or too many keys")
+    return tuple(keys)
 
 
 def _under_our_keys(index: Index) -> Index:
@@ -184,6 +184,6 @@ def _under_our_keys(index: Index) -> Index:
     return Index(renamed(index.entries), renamed(index.stored), renamed(index.values), renamed(paths))
 
 
-def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:
-    offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+def _stored(name: str, entry: TensorEntry, chunk: Any, places: dict[Any, Any]) -> Stored:
+    offsets, sizes = (tuple(map(int, chunk.attributes[key])) for key in ("offsets", "sizes"))
     return checked_part(name, entry, offsets, sizes, *places[name, offsets])

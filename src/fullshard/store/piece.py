@@ -28,7 +28,7 @@ from ..forms import FlatShard, Member
 from ..layout import rectangles
 from ..shard import Bucket
 from ..torch_private.local_tensor import local_of
-from .source import MODEL, Entry
+from .source import MODEL, TensorEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,11 @@ Key = tuple[str, tuple[int, ...]]
 
 
 def check_fits(
-    piece: Piece, names: Sequence[str], entries: Mapping[str, Entry], read: Callable[..., torch.Tensor], cast: bool
+    piece: Piece,
+    names: Sequence[str],
+    entries: Mapping[str, TensorEntry],
+    read: Callable[..., torch.Tensor],
+    cast: bool,
 ) -> None:
     """Check that a piece can be filled from a checkpoint: shape, dtype, and the same values under all its names.
 

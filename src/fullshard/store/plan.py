@@ -38,7 +38,7 @@ from .entries import Digest, Stateful, Values, common_names, values_of
 from .manifest import Manifest, versions, without_collection
 from .piece import Key, Piece, whole_piece
 from .ranks import Ranks
-from .source import OPTIMIZER, Entry
+from .source import OPTIMIZER, TensorEntry
 from .tree import to_json
 from .write import bytes_of
 
@@ -69,7 +69,7 @@ class _Outline:
 
     contents: Contents
     settings: tuple[int, str]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     scalars: Kinds
     values: Values
     digests: _Digests
@@ -99,7 +99,7 @@ def plan_save(
     common_values = {key: value for key, value in outline.values.json.items() if key in common}
     own_values = {key: value for key, value in outline.values.json.items() if key not in common}
     differ = any(of_rank.values != digests[0].values for of_rank in digests)
-    owned: list[tuple[dict[str, Any], dict[str, Entry]]] = (
+    owned: list[tuple[dict[str, Any], dict[str, TensorEntry]]] = (
         ranks.gather((own_values, _entries_of(own_pieces))) if differ else []
     )
     pieces = [piece for piece in (*outline.contents.pieces, *outline.values.sharded) if piece.writes]
@@ -157,8 +157,8 @@ def _sha256(value: Any) -> bytes:
     return hashlib.sha256(pickle.dumps(value)).digest()
 
 
-def _entries_of(pieces: Iterable[Piece]) -> dict[str, Entry]:
-    return {piece.name: Entry(piece.shape, piece.dtype) for piece in pieces}
+def _entries_of(pieces: Iterable[Piece]) -> dict[str, TensorEntry]:
+    return {piece.name: TensorEntry(piece.shape, piece.dtype) for piece in pieces}
 
 
 def _getter(value: Any) -> Callable[[], Any]:
@@ -204,7 +204,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: Ranks) -> dict[str, Entry]:
+def _entries_of_all(entries: dict[str, TensorEntry], digests: Sequence[bytes], ranks: Ranks) -> dict[str, TensorEntry]:
     """All tensors that any rank knows of. Collective if digests differ.
 
     Raises:
@@ -213,7 +213,7 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
     if len(set(digests)) == 1:
         return dict(entries)
     reports = digests.index(digests[ranks.rank]) == ranks.rank  # the first of the ranks with the same entries
-    union: dict[str, tuple[Entry, int]] = {}
+    union: dict[str, tuple[TensorEntry, int]] = {}
     for rank, of_rank in enumerate(ranks.all(entries if reports else {})):
         for name, entry in of_rank.items():
             expected, first = union.setdefault(name, (entry, rank))
@@ -256,7 +256,7 @@ def _base(dim: int) -> tuple[int, int]:
     return x, pow(x - 1, -1, PRIME)
 
 
-def _written_by_others(pieces: Sequence[Piece], entries: Mapping[str, Entry], ranks: Ranks) -> set[Key]:
+def _written_by_others(pieces: Sequence[Piece], entries: Mapping[str, TensorEntry], ranks: Ranks) -> set[Key]:
     """The pieces in `pieces` that another rank writes. Collective.
 
     Raises:
@@ -277,7 +277,7 @@ def _fingerprint_of(shape: tuple[int, ...]) -> int:
 
 
 def _written_in_turns(
-    names: Container[str], pieces: Sequence[Piece], entries: Mapping[str, Entry], ranks: Ranks
+    names: Container[str], pieces: Sequence[Piece], entries: Mapping[str, TensorEntry], ranks: Ranks
 ) -> set[Key]:
     """Distribute the pieces of these tensors over the ranks that have them; see `_written_by_others`."""
     holders: dict[Key, list[int]] = {}

@@ -23,7 +23,7 @@ from .manifest import Manifest, no_manifest, parse
 from .metadata import Index, read_index
 from .piece import Piece
 from .record import TensorRecord, value_in
-from .source import OPTIMIZER, Entry, state_path
+from .source import OPTIMIZER, TensorEntry, state_path
 from .storage import MANIFEST, METADATA, Storage, Stored, extent, read_strided
 from .tree import from_json
 from .write import bytes_of
@@ -46,12 +46,12 @@ class Copy:
     """
 
     stored: Stored
-    entry: Entry
+    entry: TensorEntry
     begin: tuple[int, ...]
     target: torch.Tensor
 
 
-def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Copy]:
+def copies_for(piece: Piece, entry: TensorEntry, stored: Iterable[Stored]) -> list[Copy]:
     """The reads that fill a piece.
 
     Raises:

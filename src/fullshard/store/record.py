@@ -10,9 +10,9 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .formats.archive import Records
-from .formats.pickled import Stored as Tensor
-from .formats.state import State
-from .source import Entry
+from .formats.state import StateContents
+from .pickles import PickledTensor
+from .source import TensorEntry
 from .storage import Storage, Stored
 
 _EDGE = 1024
@@ -66,10 +66,10 @@ class TensorRecord:
         DamagedCheckpointError: it does not match the metadata.
     """
 
-    def __init__(self, storage: Storage, stored: Stored, entry: Entry) -> None:
+    def __init__(self, storage: Storage, stored: Stored, entry: TensorEntry) -> None:
         self._record = _opened(storage, stored)
-        self._tensor: Tensor = self._record.root
-        if not isinstance(self._tensor, Tensor):
+        self._tensor: PickledTensor = self._record.root
+        if not isinstance(self._tensor, PickledTensor):
             raise _bad(stored, f"a {type(self._tensor).__name__}")
         got = self._tensor.dtype, self._tensor.shape
         if got != (entry.dtype, stored.sizes):
@@ -92,12 +92,12 @@ def value_in(storage: Storage, stored: Stored) -> Any:
     """
     record = _opened(storage, stored)
 
-    def read(name: str, tensor: Tensor) -> torch.Tensor:
+    def read(name: str, tensor: PickledTensor) -> torch.Tensor:
         record.check(name, tensor)
         return record.read(tensor)
 
     try:
-        return State("the record", read).plain(record.root, "")
+        return StateContents("the record", read).plain(record.root, "")
     except CheckpointError as error:
         raise _bad(stored, error) from error
 

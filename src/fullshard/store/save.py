@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import CheckpointError, ConfigError, invalid_argument
 from ..torch_private.fake_group import is_pretended, unwritten
-from .background import WRITER, Part, Saving, settle_background
+from .background import WRITER, SavedPart, Saving, settle_background
 from .contents import checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
@@ -124,7 +124,7 @@ def save(
     where, listed, values = ranks.together("checking the arguments", check_arguments)
     if is_pretended():  # `fullshard dry-run`: the other ranks' pieces do not exist
         unwritten.append(str(where))
-        return Saving(where, ranks, step, Part(publishes=False, over=True, name=f"step-{step:09d}"))
+        return Saving(where, ranks, step, SavedPart(publishes=False, over=True, name=f"step-{step:09d}"))
     if if_saving == "refuse" and any(ranks.all(WRITER.part is not None and not WRITER.poll())):
         raise CheckpointError(
             "A background save is still running.",
@@ -145,7 +145,7 @@ def save(
                 return Saving(where, ranks, step, part)
             of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces), files=True))
             final = ranks.first("publishing", lambda: publish(order, of_ranks), files=True)
-            return Saving(where, ranks, step, Part(publishes=False, over=True, name=final))
+            return Saving(where, ranks, step, SavedPart(publishes=False, over=True, name=final))
         except BaseException:
             if ranks.is_first:
                 where.discard(name)

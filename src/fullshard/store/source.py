@@ -13,6 +13,7 @@ Everything here runs in one process, without process groups, and has one tensor 
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,11 +52,13 @@ def checked_name(name: object) -> str:
     """A tensor's name.
 
     Raises:
-        ValueError: it is too long.
+        ValueError: it is not text, or too long.
     """
-    if len(text := str(name)) > MOST_NAME:
-        raise ValueError(f"a name of {len(text)} characters")
-    return text
+    if not isinstance(name, str):
+        raise ValueError(f"a name that is a {type(name).__name__}")
+    if len(name) > MOST_NAME:
+        raise ValueError(f"a name of {len(name)} characters")
+    return name
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
@@ -70,12 +73,13 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     extents = tuple(shape) if isinstance(shape, Sequence) else None
     are_counts = extents is not None and all(type(extent) is int and extent >= 0 for extent in extents)
     if extents is None or not are_counts or len(extents) > _MOST_DIMS or math.prod(max(n, 1) for n in extents) >= 2**62:
-        raise ValueError(f"{name[:100]!r} has shape {str(shape)[:100]}")
+        # Not `str`: the text of nested tuples can take all memory.
+        raise ValueError(f"{name[:100]!r} has shape {reprlib.repr(shape)}")
     return extents
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A checkpoint's description of a tensor.
 
     Attributes:
@@ -107,7 +111,7 @@ class Source(ABC):
         ties: further names, each with the name of its entry: `{"model.head.weight": "model.embedding.weight"}`.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
     ties: Mapping[str, str]
 
@@ -147,7 +151,7 @@ class Sink(ABC):
         entries: all tensors, in the order in which they will be written.
     """
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self._unwritten = dict(entries)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -156,7 +160,7 @@ class Sink(ABC):
         Raises:
             CheckpointError: its shape or dtype differs from that of its entry, or it was written before.
         """
-        expected, entry = self._unwritten.pop(name, None), Entry(tuple(tensor.shape), tensor.dtype)
+        expected, entry = self._unwritten.pop(name, None), TensorEntry(tuple(tensor.shape), tensor.dtype)
         if expected != entry:
             raise CheckpointError(
                 "A tensor does not match its entry.", parameter=name, expected=expected or "no tensor", got=entry

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ConfigError, DamagedCheckpointError
 from .hashed import CHUNK
-from .source import Entry
+from .source import TensorEntry
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint complete; see manifest.py."""
@@ -45,7 +45,7 @@ class Stored:
 
 
 def checked_part(
-    name: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, begin: int, nbytes: int
+    name: str, entry: TensorEntry, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, begin: int, nbytes: int
 ) -> Stored:
     """Describe a stored rectangle.
 
@@ -63,7 +63,7 @@ def checked_part(
     return Stored(name, offsets, sizes, file, begin, nbytes)
 
 
-def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int) -> None:
+def check_parts(name: str, entry: TensorEntry, parts: Sequence[Stored], total: int) -> None:
     """Check the total size of a tensor's rectangles, before anyone allocates memory for it.
 
     Args:

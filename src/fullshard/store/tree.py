@@ -24,12 +24,14 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .pickles import HUGE, refuse_alike
 
 _MOST_DEEP = 64
 """The deepest nesting of containers in a manifest; only an attack or an accident is deeper."""
 _OUTSIDE = 4  # levels of it that the manifest itself takes
 _MOST_BYTES = 2**16  # the longest bytes that are stored in JSON
+HUGE = 2**61 - 1
+"""The modulus of Python's hash: integers from here on can have equal hashes, and many of those as keys take hours."""
+_MOST_HUGE = 10_000
 
 
 def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
@@ -160,6 +162,16 @@ def _is_huge(value: Any) -> bool:
     return any(type(item) is int and abs(item) >= HUGE for item in (inner if isinstance(inner, list) else [inner]))
 
 
+def refuse_alike(count: int) -> None:
+    """Refuse so many integers of 61 bits and more that they must have been chosen for equal hashes.
+
+    Raises:
+        ValueError: `count` is too large.
+    """
+    if count > _MOST_HUGE:
+        raise ValueError(f"more than {_MOST_HUGE} integers of 61 bits and more")
+
+
 def _unknown(path: str, value: Any) -> CheckpointError:
     return CheckpointError(
         "A checkpoint contains a value of a kind unknown to this version of Fullshard.",
@@ -193,10 +205,12 @@ def dtype_named(name: Any) -> torch.dtype:
     Raises:
         ValueError: the dtype does not exist.
     """
-    dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"no dtype {name!r}")
-    return dtype
+    return DTYPES[name]
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _float_out(value: Any) -> Any:

@@ -21,7 +21,7 @@ from .formats.safetensors_header import NAMES, make_header
 from .hashed import FileFacts, Hashed
 from .manifest import Manifest, without_collection
 from .piece import Piece
-from .source import Entry
+from .source import TensorEntry
 from .storage import MANIFEST, Stored
 
 RANK_FILE = re.compile(r"rank-\d+\.safetensors")
@@ -79,7 +79,7 @@ def write(order: Order, pieces: Sequence[Piece], progress: Callable[[int], None]
     file, stored = file_of(order.rank), []
     with order.folder.create(order.name, file) as below:
         stream = Hashed(below, progress)
-        stream.write(header_of((piece.name, piece.offsets, Entry(piece.sizes, piece.dtype)) for piece in ordered))
+        stream.write(header_of((piece.name, piece.offsets, TensorEntry(piece.sizes, piece.dtype)) for piece in ordered))
         for piece in ordered:
             begin = stream.tell()
             stream.write(bytes_of(piece.tensor))
@@ -109,19 +109,19 @@ def publish(order: Order, written: Sequence[Written]) -> str:
     return final
 
 
-def header_of(parts: Iterable[tuple[str, tuple[int, ...], Entry]]) -> bytes:
+def header_of(parts: Iterable[tuple[str, tuple[int, ...], TensorEntry]]) -> bytes:
     """The header of a rank's file.
 
     Args:
         parts: rectangles in the order of the file: the tensor's name, the first index on every dim, and the rectangle's
             shape and dtype. If safetensors has no such dtype, the header says bytes.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, offsets, entry in parts:
         ranges = ",".join(f"{at}:{at + extent}" for at, extent in zip(offsets, entry.shape, strict=True))
         key = f"{name}[{ranges}]"
         assert key not in entries, "a rank writes a rectangle twice"
-        entries[key] = entry if entry.dtype in NAMES else Entry((entry.nbytes,), torch.uint8)
+        entries[key] = entry if entry.dtype in NAMES else TensorEntry((entry.nbytes,), torch.uint8)
     return make_header(entries, {"format": "fullshard"})[0]
 
 

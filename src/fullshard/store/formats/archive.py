@@ -1,6 +1,6 @@
 """The zip file that `torch.save` writes: a pickle with the structure, and a record of bytes for each storage.
 
-    name/data.pkl      the pickle, decoded as data (`pickled.py`)
+    name/data.pkl      the pickle, decoded as data (`store/pickles.py`)
     name/byteorder     "little" or "big"
     name/data/0 ...    elements of storages, not compressed
 
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ..manifest import without_collection
+from ..pickles import PickledTensor, decode
 from ..storage import extent, open_file, read_into, read_strided
-from .pickled import Stored, decode
 
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
 
@@ -38,12 +39,13 @@ class Records:
         size: of the archive, in bytes.
 
     Attributes:
-        root: the decoded pickle, see `pickled.decode`.
+        root: the decoded pickle, see `pickles.decode`.
 
     Raises:
         CheckpointError: the file is not a zip file, is truncated, or was not written by `torch.save`.
     """
 
+    @without_collection()
     def __init__(self, location: str, file: Any, size: int) -> None:
         self._location, self._file, self._size = location, file, size
         self._records = self._directory()
@@ -55,7 +57,7 @@ class Records:
     def _fill(self, position: int, target: memoryview) -> None:
         read_into(self._file, position, target, self._location)
 
-    def check(self, name: str, stored: Stored) -> None:
+    def check(self, name: str, stored: PickledTensor) -> None:
         """Check a tensor before it is read.
 
         Raises:
@@ -82,7 +84,7 @@ class Records:
             )
 
     def read(
-        self, stored: Stored, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+        self, stored: PickledTensor, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Read a tensor, or a rectangle of it, after `check`. The result may have any strides.
 
@@ -96,7 +98,7 @@ class Records:
             start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
         return read_strided(self._fill, self.place(stored)[0], stored.dtype, start, shape, stored.stride)
 
-    def place(self, stored: Stored) -> tuple[int, int]:
+    def place(self, stored: PickledTensor) -> tuple[int, int]:
         """The position of a tensor's record in the file, and its size, in bytes."""
         return self._records[f"data/{stored.key}"]
 
@@ -170,7 +172,7 @@ class Archive(Records):
         self._file.close()
         self._map = None
 
-    def mapped(self, name: str, stored: Stored) -> torch.Tensor:
+    def mapped(self, name: str, stored: PickledTensor) -> torch.Tensor:
         """Map a tensor from the file, without reading it. It remains valid after the archive is closed.
 
         Raises:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
 from ..in_place import sync, write_synced
-from ..source import MODEL, OPTIMIZER, Entry, state_path
+from ..source import MODEL, OPTIMIZER, TensorEntry, state_path
 from ..storage import METADATA
 from .own import OneFileSink
 
@@ -38,7 +38,7 @@ class DcpSink(OneFileSink):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, TensorEntry],
         values: Mapping[str, Any],
         ties: Mapping[str, str] | None = None,
     ) -> None:

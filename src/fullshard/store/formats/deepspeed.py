@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..source import MODEL, OPTIMIZER, Entry, checked_shape
+from ..pickles import PickledCall, PickledTensor
+from ..source import MODEL, OPTIMIZER, TensorEntry, checked_shape
 from .archive import Archive
-from .pickled import Call, Stored
-from .pieced import Piece, PiecedSource
-from .state import State
+from .pieced import FilePiece, PiecedSource
+from .state import StateContents
 
 FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 STATES = ("_model_states.pt", "_optim_states.pt")
@@ -87,7 +87,7 @@ class DeepSpeedSource(PiecedSource):
             self._archives.append(Archive(file))
         self._models, self._optimizers = self._archives[::2], self._archives[1::2]
         self._world = len(self._models)
-        self._state = State(str(step), self._models[0].mapped)
+        self._state = StateContents(str(step), self._models[0].mapped)
         self.values = self._state.values
         try:
             model = self._models[0].root
@@ -108,9 +108,10 @@ class DeepSpeedSource(PiecedSource):
 
     def _check(self, rank: int, optimizer: Mapping[str, Any]) -> None:
         stage, parts = optimizer.get("zero_stage"), optimizer.get("partition_count")
-        stage = stage.arguments[0] if isinstance(stage, Call) and stage.arguments else stage
+        stage = stage.arguments[0] if isinstance(stage, PickledCall) and stage.arguments else stage
         if stage != 3:
-            raise CheckpointError(f"{self._path} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=stage)
+            got = stage if isinstance(stage, int) else type(stage).__name__
+            raise CheckpointError(f"{self._path} was not written by ZeRO-3.", rank=rank, expected="stage 3", got=got)
         if isinstance(parts, int) and parts != self._world:
             raise CheckpointError(
                 f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
@@ -136,13 +137,13 @@ class DeepSpeedSource(PiecedSource):
             self._add_partitioned(prefix + name + suffix, shape, pieces, start)
             start += self._part(shape)
 
-    def _add_partitioned(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], start: int) -> None:
+    def _add_partitioned(self, name: str, shape: tuple[int, ...], pieces: Sequence[FilePiece], start: int) -> None:
         """Add a tensor whose elements begin at `start` in the ranks' pieces."""
         runs, left = [], math.prod(shape)
         for piece in pieces:
             runs.append(piece.run(start, min(self._part(shape), left)))
             left -= runs[-1].stored.shape[0]
-        self._add(name, runs, Entry(shape, pieces[0].stored.dtype))
+        self._add(name, runs, TensorEntry(shape, pieces[0].stored.dtype))
 
     def _part(self, shape: tuple[int, ...]) -> int:
         return -(-math.prod(shape) // self._world)
@@ -164,13 +165,13 @@ class DeepSpeedSource(PiecedSource):
             full = f"{MODEL}{name}"
             if name in buffers:
                 self._add_whole(full, self._models[0], stored)
-            elif full in self.entries and isinstance(stored, Stored):
+            elif full in self.entries and isinstance(stored, PickledTensor):
                 by_record[stored.key] = full
-            elif not isinstance(stored, Stored):
+            elif not isinstance(stored, PickledTensor):
                 self._state.add_model({name: stored})
         for name, stored in model["module"].items():
             full = f"{MODEL}{name}"
-            if full not in self.entries and isinstance(stored, Stored):
+            if full not in self.entries and isinstance(stored, PickledTensor):
                 if stored.key not in by_record:
                     raise CheckpointError(f"{self._path} has no elements of a parameter.", parameter=name)
                 self.ties[full] = by_record[stored.key]
@@ -183,11 +184,11 @@ class DeepSpeedSource(PiecedSource):
         for index, group in enumerate(groups):
             for key, value in states[0]["state"].get(index, {}).items():
                 parts = [state["state"][index][key] for state in states]
-                if isinstance(value, Stored) and value.shape:
+                if isinstance(value, PickledTensor) and value.shape:
                     self._read_group(OPTIMIZER, f".{key}", group, parts)
                     continue
                 for name in group:
-                    if isinstance(value, Stored):
+                    if isinstance(value, PickledTensor):
                         self._add_whole(f"{OPTIMIZER}{name}.{key}", self._optimizers[0], value)
                     else:
                         plain = self._state.plain(value, f"{OPTIMIZER}{name}.{key}")
@@ -198,15 +199,15 @@ class DeepSpeedSource(PiecedSource):
         ]
 
 
-def _checked(archive: Archive, name: str, stored: Any, numel: int) -> Piece:
+def _checked(archive: Archive, name: str, stored: Any, numel: int) -> FilePiece:
     """One rank's part of a group or parameter."""
-    if not isinstance(stored, Stored) or stored.shape != (numel,):
-        got = stored.shape if isinstance(stored, Stored) else type(stored).__name__
+    if not isinstance(stored, PickledTensor) or stored.shape != (numel,):
+        got = stored.shape if isinstance(stored, PickledTensor) else type(stored).__name__
         raise CheckpointError(
             f"{archive.path}: a partition has the wrong size.", parameter=name, expected=(numel,), got=got
         )
     archive.check(name, stored)
-    return Piece(archive, stored)
+    return FilePiece(archive, stored)
 
 
 def _files(step: Path) -> list[Path]:

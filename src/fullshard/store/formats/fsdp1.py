@@ -4,7 +4,7 @@ A FULL_STATE_DICT is a single file (`torch_file.py`), and a SHARDED_STATE_DICT t
 LOCAL_STATE_DICT is refused: it holds flat parameters, and does not record which parameters they consist of.
 
 `torch.load(weights_only=True)` rejects ShardedTensors, because their pickles call `getattr`. Here pickles are decoded
-as data (`pickled.py`), and no process group is needed.
+as data (`store/pickles.py`), and no process group is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..source import MODEL, Entry
+from ..pickles import PickledCall, PickledTensor
+from ..source import MODEL, TensorEntry
 from .archive import Archive
-from .pickled import Call, Sharded, Stored
-from .pieced import Piece, PiecedSource
-from .state import State
+from .pieced import FilePiece, PiecedSource
+from .state import StateContents, TensorShards
 from .torch_file import SUFFIXES
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -57,11 +57,11 @@ class PerRankSource(PiecedSource):
     def _open(self) -> None:
         for file in _files(self._path):
             self._archives.append(Archive(file))
-        states = [State(str(archive.path), archive.mapped, sharded_tensor) for archive in self._archives]
+        states = [StateContents(str(archive.path), archive.mapped, sharded_tensor) for archive in self._archives]
         for archive, state in zip(self._archives, states, strict=True):
             state.add_all(archive.root)
         tensors = [state.tensors for state in states]
-        if not any(isinstance(tensor, Sharded) for of_file in tensors for tensor in of_file.values()):
+        if not any(isinstance(tensor, TensorShards) for of_file in tensors for tensor in of_file.values()):
             raise CheckpointError(
                 f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
                 remedy="convert one file",
@@ -86,12 +86,12 @@ class PerRankSource(PiecedSource):
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
             )
 
-    def _add_merged(self, name: str, tensors: Sequence[Stored | Sharded | None]) -> None:
+    def _add_merged(self, name: str, tensors: Sequence[PickledTensor | TensorShards | None]) -> None:
         """Add a tensor from its contents in each file: the whole tensor, some of its rows, or nothing."""
-        sharded: Sharded | None = None
-        parts: dict[int, tuple[int, Piece]] = {}  # first row -> the number of rows, and their elements
+        sharded: TensorShards | None = None
+        parts: dict[int, tuple[int, FilePiece]] = {}  # first row -> the number of rows, and their elements
         for archive, tensor in zip(self._archives, tensors, strict=True):
-            if isinstance(tensor, Stored):
+            if isinstance(tensor, PickledTensor):
                 self._add_whole(name, archive, tensor)
                 return
             if tensor is None:
@@ -110,9 +110,9 @@ class PerRankSource(PiecedSource):
                 if not sizes[0]:  # it begins where another rank's part does
                     continue
                 flat = replace(stored, shape=(math.prod(sizes),), stride=(1,))
-                parts.setdefault(offsets[0], (sizes[0], Piece(archive, flat)))
+                parts.setdefault(offsets[0], (sizes[0], FilePiece(archive, flat)))
         assert sharded is not None
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         next_row = 0
         for first_row, (rows, piece) in sorted(parts.items()):
             if first_row != next_row:
@@ -126,30 +126,30 @@ class PerRankSource(PiecedSource):
                 expected=f"{sharded.world} parts",
                 got=f"{len(parts)} parts",
             )
-        self._add(name, pieces, Entry(sharded.shape, sharded.dtype))
+        self._add(name, pieces, TensorEntry(sharded.shape, sharded.dtype))
 
 
-def sharded_tensor(call: Call) -> Sharded | None:
+def sharded_tensor(call: PickledCall) -> TensorShards | None:
     """The contents of a pickled ShardedTensor; None for any other class.
 
     Raises:
-        TypeError: its state differs from that of PyTorch 2.13.
+        Exception: any, if its state differs from that of PyTorch 2.13.
     """
     if call.name != SHARDED_TENSOR:
         return None
     shards, metadata = call.state[:2]
     parts = []
     for shard in shards:
-        tensor, box = shard.attribute("tensor"), shard.attribute("metadata")
-        offsets, sizes = _integers(box.attribute("shard_offsets")), _integers(box.attribute("shard_sizes"))
-        if not isinstance(tensor, Stored) or tensor.shape != sizes or len(offsets) != len(sizes) or not sizes:
+        tensor, box = shard.attributes["tensor"], shard.attributes["metadata"].attributes
+        offsets, sizes = _integers(box["shard_offsets"]), _integers(box["shard_sizes"])
+        if not isinstance(tensor, PickledTensor) or tensor.shape != sizes or len(offsets) != len(sizes) or not sizes:
             raise TypeError("the shape of a shard differs from its metadata")
         parts.append((offsets, sizes, tensor))
-    dtype = metadata.attribute("tensor_properties").state[0]
+    dtype = metadata.attributes["tensor_properties"].state[0]
     if not isinstance(dtype, torch.dtype) or any(part[2].dtype != dtype for part in parts):
         raise TypeError("the dtype of a shard differs from its metadata")
-    return Sharded(
-        _integers(metadata.attribute("size")), dtype, tuple(parts), len(metadata.attribute("shards_metadata"))
+    return TensorShards(
+        _integers(metadata.attributes["size"]), dtype, tuple(parts), len(metadata.attributes["shards_metadata"])
     )
 
 
@@ -160,7 +160,7 @@ def _integers(sizes: Any) -> tuple[int, ...]:
     return integers
 
 
-def _contiguous(stored: Stored) -> bool:
+def _contiguous(stored: PickledTensor) -> bool:
     expected = 1
     for size, stride in zip(reversed(stored.shape), reversed(stored.stride), strict=True):
         if size != 1 and stride != expected:

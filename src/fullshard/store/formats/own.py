@@ -21,7 +21,7 @@ from ..in_place import make_folders, put_in_place, remove_empty, write_synced
 from ..manifest import Manifest, versions
 from ..plan import GROUPS, SCALARS
 from ..read import Files
-from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
+from ..source import MODEL, OPTIMIZER, Sink, Source, TensorEntry
 from ..storage import MANIFEST, LocalStorage, Stored
 from ..tree import from_json, to_json
 from ..write import bytes_of, file_of, header_of
@@ -114,7 +114,7 @@ class FolderSink(Sink):
         CheckpointError: the path exists.
     """
 
-    def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, TensorEntry]) -> None:
         super().__init__(entries)
         self._path = Path(path).absolute()
         self._refuse_existing()
@@ -143,7 +143,7 @@ class OneFileSink(FolderSink):
         file: the name of the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, Entry], file: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, TensorEntry], file: str) -> None:
         super().__init__(path, entries)
         self._stored: dict[str, Stored] = {}
         try:
@@ -183,7 +183,7 @@ class CheckpointSink(OneFileSink):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, TensorEntry],
         values: Mapping[str, Any],
         ties: Mapping[str, str] | None = None,
     ) -> None:
@@ -196,7 +196,7 @@ class CheckpointSink(OneFileSink):
             },
             "state": to_json(values.get("state", {}), "state", self._tensors),
         }
-        entries = dict(entries) | {n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()}
+        entries = dict(entries) | {n: TensorEntry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()}
         super().__init__(path, entries, file_of(0))
         self._manifest = Manifest(
             step=int(values.get("step", 0)),

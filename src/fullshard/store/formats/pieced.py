@@ -16,22 +16,22 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..source import Entry, Source
+from ..pickles import PickledTensor
+from ..source import Source, TensorEntry
 from .archive import Archive
-from .pickled import Stored
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A tensor in one of the files."""
 
     archive: Archive
-    stored: Stored
+    stored: PickledTensor
 
-    def run(self, start: int, count: int) -> Piece:
+    def run(self, start: int, count: int) -> FilePiece:
         """Elements [start, start + count) of a one-dimensional tensor."""
         offset = self.stored.offset + start * self.stored.stride[0]
-        return Piece(self.archive, replace(self.stored, offset=offset, shape=(count,)))
+        return FilePiece(self.archive, replace(self.stored, offset=offset, shape=(count,)))
 
 
 class PiecedSource(Source):
@@ -45,8 +45,8 @@ class PiecedSource(Source):
         self._path = path
         self._archives: list[Archive] = []
         # By name: a piece with the whole tensor, or consecutive one-dimensional pieces. Checked.
-        self._pieces: dict[str, Piece | Sequence[Piece]] = {}
-        self.entries: dict[str, Entry] = {}
+        self._pieces: dict[str, FilePiece | Sequence[FilePiece]] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self.values: Mapping[str, Any] = {}
         self.ties: dict[str, str] = {}
         try:
@@ -59,21 +59,21 @@ class PiecedSource(Source):
     def _open(self) -> None:
         """Open the files, and read the lists of tensors and the values."""
 
-    def _add(self, name: str, pieces: Piece | Sequence[Piece], entry: Entry) -> None:
+    def _add(self, name: str, pieces: FilePiece | Sequence[FilePiece], entry: TensorEntry) -> None:
         if name in self.entries:
             raise CheckpointError(f"{self._path} has two tensors of the same name.", parameter=name)
         self._pieces[name], self.entries[name] = pieces, entry
 
     def _add_whole(self, name: str, archive: Archive, stored: Any) -> None:
         """Add a tensor that is whole in a single file."""
-        if not isinstance(stored, Stored):
+        if not isinstance(stored, PickledTensor):
             raise CheckpointError(f"{archive.path} has a value in place of a tensor.", parameter=name)
         archive.check(name, stored)
-        self._add(name, Piece(archive, stored), Entry(stored.shape, stored.dtype))
+        self._add(name, FilePiece(archive, stored), TensorEntry(stored.shape, stored.dtype))
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         pieces, shape = self._pieces[name], self.entries[name].shape
-        if isinstance(pieces, Piece):
+        if isinstance(pieces, FilePiece):
             return pieces.archive.read(pieces.stored, offsets, sizes)
         if not shape:
             return _elements(pieces, 0, 1, self.entries[name].dtype).reshape(())
@@ -88,14 +88,14 @@ class PiecedSource(Source):
 
     def files_of(self, name: str) -> list[str]:
         pieces = self._pieces[name]
-        return [piece.archive.path.name for piece in ([pieces] if isinstance(pieces, Piece) else pieces)]
+        return [piece.archive.path.name for piece in ([pieces] if isinstance(pieces, FilePiece) else pieces)]
 
     def close(self) -> None:
         for archive in self._archives:
             archive.close()
 
 
-def _elements(pieces: Sequence[Piece], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+def _elements(pieces: Sequence[FilePiece], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of the concatenated pieces. One-dimensional."""
     elements = torch.empty(stop - start, dtype=dtype, device="cpu")
     begin = 0  # where the piece begins in the concatenation

@@ -21,7 +21,7 @@ import torch
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...layout import dense_strides
 from ..in_place import check_room, sync
-from ..source import MODEL, Entry, Source
+from ..source import MODEL, Source, TensorEntry
 from ..storage import open_file, read_into, read_strided
 from ..write import bytes_of
 from .own import FolderSink
@@ -51,7 +51,7 @@ class SafetensorsSource(Source):
         self.ties: Mapping[str, str] = {}
         self._files: list[_File] = []
         self._places: dict[str, tuple[_File, str]] = {}  # by entry: the file, and the tensor's name in it
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         try:
             for named_path, real_path, indexed_names in _files_of(Path(path), stem):
                 file = _File(named_path, real_path)
@@ -65,7 +65,7 @@ class SafetensorsSource(Source):
         except BaseException:
             self.close()
             raise
-        self.entries: Mapping[str, Entry] = entries
+        self.entries: Mapping[str, TensorEntry] = entries
 
     def _check(self, file: _File, indexed_names: set[str] | None) -> None:
         """Check that a file contains exactly the tensors that the index lists for it."""
@@ -116,7 +116,7 @@ class _File:
             self.close()
             raise
 
-    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Read a rectangle of a tensor, into new memory."""
         if self._file.closed:
             raise ConfigError("A safetensors file was closed and then read.", parameter=name, got=str(self.path))
@@ -237,7 +237,7 @@ class SafetensorsSink(FolderSink):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, TensorEntry],
         max_file_bytes: int = MAX_FILE_BYTES,
         stem: str = "model",
     ) -> None:
@@ -284,11 +284,11 @@ class SafetensorsSink(FolderSink):
             sync(path)
 
 
-def _split(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, Entry]]]:
+def _split(entries: Mapping[str, TensorEntry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, TensorEntry]]]:
     """The names of files and the tensors in each, in order."""
     if not isinstance(max_bytes, int) or max_bytes <= 0:
         raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
-    files: list[dict[str, Entry]] = [{}]
+    files: list[dict[str, TensorEntry]] = [{}]
     nbytes = 0
     for name, entry in entries.items():
         if not name.startswith(MODEL) or name == MODEL or name.removeprefix(MODEL) == "__metadata__":

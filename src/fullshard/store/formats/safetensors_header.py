@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
-from ..source import Entry, checked_shape
+from ..source import TensorEntry, checked_shape
 from ..tree import unique_keys
 
 DTYPES: dict[str, torch.dtype] = {
@@ -60,7 +60,7 @@ class Header:
         starts: by name, the position of the first element in the file, in bytes.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     starts: dict[str, int]
 
 
@@ -134,7 +134,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _entry(name: str, fields: dict[str, Any], nbytes: int, location: str) -> Entry:
+def _entry(name: str, fields: dict[str, Any], nbytes: int, location: str) -> TensorEntry:
     shape, kind = fields.get("shape"), fields.get("dtype")
     if unknown := fields.keys() - {"shape", "dtype", "data_offsets"}:
         raise _damaged(location, f"{name!r} with dtype, shape and data_offsets", f"{min(unknown)!r}"[:100])
@@ -146,7 +146,7 @@ def _entry(name: str, fields: dict[str, Any], nbytes: int, location: str) -> Ent
             got=repr(kind)[:100],
         )
     try:
-        entry = Entry(checked_shape(name, shape), DTYPES[kind])
+        entry = TensorEntry(checked_shape(name, shape), DTYPES[kind])
     except ValueError as error:
         raise _damaged(location, f"{name!r} with a shape", str(error)) from None
     if entry.nbytes != nbytes:
@@ -163,7 +163,7 @@ def _damaged(location: str, expected: str, got: str) -> DamagedCheckpointError:
     )
 
 
-def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def make_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """A header for tensors without gaps, and by name the position of each tensor in the file, in bytes.
 
     Raises:

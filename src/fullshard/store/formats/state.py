@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
+from ..pickles import PickledCall, PickledName, PickledTensor
 from ..source import MODEL, MODEL_KEYS, MOST_NAME, OPTIMIZER, OPTIMIZER_KEYS, state_path
-from .pickled import Call, Global, Sharded, Stored
 
 GROUPS = "param_groups"
 DEEPEST = 64  # containers within containers
@@ -33,8 +33,24 @@ UNNAMED = (
 )
 
 
+@dataclass(frozen=True)
+class TensorShards:
+    """One rank's part of a tensor that is split over several files.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+        parts: the rectangles in this file: offsets and sizes on every dim, and the tensor that holds the elements.
+        world: the number of parts in all files.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], PickledTensor], ...]
+    world: int
+
+
 @dataclass(eq=False)
-class State:
+class StateContents:
     """See the module's docstring.
 
     Args:
@@ -48,8 +64,8 @@ class State:
     """
 
     file: str
-    read: Callable[[str, Stored], torch.Tensor]
-    decode_call: Callable[[Call], Any] = lambda call: None
+    read: Callable[[str, PickledTensor], torch.Tensor]
+    decode_call: Callable[[PickledCall], Any] = lambda call: None
     tensors: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     count: int = 0
@@ -74,7 +90,7 @@ class State:
                 got=len(name),
             )
         value = self._decoded(value, name)
-        if isinstance(value, Stored | Sharded):
+        if isinstance(value, PickledTensor | TensorShards):
             if name in self.tensors:
                 raise CheckpointError(f"{self.file}: two tensors have the same name.", parameter=name)
             self.tensors[name] = value
@@ -107,7 +123,7 @@ class State:
         for key, value in state.items():
             self._count(depth)
             name, value = f"{path}.{key}", self._decoded(value, f"{path}.{key}")
-            if isinstance(value, Stored | Sharded):
+            if isinstance(value, PickledTensor | TensorShards):
                 self._add(name, value)
             elif isinstance(value, dict) and value:
                 if inner := self._add_state(value, name, depth + 1):
@@ -132,9 +148,9 @@ class State:
         """
         self._count(depth)
         value = self._decoded(value, path)
-        if isinstance(value, Stored):
+        if isinstance(value, PickledTensor):
             return self.read(path, value)
-        if isinstance(value, Sharded):
+        if isinstance(value, TensorShards):
             raise CheckpointError(
                 f"{self.file}: a sharded tensor belongs to neither the model nor the optimizer.", parameter=path
             )
@@ -146,12 +162,17 @@ class State:
 
     def _decoded(self, value: Any, path: str) -> Any:
         """The value of an instance of a supported class; any other value unchanged."""
-        if isinstance(value, Call):
+        if isinstance(value, PickledCall):
             if value.name == "argparse.Namespace" and isinstance(value.state, dict):
                 return value.state
-            if (decoded := self.decode_call(value)) is not None:
+            try:
+                decoded = self.decode_call(value)
+            except Exception as error:  # its state may be anything
+                reason = f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"{self.file}: {value.name} is damaged ({reason}).", parameter=path) from error
+            if decoded is not None:
                 return decoded
-        if isinstance(value, Call | Global):
+        if isinstance(value, PickledCall | PickledName):
             raise CheckpointError(
                 f"{self.file} contains {value.name}, not a tensor or plain value. Loading it would execute code.",
                 parameter=path or None,
@@ -173,7 +194,7 @@ class State:
         """
         root = self._decoded(root, "")
         if not isinstance(root, dict):
-            got = "a tensor" if isinstance(root, Stored | Sharded) else f"a {type(root).__name__}"
+            got = "a tensor" if isinstance(root, PickledTensor | TensorShards) else f"a {type(root).__name__}"
             raise CheckpointError(f"{self.file} does not contain a state dict.", expected="a dict", got=got)
         model = next((key for key in MODEL_KEYS if isinstance(root.get(key), dict)), None)
         optimizer = next((key for key in OPTIMIZER_KEYS if _is_optimizer(root.get(key))), None)

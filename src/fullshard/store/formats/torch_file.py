@@ -15,10 +15,10 @@ import torch
 from torch.serialization import skip_data
 
 from ..in_place import put_in_place
-from ..source import Entry, Sink, Source
+from ..source import Sink, Source, TensorEntry
 from ..write import bytes_of
 from .archive import Archive
-from .state import State, leaves, nested, replaced
+from .state import StateContents, leaves, nested, replaced
 
 SUFFIXES = (".pt", ".pth", ".bin")
 SAVING = ".saving"
@@ -38,7 +38,7 @@ class TorchFileSource(Source):
     def __init__(self, path: Path) -> None:
         self._archive = Archive(path)
         try:
-            state = State(str(path), self._archive.mapped)
+            state = StateContents(str(path), self._archive.mapped)
             state.add_all(self._archive.root)
             for name, stored in state.tensors.items():
                 self._archive.check(name, stored)
@@ -49,7 +49,7 @@ class TorchFileSource(Source):
         originals = {name: first_names.setdefault(stored, name) for name, stored in state.tensors.items()}
         self.ties = {name: original for name, original in originals.items() if name != original}
         self._stored = {name: stored for name, stored in state.tensors.items() if name not in self.ties}
-        self.entries = {name: Entry(stored.shape, stored.dtype) for name, stored in self._stored.items()}
+        self.entries = {name: TensorEntry(stored.shape, stored.dtype) for name, stored in self._stored.items()}
         self.values = state.values
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -78,7 +78,7 @@ class TorchFileSink(Sink):
     def __init__(
         self,
         path: Path,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, TensorEntry],
         values: Mapping[str, Any],
         ties: Mapping[str, str] | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class TorchFileSink(Sink):
         self._file: IO[bytes] | None = None
         in_values = [leaf.detach() for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
         unnamed = {f"\0{i}": tensor for i, tensor in enumerate(in_values)}
-        super().__init__({**entries, **{n: Entry(tuple(t.shape), t.dtype) for n, t in unnamed.items()}})
+        super().__init__({**entries, **{n: TensorEntry(tuple(t.shape), t.dtype) for n, t in unnamed.items()}})
         try:
             self._reserve(entries, unnamed, values, ties or {})
             self._file = self._saving.open("r+b")
@@ -133,7 +133,7 @@ class TorchFileSink(Sink):
         self._saving.unlink(missing_ok=True)
 
 
-def _space(entry: Entry) -> torch.Tensor:
+def _space(entry: TensorEntry) -> torch.Tensor:
     """A tensor with its own storage, whose memory is allocated but never touched."""
     storage = torch.UntypedStorage(entry.nbytes, device="cpu")
     return torch.empty(0, dtype=entry.dtype, device="cpu").set_(storage, 0, (entry.numel,), (1,)).view(entry.shape)
