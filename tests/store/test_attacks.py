@@ -355,6 +355,13 @@ def directory_says(field: int, value: Callable[[int], int]) -> Callable[[ForgedD
     return changed
 
 
+def parts_of_many(forged: ForgedDcp) -> None:
+    """One list of many parts without elements, for two tensors."""
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([0, 3]))] * 1000
+    empty = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([0, 3]), chunks)
+    forged.metadata.state_dict_metadata |= {WEIGHT: empty, "model.2.weight": empty}
+
+
 def long_name_in_metadata(forged: ForgedDcp) -> None:
     forged.metadata.state_dict_metadata[f"model.{DOTS}"] = forged.metadata.state_dict_metadata[WEIGHT]
 
@@ -394,6 +401,8 @@ DCP: dict[str, tuple[Change, str]] = {
     "data beyond its record": (record(directory_says(42, lambda size: size - 40)), "truncated"),
     "data of two sizes": (record(directory_says(20, lambda size: 4)), "compressed"),  # its neighbour's for the rest
     "a long path": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model", DOTS)}), "not a short name or"),
+    "a path of many keys": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model",) * 1000}), "too many keys"),
+    "a list of parts for many tensors": (parts_of_many, "parts in"),
     "a long name": (long_name_in_metadata, "1000006 characters"),
     "keys of one hash": (
         lambda f: setattr(f.metadata, "planner_data", dict.fromkeys(ONE_HASH, ("model",))),
