@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard import fully_shard
 from fullshard.agreement.log import Log
-from fullshard.api import whole
+from fullshard.api import save_pretrained
 from quantised import GatheredInt8
 from raising import Programs, assert_raised, outcome, sharded, two_layers, words_of, wrapped
 
@@ -236,6 +236,6 @@ def verified(mesh: DeviceMesh) -> None:
 @PROGRAMS.raise_("PhaseError: save_pretrained of a sharded model gathers its weights")
 def weights_of_the_main_process_alone(rank: int, folder: Path) -> None:
     model = sharded()
-    whole.PATIENCE = 0.5
+    save_pretrained.PATIENCE = 0.5
     if rank == 0:
-        whole.gathered(model, "save_pretrained")
+        save_pretrained.gathered(model, "save_pretrained")
