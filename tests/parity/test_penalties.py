@@ -111,6 +111,11 @@ READ: dict[str, Callable[[Tensor], Any]] = {  # by Python, from a parameter and 
     "of a copy": lambda p: p.clone().norm().item(),
     "a change": lambda p: (p - p.clone() * 2).norm().item(),
     "in double": lambda p: p.double().sum().item(),
+    "added in place": lambda p: torch.zeros(()).add_(p.norm()).item(),
+    "in an element": lambda p: torch.zeros(3).index_put_((torch.tensor([1]),), p.norm().view(1)).sum().item(),
+    "clipped": lambda p: f"{torch.nn.utils.get_total_norm([p, 2 * p]):.3f}",
+    "of a list": lambda p: [norm.item() for norm in torch._foreach_norm([p, 2 * p])],
+    "of a deep copy": lambda p: copy.deepcopy(p).norm().item(),
 }
 READ_OF_ROWS: dict[str, Callable[[Tensor], Any]] = {  # refused of flat shards
     "close": lambda p: torch.allclose(p, p + 1e-9) and not p.allclose(p * (p > 0)),
@@ -123,6 +128,17 @@ READ_OF_ROWS: dict[str, Callable[[Tensor], Any]] = {  # refused of flat shards
     "both extremes": lambda p: torch.aminmax(p, dim=1)[0].sum().item(),
     "dot product": lambda p: (p @ p.T).trace().item(),
     "entropy": lambda p: -(p.softmax(1) * p.log_softmax(1)).sum().item(),
+    "columns with any": lambda p: (p > 0.2).any(0).sum().item(),
+    "rows with any": lambda p: torch.any(p > 0.2, dim=1, keepdim=True).float().mean().item(),
+    "any, as a number": lambda p: (p > -9).any().float().item(),
+    "where the largest is": lambda p: p.argmax().item(),
+    "where the smallest of columns are": lambda p: p.argmin(dim=0).sum().item(),
+    "largest of columns": lambda p: p.amax(dim=0, keepdim=True).sum().item(),
+    "smallest of rows": lambda p: torch.amin(p, 1).sum().item(),
+}
+READ_OF_SEVERAL_ROWS: dict[str, Callable[[Tensor], Any]] = {  # DTensor refuses these of one row
+    "centred in place": lambda p: p.clone().sub_(p.mean(0, keepdim=True)).pow(3).sum().item(),
+    "scaled in place": lambda p: p.clone().div_(p.norm(dim=0, keepdim=True)).pow(3).sum().item(),
 }
 
 
@@ -162,6 +178,8 @@ def test_penalties_are_those_of_one_process(run_ranks, layout, rows):
 
 
 def alike(ours: Any, theirs: Any) -> bool:
+    if type(theirs) is list:
+        return all(map(alike, ours, theirs))
     return bool(ours == theirs or (type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-4, abs_tol=1e-5)))
 
 
@@ -173,7 +191,8 @@ def differently_read(layout: str, rows: int) -> dict[str, Any]:
     for module in (plain, model):
         module(torch.linspace(-1, 1, 6).view(2, 3)).square().sum().backward()
     found: dict[str, Any] = {}
-    for name, read in {**READ, **(READ_OF_ROWS if layout == "rows" else {})}.items():
+    of_rows = {**READ_OF_ROWS, **(READ_OF_SEVERAL_ROWS if rows > 1 else {})}
+    for name, read in {**READ, **(of_rows if layout == "rows" else {})}.items():
         pairs = [(w.detach(), w.data, w.grad) for w in (model.weight, plain.weight)]
         for ours, theirs in zip(*[[read(tensor) for tensor in tensors] for tensors in pairs], strict=True):
             if type(ours) is not type(theirs) or not alike(ours, theirs):
@@ -187,6 +206,19 @@ def differently_read(layout: str, rows: int) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_values_read_by_python_are_those_of_one_process(run_ranks, layout, rows):
     assert run_ranks(differently_read, layout, rows) == [{}, {}]
+
+
+def into_tensor() -> str:
+    weight = fullshard.fully_shard(nn.Linear(3, 4, bias=False)).weight
+    with pytest.raises(fullshard.PhaseError) as error:
+        torch.tensor([weight.norm()])
+    return str(error.value)
+
+
+def test_a_constructor_of_tensors_cannot_read_parts(run_ranks):
+    message = run_ranks(into_tensor)[1]
+    assert "torch.tensor() cannot read a value" in message and "parameter: weight" in message
+    assert "torch.stack(values)" in message
 
 
 def with_nan(layout: str, at: int) -> list[bool]:

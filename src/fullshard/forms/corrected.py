@@ -4,8 +4,10 @@ Wrong with torch 2.13, for tensors split over ranks (`tests/parity/test_penaltie
 
 - the mean of a loss (`mse_loss`, ...): its gradient is multiplied by the number of ranks, and uneven parts count alike;
 - the gradient of the largest or smallest element by `amax`, `amin` or `norm(inf)`: NaN; where a rank's element is NaN,
-  the value; on a rank that has no part of the tensor any of these, and `max` and `min`, raise while other ranks wait;
-- the sum of norms along the split dimension: parts are summed before they are combined.
+  the value; on a rank that has no part of the tensor any of these, `max`, `min`, `argmax` and `argmin` raise while
+  other ranks wait;
+- the sum of norms along the split dimension: parts are summed before they are combined;
+- what is computed from `any`: each rank's answer counts as one.
 """
 
 from __future__ import annotations
@@ -92,9 +94,37 @@ def _extremes(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) 
         return NotImplemented
     if isinstance(dims, torch.Tensor) or (func in _OF_TWO and "dim" in options):  # of two tensors; with places
         return NotImplemented
-    if not covers_all(dims, tensor.ndim):
+    largest, local = "max" in func.__name__, local_of(tensor)
+    if covers_all(dims, tensor.ndim):
+        return _shaped(_extreme(tensor, largest), tensor, options)
+    if local.numel() or (tensor.requires_grad and torch.is_grad_enabled()):
         return NotImplemented
-    return _shaped(_extreme(tensor, "max" in func.__name__), tensor, options)
+    listed: Any = [dims] if isinstance(dims, int) else dims
+    reduced = {dim % tensor.ndim for dim in listed}
+    shape = [1 if size == 0 and dim in reduced else size for dim, size in enumerate(local.shape)]
+    values = local.new_full(shape, _neutral(tensor, largest))
+    del options["tensor"]
+    return plain_call(func, types, (with_spec(values, spec_of(tensor)),), options)
+
+
+def _any(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Whether not all elements are zero."""
+    options = {"input": args[0], **kwargs} if args else {**kwargs}
+    tensor = options.pop("input")
+    if "out" in options or not isinstance(tensor, DTensor):
+        return NotImplemented
+    found = ~(tensor == 0).all(*args[1:], **options)
+    return found.to(torch.uint8) if tensor.dtype is torch.uint8 else found
+
+
+def _place(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Where the largest or smallest element is; from the whole tensor, on every rank."""
+    options = {"input": args[0], **kwargs} if args else {**kwargs}
+    tensor: Any = options.pop("input")
+    if not isinstance(tensor, DTensor):
+        return NotImplemented
+    whole = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return getattr(torch, func.__name__)(whole, *args[1:], **options)
 
 
 def _allclose(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -114,19 +144,21 @@ def _extreme(tensor: Any, largest: bool, of_norm: bool = False) -> Any:
     """
     values, local = tensor, local_of(tensor)
     if not local.numel():  # torch refuses these, on this rank only
-        if tensor.is_floating_point():
-            least, most = 0.0 if of_norm else -math.inf, math.inf
-        else:
-            limits = torch.iinfo(torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
-            least, most = limits.min, limits.max
-        neutral = least if largest else most
-        values = with_spec(local.new_full((1,), neutral), spec_of(tensor))
+        values = with_spec(local.new_full((1,), _neutral(tensor, largest, of_norm)), spec_of(tensor))
     with torch.no_grad(), plain_access():
         extreme = values.max() if largest else values.min()
         if tensor.is_floating_point():  # collectives may leave out NaN
             extreme = extreme + torch.where(values.isnan(), values, 0).sum()
     keep_mesh(extreme, tensor)
     return _Extreme.apply(tensor, extreme) if tensor.requires_grad and torch.is_grad_enabled() else extreme
+
+
+def _neutral(tensor: torch.Tensor, largest: bool, of_norm: bool = False) -> float:
+    """What a rank without elements contributes to an extreme."""
+    if tensor.is_floating_point():
+        return (0.0 if of_norm else -math.inf) if largest else math.inf
+    limits = torch.iinfo(torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
+    return limits.min if largest else limits.max
 
 
 class _Extreme(torch.autograd.Function):
@@ -161,5 +193,7 @@ _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _norm),
     **dict.fromkeys((torch.dist, torch.Tensor.dist), _distance),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _allclose),
+    **dict.fromkeys((torch.any, torch.Tensor.any), _any),
+    **dict.fromkeys((torch.argmax, torch.Tensor.argmax, torch.argmin, torch.Tensor.argmin), _place),
     **dict.fromkeys((torch.amax, torch.Tensor.amax, torch.amin, torch.Tensor.amin, *_OF_TWO), _extremes),
 }

@@ -149,6 +149,17 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
     )
 
 
+def read_by_constructor(parameter: str | None) -> PhaseError:
+    """The error for `torch.tensor` of values that ranks have in parts; it runs where nothing can be communicated."""
+    return PhaseError(
+        "torch.tensor() cannot read a value computed from a sharded parameter.",
+        parameter=parameter,
+        expected="a number, or a plain tensor",
+        got="a DTensor, of which each rank has a part",
+        remedy="torch.stack(values), or torch.tensor([value.item() for value in values]), on every rank",
+    )
+
+
 def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any) -> ConfigError:
     """The error for a `.data` that was set to something other than the shard."""
     return ConfigError(

@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..comm import can_open, values_of_all
-from ..containers import call_apart
+from ..containers import call_apart, drain
 from ..dtypes import KNOWN
 from ..mesh import backend_of
 from ..readers import READERS
@@ -35,7 +36,14 @@ from .changes import changes_in_place, give_up_gradient, mark_view, note_change,
 from .corrected import corrected
 from .elementwise import on_locals
 from .member import NAME_KEY, attributes_of
-from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
+from .messages import (
+    copied_into_whole,
+    data_of_another_shape,
+    data_on_meta,
+    read_by_constructor,
+    saved_by_torch,
+    used_while_freed,
+)
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
 """Attribute of a `RowShard`: the number of leading dims of its mesh that are data-parallel."""
@@ -50,8 +58,7 @@ class RowShard(DTensor):
     recorded, so that a pending backward does not run with other weights; gradients through `full_tensor()` are averaged
     over the ranks of the mesh, which compute different batches; `copy_` accepts whole tensors; and a single value that
     Python reads (`p.norm().item()`) is that of all ranks, not this rank's part.
-    Gradients, and results of operations, are of this class, too; pickled or copied they become plain DTensors in memory
-    of their own.
+    Gradients, results of operations and deep copies are of this class, too; what is pickled becomes a plain DTensor.
     """  # no __slots__: code that stages tensors for a checkpoint reads DTensor's
 
     @property
@@ -125,7 +132,8 @@ class RowShard(DTensor):
             refused: torch.Tensor = super().__deepcopy__(memo)  # which raises
             return refused
         if id(self) not in memo:
-            memo[id(self)] = copied = self._apart(copy.deepcopy(attributes_of(self), memo))
+            copied = as_row_shard(self._apart(copy.deepcopy(attributes_of(self), memo)))
+            memo[id(self)] = copied
             if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # copies of Parameters have no grad
                 copied.grad = copy.deepcopy(self.grad, memo)
         result: torch.Tensor = memo[id(self)]
@@ -144,12 +152,16 @@ class RowShard(DTensor):
             return plain_call(func, types, args, kwargs or {})
         if func in _READS and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
             with torch.no_grad(), plain_access():
-                whole = full_of(args[0].detach())
+                if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
+                    raise read_by_constructor(name_of(args))
+                whole = full_of(detached)
             return func(whole, *args[1:], **(kwargs or {}))
         if READERS:
             wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
+            if type(result) is tuple:  # norms
+                drain(map(setattr, result, repeat("__class__"), repeat(RowShard)))
             return result
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
@@ -166,6 +178,8 @@ class RowShard(DTensor):
 
 def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor makes of an operation; its error about plain tensors says that a unit is freed."""
+    if args and (changes_in_place(getattr(func, "__name__", "")) or func is torch.Tensor.__setitem__):
+        args = (args[0], *[_to_write(value, args[0]) for value in args[1:]])
     try:
         result = plain_call(func, types, args, kwargs)
     except RuntimeError as error:
@@ -184,6 +198,17 @@ def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     return result
 
 
+def _to_write(value: Any, target: Any) -> Any:
+    """An argument of an operation that writes to `target`, as DTensor takes it: parts are combined first."""
+    if not isinstance(value, DTensor) or is_compiling():
+        return value
+    if not isinstance(target, DTensor):
+        return value.full_tensor() if value.numel() == 1 else value
+    if any([placement.is_partial() for placement in value.placements]):
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return value
+
+
 def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
     """Per tensor, whether it is a DTensor, if `func` works on a list (foreach, fused optimizers); else empty."""
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
@@ -197,7 +222,7 @@ def _leads_on(func: Callable[..., Any], result: DTensor, args: tuple[Any, ...], 
     So `p.grad.abs().max().item()` is that of all ranks. State of optimizers stays a plain DTensor.
     """
     name = getattr(func, "__name__", "")
-    if name.startswith(("new_", "_foreach_", "_fused_")) or name.endswith("_like"):
+    if name.startswith("new_") or name.endswith("_like"):
         return result.grad_fn is not None
     return not any([result is value for value in (*args, *kwargs.values())])  # changed in place
 
