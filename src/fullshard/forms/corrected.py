@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..torch_private.local_tensor import keep_mesh, local_of, plain_access, plain_call, spec_of, with_spec
 
@@ -123,8 +123,8 @@ def _place(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     tensor: Any = options.pop("input")
     if not isinstance(tensor, DTensor):
         return NotImplemented
-    whole = tensor.detach().full_tensor()  # type: ignore[attr-defined]
-    return getattr(torch, func.__name__)(whole, *args[1:], **options)
+    place = getattr(torch, func.__name__)(tensor.detach().full_tensor(), *args[1:], **options)  # type: ignore[attr-defined]
+    return DTensor.from_local(place, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
 
 
 def _allclose(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> bool:

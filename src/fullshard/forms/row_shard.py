@@ -150,7 +150,7 @@ class RowShard(DTensor):
     ) -> Any:
         if func in _FACTS:
             return plain_call(func, types, args, kwargs or {})
-        if func in _READS and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
+        if func in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
             with torch.no_grad(), plain_access():
                 if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
                     raise read_by_constructor(name_of(args))
@@ -178,8 +178,8 @@ class RowShard(DTensor):
 
 def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor makes of an operation; its error about plain tensors says that a unit is freed."""
-    if args and (changes_in_place(getattr(func, "__name__", "")) or func is torch.Tensor.__setitem__):
-        args = (args[0], *[_to_write(value, args[0]) for value in args[1:]])
+    if args and not is_compiling() and (changes_in_place(getattr(func, "__name__", "")) or func in _ASSIGNS):
+        args = _combined(*args)
     try:
         result = plain_call(func, types, args, kwargs)
     except RuntimeError as error:
@@ -198,15 +198,21 @@ def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     return result
 
 
-def _to_write(value: Any, target: Any) -> Any:
-    """An argument of an operation that writes to `target`, as DTensor takes it: parts are combined first."""
-    if not isinstance(value, DTensor) or is_compiling():
-        return value
+def _combined(target: Any, *values: Any) -> tuple[Any, ...]:
+    """Arguments of an operation that writes to `target`; whole where ranks have parts, which DTensor refuses."""
     if not isinstance(target, DTensor):
-        return value.full_tensor() if value.numel() == 1 else value
-    if any([placement.is_partial() for placement in value.placements]):
-        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-    return value
+        return target, *[v.full_tensor() if isinstance(v, DTensor) and v.numel() == 1 else v for v in values]
+    everywhere = [Replicate()] * target.device_mesh.ndim
+    if _is_partial(target):
+        if target.requires_grad:
+            return target, *values
+        become(target, target.redistribute(placements=everywhere))
+    return target, *[v.redistribute(placements=everywhere) if _is_partial(v) else v for v in values]
+
+
+def _is_partial(value: Any) -> bool:
+    """Whether ranks have parts of each element, to be combined."""
+    return isinstance(value, DTensor) and any([placement.is_partial() for placement in value.placements])
 
 
 def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
@@ -336,6 +342,12 @@ _VIEWS = {
     torch.Tensor.to,
     torch.Tensor.__getitem__,
 }
+
+_ASSIGNS = {
+    torch.Tensor.__setitem__,
+    *[getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "truediv")],
+}
+"""Functions that write to their first argument, beside those whose names end in "_"."""
 
 _READS = {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "float", "int", "index", "complex", "format")}
 _READS |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.is_nonzero}
