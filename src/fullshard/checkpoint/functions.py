@@ -24,10 +24,10 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime import take_over_replaced
 from ..text import clean_path, plain_name
 from . import optimizer_state, value_forms
-from .group_settings import converted, named_groups, settings_to_load
+from .group_settings import converted, settings_to_load
 from .model import cut_whole_values, in_form, materialize
 from .table import Table, has_full_tensor, settle
-from .targets import Target, settle_state, targets_of
+from .targets import Target, named_groups, settle_state, targets_of
 from .value_forms import StateForm
 from .whole import Wanted, saved_values
 

@@ -11,7 +11,6 @@ State dicts and checkpoints on disk follow this one rule.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,20 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, message
-from .targets import Target
+from .targets import NOT_SETTINGS, Target
 from .value_forms import same
-
-NOT_SETTINGS = ("params", "param_names")
-"""The keys of a group that are not settings."""
-
-
-def named_groups(targets: Sequence[Target], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's groups in saved form: copies of their settings, and the names of their parameters."""
-    return [
-        {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
-        | {"params": [row.name for target in targets if target.group == number for row in target.rows]}
-        for number, group in enumerate(groups)
-    ]
 
 
 def settings_to_load(

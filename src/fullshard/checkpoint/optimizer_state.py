@@ -18,9 +18,9 @@ from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
 from .fit import check_shape, rounding_error
-from .group_settings import NOT_SETTINGS, is_compatible, named_groups, put, settings_to_load
+from .group_settings import is_compatible, put, settings_to_load
 from .table import Named, Table
-from .targets import Kinds, Target, kinds_of, merged_kinds, settle_state, targets_of
+from .targets import NOT_SETTINGS, Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
 from .value_forms import StateForm
 from .whole import Wanted, saved_values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,8 +12,10 @@ import torch
 from ..comm import objects_of_all
 from ..errors import CheckpointError, DivergenceError, FullshardError
 from ..forms import FlatShard
-from . import value_forms
 from .table import Named, Table
+
+NOT_SETTINGS = ("params", "param_names")
+"""The keys of a group that are not settings."""
 
 
 @dataclass(eq=False)
@@ -65,10 +68,10 @@ def targets_of(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Target
     covered: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}  # by the id of a tensor
     covered |= {key: ([row], None) for key, row in table.by_tensor.items()}
     for unit, _ in table.units:
-        for tensor, begin, length, members in value_forms.views_of(unit):
+        for tensor, view_of_run, members in unit.optimizer_views():
             rows = [row for member in members if (row := table.of(member)) is not None]
             if rows:
-                covered[id(tensor)] = (rows, (begin, length))
+                covered[id(tensor)] = (rows, (view_of_run.offset, view_of_run.length))
     targets: list[Target] = []
     for number, group in enumerate(groups):
         for tensor in group["params"]:
@@ -82,6 +85,15 @@ def targets_of(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Target
             rows, view = covered[id(tensor)]
             targets.append(Target(tensor, rows, number, len(targets), view))
     return targets
+
+
+def named_groups(targets: Sequence[Target], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups in saved form: copies of their settings, and the names of their parameters."""
+    return [
+        {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
+        | {"params": [row.name for target in targets if target.group == number for row in target.rows]}
+        for number, group in enumerate(groups)
+    ]
 
 
 @dataclass(frozen=True)

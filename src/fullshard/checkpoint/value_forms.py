@@ -20,7 +20,7 @@ from ..dtypes import as_moved
 from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of, rows_on_rank
 from ..mesh import MeshAxes
-from ..shard import Bucket, Unit
+from ..shard import Bucket
 from ..torch_private.sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
 from .fit import check_shape
 
@@ -71,18 +71,6 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
     if member.part.numel and not whole.is_meta:
         local.copy_(bucket.cut(whole, member))
     return local
-
-
-def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]]:
-    """Yield the views that optimizers update in place of parameters.
-
-    Yields:
-        view, begin, length, members: it covers [begin, begin + length) of a bucket's shard, and these parameters there.
-    """
-    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-        for view in gradients.delivery.views:
-            if view.tensor is not None:
-                yield view.tensor, view.offset, view.length, [bucket.members[i] for i in view.members]
 
 
 def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ from torch import nn
 from ..api.functional.fully_shard import fully_shard
 from ..api.functional.module import FSDPModule, register_fsdp_forward_method
 from ..api.gradient_settings import without_sync
-from ..checkpoint import value_forms
 from ..errors import PhaseError, invalid_argument
 from ..forms import successor_of
 from ..insight.monitor import Monitor
@@ -184,7 +183,7 @@ def repoint(optimizer: torch.optim.Optimizer) -> None:
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has parameters of a model, from before or after sharding, or views of them."""
-    views = [tensor for runner in runners_in(model) for tensor, *_ in value_forms.views_of(runner.unit)]
+    views = [tensor for runner in runners_in(model) for tensor, *_ in runner.unit.optimizer_views()]
     steppable = {id(tensor) for tensor in (*model.parameters(), *views)}
     return any(id(successor_of(p)) in steppable for group in optimizer.param_groups for p in group["params"])
 

@@ -14,7 +14,7 @@ one and the results of the last are under way:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
@@ -186,26 +186,18 @@ def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
     for parameter in parameters:
         if id(parameter) not in places and (unit := owner_of(parameter)) is not None:
             places |= {id(member.sharded): (unit.number, index) for index, member in enumerate(unit.members)}
-            for tensor, bucket, members in views_of(unit):
-                places[id(tensor)] = places[id(bucket.members[members[0]].sharded)]
+            for tensor, _, members in unit.optimizer_views():
+                places[id(tensor)] = places[id(members[0].sharded)]
     return places
-
-
-def views_of(unit: Any) -> Iterator[tuple[torch.Tensor, Any, list[int]]]:
-    """Each `optimizer_view` or `FlatParameter` of a unit, with its bucket and the indices of its parameters there."""
-    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-        for view in gradients.delivery.views:
-            if view.tensor is not None:
-                yield view.tensor, bucket, view.members
 
 
 def bucket_of(parameter: torch.Tensor) -> Any:
     """The bucket of a parameter or view; None if it is in no unit."""
     if (unit := owner_of(parameter)) is None:
         return None
-    of_members = [(member.sharded, bucket) for bucket in unit.buckets for member in bucket.members]
-    of_views = [(view, bucket) for view, bucket, _ in views_of(unit)]
-    return next((bucket for tensor, bucket in [*of_members, *of_views] if tensor is parameter), None)
+    buckets = {id(member.sharded): bucket for bucket in unit.buckets for member in bucket.members}
+    buckets |= {id(view): buckets[id(members[0].sharded)] for view, _, members in unit.optimizer_views()}
+    return buckets.get(id(parameter))
 
 
 def axes_of(parameter: torch.Tensor) -> tuple[Axis, Axis | None] | None:

@@ -9,7 +9,7 @@ Gradients have their own cycle, in `gradients.py`; `runtime/` decides when thing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -36,6 +36,7 @@ from .messages import (
 )
 from .plan_bucket import BuildSettings
 from .showing import Showing
+from .views import OptimizerView
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -112,6 +113,13 @@ class Unit:
     def members(self) -> list[Member]:
         """The parameters of all buckets."""
         return [member for bucket in self.buckets for member in bucket.members]
+
+    def optimizer_views(self) -> Iterator[tuple[torch.Tensor, OptimizerView, list[Member]]]:
+        """Each tensor that an optimizer updates in place of parameters, its view, and these parameters."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            for view in gradients.delivery.views:
+                if view.tensor is not None:
+                    yield view.tensor, view, [bucket.members[i] for i in view.members]
 
     @property
     def gathered_bytes(self) -> int:

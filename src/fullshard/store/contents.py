@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.group_settings import named_groups
 from ..checkpoint.table import Named, Table
-from ..checkpoint.targets import Kinds, Target, kinds_of, settle_state, targets_of
+from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..text import plain_name
 from .piece import Piece, member_pieces, value_pieces

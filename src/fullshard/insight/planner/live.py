@@ -21,7 +21,6 @@ from ...forms import owner_of as unit_of
 from ...generators import restored_generators
 from ...optim import OwnerOptimizer
 from ...optim.in_backward import ON_HOST_KEY
-from ...optim.owners import views_of
 from ...optim.probe import arguments_of, group_settings
 from ...runtime import (
     CHANGES,
@@ -317,9 +316,9 @@ def _maker_of_shards(optimizers: Optimizers | None) -> Callable[..., Any]:
 def _names_in(parameter: torch.Tensor, names: Mapping[int, str]) -> list[str]:
     """The name of a parameter; of a `FlatParameter` or a view those of the parameters inside."""
     if (unit := unit_of(parameter)) is not None:
-        for tensor, bucket, members in views_of(unit):
+        for tensor, _, members in unit.optimizer_views():
             if tensor is parameter:
-                return [plain_name(bucket.members[index].name) for index in members]
+                return [plain_name(member.name) for member in members]
     return [names[id(parameter)]] if id(parameter) in names else []
 
 

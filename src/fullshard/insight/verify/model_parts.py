@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...checkpoint.table import Named, Table, settle
-from ...checkpoint.value_forms import views_of
 from ...forms import full_of
 from ...text import plain_name, plain_path
 from ...torch_private.local_tensor import local_part, read_grad
@@ -123,7 +122,7 @@ class ModelParts:
         """Names of parameters, by the id of each tensor through which an optimizer may update them."""
         names = {key: {row.name} for key, row in self.table.by_tensor.items()}
         for unit, _ in self.table.units:
-            tensors = [(tensor, members) for tensor, _, _, members in views_of(unit)]
+            tensors = [(tensor, members) for tensor, _, members in unit.optimizer_views()]
             tensors += [(b.flat_parameter, b.members) for b in unit.buckets if b.flat_parameter is not None]
             for tensor, members in tensors:
                 rows = [row for member in members if (row := self.table.of(member)) is not None]
