@@ -83,7 +83,7 @@ def _with_clean_paths(function: Callable[..., Any], loads: bool) -> Callable[...
             with keys:
                 return function(model, *args, **kwargs)
         finally:
-            del vars(model)["named_modules"]
+            vars(model).pop("named_modules", None)  # a call within another one has done so
 
     return on_clean_paths
 
