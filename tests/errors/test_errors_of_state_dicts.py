@@ -62,7 +62,34 @@ def loaded(change: Any) -> None:
     FSDP.optim_state_dict_to_load(model, optimizer, {"state": state, "param_groups": groups})
 
 
+def loaded_by_name(change: Any) -> None:
+    """Load the optimizer state of a sharded model after a change of it."""
+    model = sharded()
+    optimizer = adam(model)
+    state = fullshard.optimizer_state_dict(model, optimizer)
+    change(state)
+    before = optimizer.param_groups[0]["lr"]
+    try:
+        fullshard.load_optimizer_state_dict(model, optimizer, state)
+    finally:
+        assert optimizer.param_groups[0]["lr"] == before and len(optimizer.state) == len(list(model.parameters()))
+
+
+def cut_moments(state: dict[str, Any]) -> None:
+    name, moments = next(iter(state["state"].items()))
+    state["state"][name] = {**moments, "exp_avg": torch.ones(2, 2)}
+
+
 CALLS = [
+    (lambda: loaded_by_name(cut_moments), "CheckpointError: Values to load do not fit the model ... shape ... exp_avg"),
+    (
+        lambda: loaded_by_name(lambda state: state.update(param_groups=state.pop("groups"))),
+        "CheckpointError: load_optimizer_state_dict takes what optimizer_state_dict returns",
+    ),
+    (
+        lambda: loaded_by_name(lambda state: state.clear()),
+        "CheckpointError: load_optimizer_state_dict takes what optimizer_state_dict returns",
+    ),
     (
         lambda: get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other")),
         "ConfigError: dsd_fqn_modifiers is not supported for models that Fullshard shards",

@@ -24,6 +24,7 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime import take_over_replaced
 from ..text import clean_path, plain_name
 from . import optimizer_state, value_forms
+from .fit import check_shape
 from .group_settings import converted, settings_to_load
 from .model import cut_whole_values, in_form, materialize
 from .table import Table, has_full_tensor, settle
@@ -77,8 +78,16 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     Raises:
         CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
-            (such as step counts); the view can have only one.
+            (such as step counts); the view can have only one. Or `state` has a different form.
     """
+    if "state" not in state or "param_groups" in state:
+        raise CheckpointError(
+            "load_optimizer_state_dict takes what optimizer_state_dict returns; nothing was loaded.",
+            expected="a dict of 'state' and 'groups'",
+            got=f"one of {', '.join(map(repr, state)) or 'nothing'}",
+            remedy="use set_optimizer_state_dict for what get_optimizer_state_dict returned",
+            topic="optimizer-state",
+        )
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
     loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True)
@@ -88,7 +97,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     ]
     settings_by_group = settings_to_load(targets, optimizer.param_groups, groups)
     settle_state(optimizer)
-    states = [(t, _as_before(optimizer.state.get(t.tensor, {}), loaded.get(t.index, {}))) for t in targets]
+    states = [(t, _as_before(t, optimizer.state.get(t.tensor, {}), loaded.get(t.index, {}))) for t in targets]
     numbers = [
         {key: value for key, value in settings.items() if _numeric(group.get(key))}
         for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True)
@@ -96,8 +105,16 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     optimizer_state.assign_state(optimizer, states, numbers)
 
 
-def _as_before(previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """Convert tensors of the state back to Python numbers where it had Python numbers before."""
+def _as_before(target: Target, previous: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """Convert tensors of the state back to Python numbers where it had Python numbers before.
+
+    Raises:
+        CheckpointError: a tensor had the parameter's shape before, and has a different one now.
+    """
+    for key, value in loaded.items():
+        shape = getattr(previous.get(key), "shape", None)
+        if shape == target.tensor.shape and isinstance(value, torch.Tensor):
+            check_shape(f"{target.rows[0].name}.{key}", shape, value.shape)
     numbers = {key for key, value in previous.items() if isinstance(value, (bool, int, float))}
     return {
         key: converted(previous[key], value) if key in numbers and not value_forms.is_array(value) else value

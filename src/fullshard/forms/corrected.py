@@ -6,7 +6,7 @@ Wrong with torch 2.13, for tensors split over ranks (`tests/parity/test_penaltie
 - the gradient of the largest or smallest element by `amax`, `amin` or `norm(inf)`: NaN; where a rank's element is NaN,
   the value; on a rank that has no part of the tensor any of these, `max`, `min`, `argmax` and `argmin` raise while
   other ranks wait;
-- the sum of norms along the split dimension: parts are summed before they are combined;
+- the sum of norms along the split dimension, or stacked: parts are summed before they are combined;
 - what is computed from `any`: each rank's answer counts as one.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..torch_private.local_tensor import keep_mesh, local_of, plain_access, plain_call, spec_of, with_spec
 
@@ -76,6 +76,13 @@ def _norm(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> A
         return NotImplemented
     norms = plain_call(func, types, args, kwargs)
     return norms + 0 if norms.ndim else norms  # which combines the parts; `redistribute` cannot be differentiated
+
+
+def _joined(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Norms of which ranks have parts, in one tensor: combined, as DTensor would sum their parts."""
+    joined = plain_call(func, types, args, kwargs)
+    placements = joined.placements if isinstance(joined, DTensor) else ()
+    return joined + 0 if any([p.is_partial() and type(p) is not Partial for p in placements]) else joined
 
 
 def _distance(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -191,6 +198,7 @@ _OF_TWO = (torch.max, torch.Tensor.max, torch.min, torch.Tensor.min)
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_LOSSES, _mean_loss),
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _norm),
+    **dict.fromkeys((torch.stack, torch.cat, torch.hstack, torch.vstack), _joined),
     **dict.fromkeys((torch.dist, torch.Tensor.dist), _distance),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _allclose),
     **dict.fromkeys((torch.any, torch.Tensor.any), _any),

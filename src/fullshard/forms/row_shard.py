@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..comm import can_open, values_of_all
-from ..containers import call_apart, drain
+from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..mesh import backend_of
 from ..readers import READERS
@@ -160,8 +159,6 @@ class RowShard(DTensor):
             wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
-            if type(result) is tuple:  # norms
-                drain(map(setattr, result, repeat("__class__"), repeat(RowShard)))
             return result
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
@@ -223,12 +220,12 @@ def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
 
 
 def _leads_on(func: Callable[..., Any], result: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result of an operation on a sharded parameter has this class: any but memory for a new tensor.
+    """Whether the result of an operation on a sharded parameter has this class: any but new memory, and lists.
 
     So `p.grad.abs().max().item()` is that of all ranks. State of optimizers stays a plain DTensor.
     """
     name = getattr(func, "__name__", "")
-    if name.startswith("new_") or name.endswith("_like"):
+    if name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
         return result.grad_fn is not None
     return not any([result is value for value in (*args, *kwargs.values())])  # changed in place
 
