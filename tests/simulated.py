@@ -14,6 +14,7 @@ Which stream waits for which is tested with `happens_before.py`; kernels run at 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -254,6 +255,7 @@ def simulated(offload: bool = False) -> Iterator[Device]:
         return device.is_pinned(storage)
 
     def reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # the engine knows such functions by name
         def read(tensor: Tensor, *given: Any, **named: Any) -> Any:
             device.read(tensor, name)
             return original(tensor, *given, **named)

@@ -149,22 +149,23 @@ class RowShard(DTensor):
     ) -> Any:
         if func in _FACTS:
             return plain_call(func, types, args, kwargs or {})
-        if func in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
-            with torch.no_grad(), plain_access():
-                if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
-                    raise read_by_constructor(name_of(args))
-                whole = full_of(detached)
-            return func(whole, *args[1:], **(kwargs or {}))
         if READERS:
             wait_before(getattr(func, "__name__", ""), kwargs)
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
             note_change(args[:1])
             return result
+        name = getattr(func, "__name__", "")
+        if name in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
+            with torch.no_grad(), plain_access():
+                if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
+                    raise read_by_constructor(name_of(args))
+                whole = full_of(detached)
+            return func(whole, *args[1:], **(kwargs or {}))
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
         result = _computed(func, types, args, kwargs or {})
-        if changes_in_place(getattr(func, "__name__", "")):
+        if changes_in_place(name):
             note_change(args[:1])
         if not is_compiling():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -346,9 +347,9 @@ _ASSIGNS = {
 }
 """Functions that write to their first argument, beside those whose names end in "_"."""
 
-_READS = {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "float", "int", "index", "complex", "format")}
-_READS |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.is_nonzero}
-"""Functions that hand a tensor's values to Python."""
+_READS = {f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "format")}
+_READS |= {"item", "tolist", "numpy", "is_nonzero"}
+"""Names of functions that hand a tensor's values to Python; others may have replaced the functions."""
 
 
 def _copy_whole(target: Any, source: Any) -> bool:
