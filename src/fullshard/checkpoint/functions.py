@@ -77,8 +77,9 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
             in place of Python's numbers, which become numbers again where the optimizer has numbers now.
 
     Raises:
-        CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
-            (such as step counts); the view can have only one. Or `state` has a different form.
+        CheckpointError: a parameter is missing; a tensor has a different shape than the optimizer's own state, which
+            has the parameter's; the parameters of one view have different scalars (such as step counts), and it can
+            have only one; or `state` has a different form.
     """
     if "state" not in state or "param_groups" in state:
         raise CheckpointError(

@@ -164,20 +164,21 @@ class RowShard(DTensor):
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
+        writes = changes_in_place(name) or func is torch.Tensor.__setitem__
+        if writes and args and isinstance(args[0], torch.Tensor) and not is_compiling():
+            args = _combined(*args)
         result = _computed(func, types, args, kwargs or {})
-        if changes_in_place(name):
+        if writes:
             note_change(args[:1])
         if not is_compiling():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if type(tensor) is DTensor and _leads_on(func, tensor, args, kwargs or {}):
+                if type(tensor) is DTensor and _leads_on(name, tensor, args, kwargs or {}):
                     _become_row_shard(tensor, func, args)
         return result
 
 
 def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor makes of an operation; its error about plain tensors says that a unit is freed."""
-    if args and not is_compiling() and (changes_in_place(getattr(func, "__name__", "")) or func in _ASSIGNS):
-        args = _combined(*args)
     try:
         result = plain_call(func, types, args, kwargs)
     except RuntimeError as error:
@@ -196,7 +197,7 @@ def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     return result
 
 
-def _combined(target: Any, *values: Any) -> tuple[Any, ...]:
+def _combined(target: torch.Tensor, *values: Any) -> tuple[Any, ...]:
     """Arguments of an operation that writes to `target`; whole where ranks have parts, which DTensor refuses."""
     if not isinstance(target, DTensor):
         return target, *[v.full_tensor() if isinstance(v, DTensor) and v.numel() == 1 else v for v in values]
@@ -220,12 +221,11 @@ def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
     return [isinstance(tensor, DTensor) for tensor in args[0]] if isinstance(args[0], (list, tuple)) else []
 
 
-def _leads_on(func: Callable[..., Any], result: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _leads_on(name: str, result: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the result of an operation on a sharded parameter has this class: any but new memory, and lists.
 
     So `p.grad.abs().max().item()` is that of all ranks. State of optimizers stays a plain DTensor.
     """
-    name = getattr(func, "__name__", "")
     if name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
         return result.grad_fn is not None
     return not any([result is value for value in (*args, *kwargs.values())])  # changed in place
@@ -340,12 +340,6 @@ _VIEWS = {
     torch.Tensor.to,
     torch.Tensor.__getitem__,
 }
-
-_ASSIGNS = {
-    torch.Tensor.__setitem__,
-    *[getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "truediv")],
-}
-"""Functions that write to their first argument, beside those whose names end in "_"."""
 
 _READS = {f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "format")}
 _READS |= {"item", "tolist", "numpy", "is_nonzero"}
