@@ -394,13 +394,13 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "one is different"])
 def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Every block in every moment: else this file compares the long way with itself."""
+    """Every unit in every moment: else this file compares the long way with itself."""
     fake_world(6)
     long_ways, counted = Counter[str](), Counter[str]()
     for name in ("before_forward", "after_forward", "before_backward", "after_backward"):
-        monkeypatch.setattr(Runner, name, counting_blocks(getattr(Runner, name), long_ways))
+        monkeypatch.setattr(Runner, name, counting(getattr(Runner, name), long_ways))
     monkeypatch.setattr(step, "open_unit", counting(step.open_unit, counted))
-    monkeypatch.setattr(Reducer, "reduce", counting(Reducer.reduce, counted))
+    monkeypatch.setattr(Reducer, "_close", counting(Reducer._close, long_ways))
     monkeypatch.setattr(Gradients, "replicate", counting(Gradients.replicate, counted))
     run = Program(way)
     for number in range(3):
@@ -410,8 +410,7 @@ def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.M
     counted.clear()
     run.step(3)
     assert not long_ways.total()
-    assert counted["open_unit"] == 2 * BLOCKS - (BLOCKS if way == "kept after forward" else 0)
-    assert counted["reduce"] == BLOCKS
+    assert counted["open_unit"] == 1 + 2 * BLOCKS - (BLOCKS if way == "kept after forward" else 0)
     assert counted["replicate"] == (BLOCKS + 1 if way == "replicated" else 0)
 
 
@@ -455,15 +454,5 @@ def counting(method: Any, counted: Counter[str]) -> Any:
     def called(*given: Any) -> Any:
         counted[method.__name__] += 1
         return method(*given)
-
-    return called
-
-
-def counting_blocks(method: Any, counted: Counter[str]) -> Any:
-    """As `counting`, of units that are not the root."""
-
-    def called(runner: Any, *given: Any) -> Any:
-        counted[method.__name__] += not runner.is_top
-        return method(runner, *given)
 
     return called

@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "the root stays gathered after a forward without gradients",
         "runtime/runner.py",
-        "            return not self.is_top or not with_grad",
-        "            return not self.is_top",
+        "        return not (self.is_top and with_grad) if chosen is None else chosen",
+        "        return not self.is_top if chosen is None else chosen",
     ),
     Fault(
         "what stays gathered is not given up when its shards change",
@@ -280,10 +280,31 @@ FAULTS = (
     ),
     Fault(
         "usual: memory of gradients that users hold is written again",
-        "runtime/step.py",
-        "                and not reduction.set.storage.nbytes()  # was released: nobody else holds it, nothing shows it\n",  # noqa: E501
+        "runtime/reducer.py",
+        "            or reduction.set.storage.nbytes()  # was not released: somebody else may hold it, or a `.grad` shows it\n",  # noqa: E501
         "",
         test="tests/test_usual_step.py",
+    ),
+    Fault(
+        "usual: the root's reduction is not told to those who listen",
+        "runtime/usual.py",
+        '"root.usual_backward", "root.stream.listeners", "root.reducer.usual"',
+        '"root.usual_backward", "unit.showing.covered", "root.reducer.usual"',
+        test="tests/test_usual_step.py -k events",
+    ),
+    Fault(
+        "usual: a pass that begins gathers one unit ahead, however many were asked for",
+        "runtime/step.py",
+        "            if usual.leads:  # the pass begins: nothing else was gathered ahead\n                root.prefetch(depth)\n",  # noqa: E501
+        "",
+        test="tests/test_usual_step.py -k ahead",
+    ),
+    Fault(
+        "usual: a unit that was a root goes on as one below another root",
+        "runtime/root.py",
+        "                runner.unit.usual = None\n                runner.unit.name",
+        "                runner.unit.name",
+        test="tests/test_several_roots.py",
     ),
     Fault(
         "usual: hooks on a FlatParameter do not see gradients",

@@ -88,7 +88,8 @@ class Log:
         """
         letter = self._letters.get(kind) or self._new_letter(kind)
         self._history = (letter + self._history)[:_MEMORY]
-        self._sum = _mixed(self.taken(), self._sum)
+        if self.kind is not None:
+            self._sum = _mixed(self.taken(), self._sum)
         self._around.append((self.kind, self.previous, self.ahead, self.expected, self.left, self._seen, self._strayed))
         self._start((kind, state))
 

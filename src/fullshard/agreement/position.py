@@ -100,9 +100,11 @@ class Position:
         """
         self.reduced = False
         RANK.record(step_word(self._place, self.step))
-        if self._record(verb, index // 2 if verb == FORWARD else 0) > _MOST_TURNS:
+        turn, unit = next(self.turns), index // 2 if verb == FORWARD else 0
+        RANK.record((verb | unit << VERB_BITS) + turn)
+        if turn > _MOST_TURNS:
             self.turns = self._count_turns()
-        kind = word(verb, index)
+        kind = verb | index << VERB_BITS
         if self.check != "first" or not self.log.expects(kind):
             self._compare(kind)  # before anything else: if it raises, no pass has begun
         self.log.begin(kind, state)
@@ -214,10 +216,8 @@ class Position:
         if self.compares:
             self._compare(token)
 
-    def _record(self, verb: int, index: int) -> int:
-        turn = next(self.turns)
-        RANK.record(word(verb, index) + turn)
-        return turn
+    def _record(self, verb: int, index: int) -> None:
+        RANK.record((verb | index << VERB_BITS) + next(self.turns))
 
     def _compare(self, token: int) -> None:
         """Raise if other ranks are about to do something else. Collective."""

@@ -69,7 +69,7 @@ class Additions:
         Raises:
             PhaseError: such parameters exist; names them.
         """
-        if not self.changed and not self._trains_now():
+        if not self.changed and not (self._frozen and self._trains_now()):
             return
         ignored, added, frozen = self._ignored(), [], []
         for ref in self._modules:

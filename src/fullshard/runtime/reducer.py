@@ -10,7 +10,7 @@ rank used has a `.grad` on all, one that no rank used has none, and optimizer st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, call, is_, is_not, methodcaller
@@ -23,7 +23,6 @@ from ..comm import Comm
 from ..containers import NONES, drain
 from ..events import Ledger, stream
 from ..shard import (
-    Bucket,
     GradState,
     ReduceSettings,
     TokenCount,
@@ -39,7 +38,7 @@ from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
 from ..watcher import END, RANK, REDUCE, VERB_BITS
 from .attached import step_attached
-from .usual import UsualReduction, plan_usual_reduction
+from .usual import GRADIENTS, REDUCES, UsualReduction, plan_usual_reduction
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -62,8 +61,7 @@ _STATE, _GRADIENTS, _UNSHARDED = attrgetter("state"), attrgetter("unit.gradients
 NONE, PENDING, REDUCING = GradState
 _FILLS = attrgetter("settings.reduce.fill_unused")
 _REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
-_BUCKETS, _SHARDED = attrgetter("unit.buckets"), attrgetter("sharded")
-_HOME = attrgetter("home")
+_SHARDED, _HOME = attrgetter("sharded"), attrgetter("home")
 _VIEWS, _TENSOR = attrgetter("delivery.views"), attrgetter("tensor")
 _EXISTS = partial(is_not, None)
 _TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
@@ -102,6 +100,7 @@ class Reducer:
         """
         self.units, self.position, self._in_step = units, position, in_step
         self._unit_list = [runner.unit for runner in units]
+        self._buckets = [bucket for unit in self._unit_list for bucket in unit.buckets]
         self._use = UseAgreement(self.comm, position)
 
     @property
@@ -119,7 +118,7 @@ class Reducer:
             UsageError: `reduction="tokens"`, and there is no token count for this backward.
         """
         self._use.begin(self._unit_list)
-        sharded = [*map(_SHARDED, self._buckets())]
+        sharded = [*map(_SHARDED, self._buckets)]
         with plain_access():  # an empty list in `sharded`: a bucket whose parameters are not listed yet
             views = chain.from_iterable(map(_VIEWS, chain.from_iterable(map(_GRADIENTS, self.units))))
             hooked = [] in sharded or sees_gradients([*chain(*sharded, filter(_EXISTS, map(_TENSOR, views)))])
@@ -134,35 +133,21 @@ class Reducer:
         self._use.note_changed(runner.index)
 
     def close(self, runner: Runner, comes_again: bool) -> None:
-        """Reduce or set aside a unit's gradients at the end of its backward for one call.
+        """Reduce or set aside a unit's gradients at the end of its backward for one call: if possible, as last time.
 
         Args:
             runner: the unit's runner.
             comes_again: whether more gradients of the unit are expected.
         """
-        unit = runner.unit
-        if True not in map(_TRAINS, unit.buckets) and not has_gradients(unit.gradients):
+        usual = runner.unit.usual
+        reduction = None if usual is None or comes_again else usual.reduction
+        if (
+            reduction is None
+            or (REDUCES(runner), [*map(GRADIENTS, reduction.every)]) != reduction.before
+            or reduction.set.storage.nbytes()  # was not released: somebody else may hold it, or a `.grad` shows it
+        ):
+            self._close(runner, comes_again)
             return
-        if torch.is_grad_enabled():  # create_graph
-            with torch.no_grad():
-                self.close(runner, comes_again)
-            return
-        with plain_access():
-            if not runner.settings.reduce.sync:
-                self.owed[runner.index] = runner
-                self._set_aside(runner)
-            elif not comes_again and self._in_step is None:
-                self.take_part(runner)
-            else:  # reduced once all ranks have all of its gradients
-                self.owed[runner.index] = runner
-
-    def reduce(self, runner: Runner, reduction: UsualReduction) -> None:
-        """Collect a unit's gradients and start their reduction, as last time.
-
-        Args:
-            runner: the unit's runner.
-            reduction: the last reduction, found to fit again.
-        """
         in_flight, position, ledger = self.in_flight, self.position, runner.unit.ledger
         log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
@@ -196,8 +181,26 @@ class Reducer:
         in_flight.append((self, runner, reduction))
         self._use.reduced.add(runner.index)
 
+    def _close(self, runner: Runner, comes_again: bool) -> None:
+        """See `close`."""
+        unit = runner.unit
+        if True not in map(_TRAINS, unit.buckets) and not has_gradients(unit.gradients):
+            return
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                self._close(runner, comes_again)
+            return
+        with plain_access():
+            if not runner.settings.reduce.sync:
+                self.owed[runner.index] = runner
+                self._set_aside(runner)
+            elif not comes_again and self._in_step is None:
+                self.take_part(runner)
+            else:  # reduced once all ranks have all of its gradients
+                self.owed[runner.index] = runner
+
     def _arrives(self, ledger: Ledger, reduction: UsualReduction) -> bool:
-        """Deliver the reduction that `reduce` started; return False, with nothing done, if it is not usual."""
+        """Deliver a reduction that started as the last one; return False, with nothing done, if it is not usual."""
         gradients, delivery = reduction.gradients, reduction.delivery
         if (
             gradients.running is not reduction.planned
@@ -431,7 +434,7 @@ class Reducer:
                 self._advance()
             while self._replicating:
                 self._deliver(self._replicating.popleft())
-            drain(map(_TAKE, map(_TURNS, self._buckets())))  # from now on gradients belong to the caller's stream
+            drain(map(_TAKE, map(_TURNS, self._buckets)))  # from now on gradients belong to the caller's stream
             self.settle()
             receivers = self._use.agree(self._unit_list)
         self._run_hooks(receivers)
@@ -441,13 +444,10 @@ class Reducer:
 
     def settle(self) -> None:
         """Wait on the host for copies between host and device; see `Home.settle`."""
-        homes = list(filter(None, map(_HOME, self._buckets())))
+        homes = list(filter(None, map(_HOME, self._buckets)))
         if homes:
             with plain_access(), torch.no_grad():
                 settle(homes)
-
-    def _buckets(self) -> Iterator[Bucket]:
-        return chain.from_iterable(map(_BUCKETS, self.units))
 
     def share(self, in_flight: InFlight) -> None:
         """Use `in_flight`, which is shared with other roots, from now on."""

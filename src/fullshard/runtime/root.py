@@ -172,6 +172,7 @@ class Root:
         for index, runner in enumerate(self.units):
             if runner.root is not self:
                 runner.root, runner.is_top, runner.index = self, runner is self.top, index
+                runner.unit.usual = None
                 runner.unit.name = self.position.names[index]
                 self.ledger.take_over(runner.unit.ledger)
                 runner.unit.ledger = self.ledger
@@ -212,7 +213,8 @@ class Root:
 
     def begin_forward(self, top: Runner) -> None:
         """Begin a pass: a unit's forward, usually the root's, was called from outside any pass."""
-        self.recover_if_broken()
+        if self.backward is not None:
+            self.recover_if_broken()
         self._thread = get_ident()
         self.refuse_while_finalizing()
         if self._lent:
@@ -323,7 +325,8 @@ class Root:
             UsageError: a unit is inside `summon_full_params`, where gradients would not be reduced; or
                 `reduction="tokens"`, and no token count is left.
         """
-        self.recover_if_broken()
+        if self.backward is not None:
+            self.recover_if_broken()
         settings = self.top.settings
         self.refuse_while_finalizing()
         if settings.manual_finalization and not self.unfinalized:
@@ -373,9 +376,9 @@ class Root:
 
     def end_backward(self) -> None:
         """End a backward: reduce the remaining gradients, wait for all reductions, free all units."""
-        self.usual_backward = False
         try:
             self.pass_back_over(self.traces.rest())
+            self.usual_backward = False
             for runner in self._open_among(self.units[::-1]):
                 runner.happens(Happening.END)
             self.reducer.end()

@@ -115,17 +115,21 @@ class Runner:
             root = self.find_root(self)
         recomputing = root.backward is not None and root.in_backward
         if not recomputing and root.pass_top is None:
-            root.begin_forward(self)
-            if self.is_top and root.pass_grad:
-                try:
-                    called = [*map(_OF_TENSOR, [*args, *kwargs.values()]), *kwargs]
-                except Exception:  # an argument is not a plain tensor: its values may change
-                    called = _UNLIKE
-                if called != root.called:
-                    root.called = called
-                    root.inputs = inputs_of(args, kwargs, self.settings.axes.device.type)
+            self.begin_pass(root, args, kwargs)
         self.forwards.append(forward)
         self.happens(H.REENTER if recomputing else H.ENTER)
+
+    def begin_pass(self, root: Root, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Begin a pass of `root`, this unit's, with a call of this unit's module with these arguments."""
+        root.begin_forward(self)
+        if self.is_top and root.pass_grad:
+            try:
+                called = [*map(_OF_TENSOR, [*args, *kwargs.values()]), *kwargs]
+            except Exception:  # an argument is not a plain tensor: its values may change
+                called = _UNLIKE
+            if called != root.called:
+                root.called = called
+                root.inputs = inputs_of(args, kwargs, self.settings.axes.device.type)
 
     def after_forward(self, module: nn.Module) -> None:
         """Close the unit after its outermost running forward."""
@@ -221,12 +225,13 @@ class Runner:
             unit.reshard()
 
     def reshards(self, with_grad: bool) -> bool:
-        """Whether the unit is freed after a forward. By default the root is not, unless no backward will follow."""
-        if self.period.hides or self.held:
-            return False
-        if self.settings.reshard_after_forward is None:
-            return not self.is_top or not with_grad
-        return self.settings.reshard_after_forward
+        """Whether the unit is freed after a forward."""
+        return not self.period.hides and not self.held and self.reshards_as_set(with_grad)
+
+    def reshards_as_set(self, with_grad: bool) -> bool:
+        """The setting `reshard_after_forward`: by default the root is not freed, unless no backward will follow."""
+        chosen = self.settings.reshard_after_forward
+        return not (self.is_top and with_grad) if chosen is None else chosen
 
     # Recomputation (activation checkpointing).
 

@@ -39,7 +39,7 @@ from .outputs import DICT, EMPTY, detached_from_unit
 from .phases import Happening, Phase
 from .runner import Runner
 from .trace import Period
-from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, GRADIENTS, REDUCES, UsualStep
+from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, UsualStep
 
 if TYPE_CHECKING:
     from .root import Root
@@ -69,13 +69,15 @@ def run(
         raise
 
 
-def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0912 - on one page
     """Gather, and watch the inputs; return them cast and watched."""
     if current_transform() is not None:
         raise refused_transform(runner.unit.name)
     root: Any = runner.root
     forward, unit, settings = Forward(), runner.unit, runner.settings
     usual, trains = unit.usual, is_grad_enabled()
+    if usual is not None and usual.leads and trains and root.pass_top is root.backward is None:
+        usual = begin_pass(runner, root, args, kwargs)
     if (
         usual is not None
         and BEFORE_FORWARD(runner) == usual.before_forward
@@ -95,6 +97,8 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         token = root.position.log.expected
         if len(ahead) < depth and token & VERB == GATHER and gather_ahead(root, token):
             ahead[token >> VERB_BITS] = True
+            if usual.leads:  # the pass begins: nothing else was gathered ahead
+                root.prefetch(depth)
         else:
             root.prefetch(depth)
     else:
@@ -111,6 +115,9 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         runner.period.calls += 1
         if plain and args[0].requires_grad and join(args[0], watching.after_backward):
             forward.watches, forward.first_node = True, next_node()
+        elif plain and not args[0].requires_grad:
+            forward.first_node = next_node()
+            runner.watch_parameters()
         else:
             args, kwargs = forward.watch_inputs(args, kwargs)
             if not forward.watches:
@@ -118,7 +125,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, kwargs
 
 
-def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
+def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noqa: PLR0912 - on one page
     """Watch the output, and free; return the output, cast."""
     forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
@@ -163,6 +170,8 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         period: Any = runner.period
         period.trace.steps.append((period, True))
         runner.phase, runner.kept = IDLE, runner.kept and usual.stays
+        if usual.leads and (root := runner.root) is not None and root.pass_top is runner:
+            root.end_forward()
     elif not forwards:
         runner.after_forward(module)
     return output
@@ -183,6 +192,23 @@ def open_unit(unit: Unit, usual: UsualStep) -> None:
     if gathered + ledger.reducing + usual.copied > ledger.peak:  # noqa: PLR1730 - `max` takes longer
         ledger.peak = gathered + ledger.reducing + usual.copied
     ledger.gathered = gathered + usual.settles
+
+
+def begin_pass(runner: Runner, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsualStep | None:
+    """Begin a pass with the root's own unit, and start its gather, which no unit could start earlier.
+
+    Returns:
+        The unit's `usual` now: it may have changed since the last pass.
+    """
+    runner.begin_pass(root, args, kwargs)
+    usual, token = runner.unit.usual, root.position.log.expected
+    if (
+        usual is not None
+        and BEFORE_FORWARD(runner) == usual.before_pass
+        and token == GATHER | runner.index << VERB_BITS
+    ):
+        gather_ahead(root, token)
+    return usual
 
 
 def gather_ahead(root: Root, token: int) -> bool:
@@ -280,6 +306,10 @@ class Call:
         trace: Any = period.trace
         unit = runner.unit
         usual = unit.usual
+        if usual is not None and usual.leads and trace is not None and trace.root() is root and root.backward is None:
+            root.begin_backward()
+            root.traces.reach(trace)
+            usual = unit.usual
         if (
             usual is not None
             and BEFORE_BACKWARD(runner) == usual.before_backward
@@ -299,8 +329,9 @@ class Call:
                 open_unit(unit, usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
-            follows_trace = depth == 1 and len(steps) > 1 and steps[-2][1]
-            if not follows_trace or token != REGATHER | steps[-2][0].unit << VERB_BITS or not gather_ahead(root, token):
+            at = -1 if usual.leads else -2
+            follows_trace = depth == 1 and len(steps) > 1 and steps[at][1]
+            if not follows_trace or token != REGATHER | steps[at][0].unit << VERB_BITS or not gather_ahead(root, token):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self, gradient)
@@ -328,16 +359,7 @@ class Call:
             unit.ledger.gathered -= usual.gather.live_bytes
             unit.state, unit.gathered, unit.showing.unsharded = SHARDED, None, False
             runner.phase, runner.kept = IDLE, False
-            reduction = usual.reduction
-            if (
-                reduction is not None
-                and (REDUCES(runner), [*map(GRADIENTS, reduction.every)]) == reduction.before
-                and not reduction.set.storage.nbytes()  # was released: nobody else holds it, nothing shows it
-                and not trace.ahead[runner.index]
-            ):
-                root.reducer.reduce(runner, reduction)
-            else:
-                root.reducer.close(runner, trace.ahead[runner.index] > 0)
+            root.reducer.close(runner, trace.ahead[runner.index] > 0)
         else:
             runner.after_backward(self, gradient)
 

@@ -164,17 +164,21 @@ class Traces:
             if oldest not in self._reached:
                 oldest.count_in(defaultdict(int))
 
+    def reach(self, trace: Trace) -> None:
+        """Note that the current backward reached a different trace."""
+        if trace not in self._reached:
+            self._reached.append(trace)
+            self.reached = trace
+        if trace.ahead is not self.ahead:
+            trace.count_in(self.ahead)
+
     def back_to(self, period: Period, begins: bool) -> Iterable[Step]:
         """Go back to a step of the period's trace, if it has one; see `Trace.back_to`."""
         trace = period.trace
         if trace is None:
             return ()
         if trace is not self.reached:
-            if trace not in self._reached:
-                self._reached.append(trace)
-                self.reached = trace
-            if trace.ahead is not self.ahead:
-                trace.count_in(self.ahead)
+            self.reach(trace)
         steps = trace.steps
         if not steps or steps[-1] != (period, begins):
             return trace.back_to(period, begins)

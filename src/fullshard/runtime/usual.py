@@ -29,7 +29,10 @@ AFTER_FORWARD = attrgetter("root.usual_forward", *_ALWAYS, "held", "period.leads
 BEFORE_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS)
 AFTER_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS, "held", "period.calls")
 # Attributes of a `Runner`, and of each of its `Gradients`, compared before a reduction with those in `UsualReduction`.
-REDUCES = attrgetter("settings.reduce", "settings.comm", "settings.share", "root.reducer.usual", "root.reducer.owed")
+REDUCES = attrgetter(
+    *("root.usual_backward", "root.stream.listeners", "root.reducer.usual", "root.reducer.owed"),
+    *("settings.reduce", "settings.comm", "settings.share"),
+)
 GRADIENTS = attrgetter(
     *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.hooked", "delivery.views"),
     "bucket.trains",
@@ -48,6 +51,7 @@ class UsualStep:
         closes: calls that show the sharded parameters, then free.
         shows: calls that show the unsharded parameters of a unit that stayed gathered.
         stays: whether the unit stays gathered from its forward to its backward.
+        leads: whether the unit is the root's own, with whose forward and backward a pass begins.
         leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
             `gathered` and `showing.unsharded` are then.
         copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
@@ -57,14 +61,15 @@ class UsualStep:
             `pointers`).
         pointers, places: calls that return the addresses of sharded parameters whose form does not notice a move
             itself, and the usual addresses.
+        before_pass: the usual values when the root's own unit begins a pass.
         before_forward, after_forward, before_backward, after_backward: the usual values at these moments.
         reduction: how gradients are reduced; None: unknown, or not the usual way.
     """
 
     __slots__ = (
         *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
-        *("before_forward", "closes", "copied", "counters", "gather", "leaves", "left", "left_bytes", "numbers"),
-        *("offsets", "opens"),
+        *("before_forward", "before_pass", "closes", "copied", "counters", "gather", "leads", "leaves", "left"),
+        *("left_bytes", "numbers", "offsets", "opens"),
         *("places", "pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
     )
 
@@ -74,7 +79,7 @@ class UsualStep:
         self.gather = gather
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.shows, self.stays = shown.show, runner.settings.reshard_after_forward is False
+        self.shows, self.stays, self.leads = shown.show, not runner.reshards_as_set(True), runner.is_top
         self.leaves = shown.hide if self.stays else self.closes
         self.left_bytes = 0 if self.stays else gather.live_bytes
         self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
@@ -86,6 +91,7 @@ class UsualStep:
         counted = [tensor for bucket in unit.counting for tensor in bucket.form.counters(bucket.members)]
         self.pointers: list[Callable[[], int]] = [tensor.data_ptr for tensor in counted]
         self.places = [pointer() for pointer in self.pointers]
+        self.before_pass: Any = True, Phase.IDLE, State.SHARDED, None, True, [], []
         self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, [], []
         self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], [], 0, True, False
         begins = State.GATHERED if self.stays else State.GATHERING
@@ -138,7 +144,7 @@ class UsualReduction:
         self.nbytes = planned.buffer.nbytes, planned.scratch
         self.most = settings.reduce.max_in_flight
         self.every, self.replicates = runner.unit.gradients, bucket.axes.replicate is not None
-        self.before: Any = (settings.reduce, settings.comm, None, True, {}), [*map(_at_rest, self.every)]
+        self.before: Any = (True, [], True, {}, settings.reduce, settings.comm, None), [*map(_at_rest, self.every)]
 
 
 def _at_rest(gradients: Gradients) -> Any:

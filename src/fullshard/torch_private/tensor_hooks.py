@@ -19,11 +19,18 @@ _NOTHING: Callable[[object], None] = deque[object](maxlen=0).append
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook(gradient)` when `tensor`, which requires a gradient, gets its gradient in a backward."""
+    """Call `hook(gradient)` when `tensor`, which requires a gradient, gets its gradient in a backward.
+
+    Of two calls for one tensor, the hook of the second is called first: a unit around another one returned its output.
+    """
     node: Any = tensor.grad_fn
-    if node is not None and tensor._backward_hooks is None:
+    hooks: Any = tensor._backward_hooks
+    if node is not None and hooks is None:
         tensor._backward_hooks = OrderedDict(((_BEFORE, _NOTHING), (_OURS, hook)))
         node._register_hook_dict(tensor)
+    elif hooks and hooks.get(_BEFORE) is _NOTHING:
+        put_first(hooks, hook, min(hooks) - 1)
+        put_first(hooks, hooks.pop(_BEFORE), _BEFORE)
     else:
         tensor.register_hook(hook)
 

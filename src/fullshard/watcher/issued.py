@@ -72,7 +72,7 @@ def word(verb: int, unit: int) -> int:
 
 def step_word(unit: int, step: int) -> int:
     """The integer that records the finished steps of a unit's root, for the integers that follow it in the log."""
-    return word(STEP, unit) + step % _MOST_STEPS * TURN
+    return STEP + (unit << VERB_BITS) + step % _MOST_STEPS * TURN
 
 
 def records_of(log: deque[int], steps: int) -> list[Record]:
