@@ -35,6 +35,7 @@ from fullshard.torch_private import (
     foreach,
     graph_nodes,
     local_tensor,
+    pipelines,
     store,
     tensor_hooks,
     transforms,
@@ -50,6 +51,27 @@ from fullshard.torch_private.profiler import in_range, recording
 from fullshard.torch_private.step_hooks import step_part, without_step_hooks
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
+
+
+def test_pipelines_ask_for_gradients_of_inputs_by_the_known_function() -> None:
+    from torch.distributed.pipelining import _backward
+
+    assert _backward.__name__ == pipelines._MODULE, "torch_private/pipelines.py recognizes its frames"
+    asks = getattr(_backward, pipelines._FUNCTION, None)
+    assert asks is not None, "torch_private/pipelines.py recognizes its frames"
+    x = torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+    original = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        seen.append(pipelines.splits_backward())
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", grad)
+        asks([(x * 2).sum()], None, [x], iter(()))
+        torch.autograd.grad(x.sum(), x)
+    assert seen == [True, False]
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:

@@ -42,12 +42,14 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDE), nn.Linear(WIDE, 5), nn.Linear(5, WIDE)
-        self.writes = False
+        self.writes = self.hands_out = False
 
     def forward(self, x: Tensor, scale: float = 1.0, seen: list[Tensor] | None = None) -> Tensor:
         if self.writes:
             with torch.no_grad():
                 self.up.weight.mul_(0.5)
+        if self.hands_out:
+            return self.down.bias.expand_as(x)
         y = self.down(torch.relu(self.up(self.norm(x))))
         if seen is not None:
             seen.append(y.detach().sum())
@@ -331,6 +333,12 @@ def weights_change_between_steps(run: Program, number: int) -> None:
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.mul_(0.99)
+    run.step(number)
+
+
+@program
+def a_block_returns_its_own_weight(run: Program, number: int) -> None:
+    run.blocks[1].hands_out = number > 3
     run.step(number)
 
 

@@ -5,7 +5,8 @@
 - `torch.autograd.backward(inputs=parameters)` names sharded parameters, which are not part of the graph: the wrapper
   passes the unsharded ones instead. If a backward raises, units are restored before the caller sees the error, so
   that gathered memory is free again after running out of memory.
-- `torch.autograd.grad` raises for sharded parameters: nothing would reduce its results.
+- `torch.autograd.grad` raises for sharded parameters: nothing would reduce its results. Called by a pipeline whose
+  schedule splits backwards, it also accumulates the gradients of units' parameters: see `_of_inputs_and_parameters`.
 - `register_parametrization` in a forward (PEFT's LoRA for weights of experts) only moves the weight, but counts as a
   change of it, and would be refused: the wrapper takes the count back.
 """
@@ -28,6 +29,7 @@ from ..forms import WHOLE_KEY, FlatShard, Member, RowShard, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.local_tensor import plain_access, write_grad
+from ..torch_private.pipelines import splits_backward
 from ..torch_private.versions import set_version
 from ..watcher import RANK
 from .hints import explain_failed_allocation
@@ -183,6 +185,36 @@ def asked_of_grad(outputs: Any, inputs: Any, gradients: Sequence[Any] | None) ->
     return grad_of_sharded(names)
 
 
+def _of_inputs_and_parameters(outputs: Any, inputs: Sequence[torch.Tensor], grad_outputs: Any) -> Any:
+    """Run the whole backward of units in a pipeline's stage where its schedule asks for the inputs' gradients only.
+
+    The schedule computes gradients of parameters later, by nodes between these and the inputs. But the parameters that
+    it lists are sharded, and so in no graph: it would find none, and train nothing.
+
+    Args:
+        outputs, inputs, grad_outputs: arguments of `torch.autograd.grad`; inputs need gradients.
+
+    Returns:
+        The inputs' gradients, None for those that are not used; None if no parameter of a unit is in the graph.
+    """
+    reached = _leaves_above(outputs)
+    members = [member for root in all_roots() for runner in root.units for member in runner.unit.members]
+    parameters = {
+        id(m.unsharded): m.unsharded for m in members if m.unsharded is not None and id(m.unsharded) in reached
+    }
+    if not parameters:
+        return None
+    before = [tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        tensor.grad = None
+    try:  # other parameters of the stage still get theirs later, from the same graph
+        torch.autograd.backward(outputs, grad_outputs, retain_graph=True, inputs=[*inputs, *parameters.values()])
+        return tuple([tensor.grad for tensor in inputs])
+    finally:
+        for tensor, gradient in zip(inputs, before, strict=True):
+            tensor.grad = gradient
+
+
 _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")
 
 
@@ -222,6 +254,11 @@ def install() -> None:
     @functools.wraps(original_grad)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         gradients: Any = None
+        if splits_backward() and all([isinstance(tensor, torch.Tensor) for tensor in _as_tuple(inputs)]):
+            grad_outputs = args[0] if args else kwargs.get("grad_outputs")
+            gradients = _of_inputs_and_parameters(outputs, _as_tuple(inputs), grad_outputs)
+            if gradients is not None:
+                return gradients
         try:
             gradients = original_grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:

@@ -172,7 +172,6 @@ class Root:
         for index, runner in enumerate(self.units):
             if runner.root is not self:
                 runner.root, runner.is_top, runner.index = self, runner is self.top, index
-                runner.unit.usual = None
                 runner.unit.name = self.position.names[index]
                 self.ledger.take_over(runner.unit.ledger)
                 runner.unit.ledger = self.ledger
