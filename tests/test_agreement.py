@@ -46,6 +46,14 @@ def own_mesh_each() -> nn.Module:
     return model
 
 
+def own_group_each() -> nn.Module:
+    """Every call with another process group of the same ranks."""
+    model = plain()
+    for block in (*model, model):
+        fully_shard(block, mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    return model
+
+
 def by_policy() -> nn.Module:
     return fully_shard(plain(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
@@ -67,14 +75,40 @@ def partly_replicated() -> nn.Module:
     return FullyShardedDataParallel(model)
 
 
-def hybrid() -> nn.Module:
+def hybrid(**keywords: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return block_by_block(mesh=mesh)
+    return block_by_block(mesh=mesh, **keywords)
 
 
 def wrapped_hybrid() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return wrapped(device_mesh=mesh, sharding_strategy=fullshard.ShardingStrategy.HYBRID_SHARD)
+
+
+def wrapped_with_two_groups() -> nn.Module:
+    """Hybrid by the user's own groups: of consecutive ranks to shard over, across these to replicate."""
+    shards, copies = ([dist.new_group(ranks) for ranks in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
+    groups = shards[dist.get_rank() // 2], copies[dist.get_rank() % 2]
+    return wrapped(process_group=groups, sharding_strategy=fullshard.ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def out_of_order() -> nn.Module:
+    return block_by_block(mesh=DeviceMesh("cpu", [[2, 3], [0, 1]]))
+
+
+def partly_hybrid() -> nn.Module:
+    """Some units have copies of their shards, others are split over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = plain()
+    for index, block in enumerate(model):
+        fully_shard(block, mesh=mesh if index < 2 else None)
+    return fully_shard(model, mesh=mesh)
+
+
+def beside_another_dim() -> nn.Module:
+    """The data-parallel dims of a mesh that has one more: each half of the ranks trains apart."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
+    return block_by_block(mesh=mesh["replicate", "shard"])
 
 
 def dense_and_experts() -> nn.Module:
@@ -102,15 +136,25 @@ def train(model: nn.Module, steps: int, lr: float = 0.1, after: Callable[[int], 
 
 # How often.
 
-TWO = (block_by_block, own_mesh_each, by_policy, wrapped, wrapped_with_a_mesh, partly_replicated)
-FOUR = (hybrid, wrapped_hybrid, dense_and_experts)
-worlds = pytest.mark.parametrize(("builds", "world", "axes"), [(TWO, 2, 1), (FOUR, 4, 2)], ids=["two", "four"])
+TWO = (block_by_block, own_mesh_each, own_group_each, by_policy, wrapped, wrapped_with_a_mesh, partly_replicated)
+FOUR = (hybrid, wrapped_hybrid, wrapped_with_two_groups, out_of_order, partly_hybrid)
+own = pytest.mark.gloo("connections between processes")
+worlds = pytest.mark.parametrize(
+    ("builds", "world", "count"),
+    [
+        pytest.param(TWO, 2, 1, id="two"),
+        pytest.param((dense_and_experts,), 4, 2, id="experts"),
+        pytest.param(FOUR, 4, 1, id="four", marks=own),
+        pytest.param((beside_another_dim,), 8, 1, id="eight", marks=own),
+        pytest.param(FOUR[:3], 4, 2, id="no connections"),
+    ],
+)
 
 
 @worlds
-def test_one_small_all_reduce_a_backward_and_axis(run_ranks, builds, world, axes):
+def test_one_small_all_reduce_a_backward_and_set_of_ranks(run_ranks, builds, world, count):
     for build in builds:
-        assert run_ranks(counted_in_steps, build, world=world) == [[axes] * 3] * world, build.__name__
+        assert run_ranks(counted_in_steps, build, world=world) == [[count] * 3] * world, build.__name__
 
 
 def counted_in_steps(build: Callable[[], nn.Module]) -> list[int]:
@@ -124,6 +168,26 @@ def counted_in_steps(build: Callable[[], nn.Module]) -> list[int]:
     with mock.patch.object(fullshard.TorchComm, "all_reduce", counted):
         train(build(), 4, after=lambda step: counts.append(0))
     return counts[1:-1]  # the first compares more
+
+
+@own
+def test_a_hybrid_mesh_compares_as_often_as_others(run_ranks):
+    expected = run_ranks(compared_in_steps, block_by_block, world=4)
+    assert min(map(min, expected)) > 0
+    assert run_ranks(compared_in_steps, hybrid, world=4) == expected
+
+
+def compared_in_steps(build: Callable[..., nn.Module]) -> list[int]:
+    """Gathers of integers in each of three steps after the first, of a model that compares all that it issues."""
+    counts, gather = [0], fullshard.TorchComm.gather
+
+    def counted(self: Any, axis: Any, out: Tensor, shard: Tensor) -> Any:
+        counts[-1] += out.dtype is torch.int64
+        return gather(self, axis, out, shard)
+
+    with mock.patch.object(fullshard.TorchComm, "gather", counted):
+        train(build(check="every"), 4, after=lambda step: counts.append(0))
+    return counts[1:-1]
 
 
 # An accelerator's host is ahead of its device.
@@ -159,7 +223,7 @@ def on_a_device() -> Iterator[list[Late]]:
 
 
 @worlds
-def test_late_answers_raise_nothing(run_ranks, builds, world, axes):
+def test_late_answers_raise_nothing(run_ranks, builds, world, count):
     assert all(run_ranks(late_answers, builds, world=world))
 
 

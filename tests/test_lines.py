@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.agreement import meet
-from fullshard.agreement.exchange import rows_of_all
+from fullshard.agreement import meet, meet_jointly
+from fullshard.agreement.exchange import ranks_of, rows_of_all, sum_over
 from fullshard.api.join import Count
-from fullshard.mesh import Axis, MeshAxes, lines
+from fullshard.mesh import Axis, MeshAxes, lines, resolve_mesh
 from fullshard.torch_private import gloo_group
 from fullshard.watcher import RANK
 
@@ -167,7 +168,7 @@ def compared_on_the_host() -> bool:
     nowhere = torch.device("meta")  # what lies on the mesh's device is not read
     rank = dist.get_rank()
     assert rows_of_all([[rank, 5]], [axis], comm, nowhere) == [[0, 5], [1, 5]]
-    axes = mock.Mock(spec=MeshAxes, all=[axis], device=nowhere)
+    axes = mock.Mock(spec=MeshAxes, spanning=[axis], device=nowhere)
     assert Count(rank == 1, axes, comm).read() == 1
     return True
 
@@ -261,3 +262,79 @@ def cut_beside_others(on_host: bool) -> bool:
         dist.all_reduce(tensor, group=used)
         assert tensor.item() == 1.0
     return True
+
+
+# All ranks of a hybrid mesh.
+
+
+def crossing(world: int = 4) -> MeshAxes:
+    return resolve_mesh(init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def joined() -> MeshAxes:
+    axes, comm = crossing(), fullshard.TorchComm()
+    for axis in axes.all:
+        meet(axis, comm, axes.device)
+    meet_jointly(axes, comm)
+    return axes
+
+
+def test_ranks_of_a_hybrid_mesh_compare_at_once(run_ranks):
+    assert all(run_ranks(compared_at_once, world=4))
+
+
+def compared_at_once() -> bool:
+    axes, comm, rank = joined(), fullshard.TorchComm(), dist.get_rank()
+    (joint,) = axes.spanning
+    assert joint.ranks == (0, 1, 2, 3) and not axes.lacks_joint
+    assert joint.lines.is_open and joint.lines.data is not joint.lines.side
+    assert len(lines._opened[joint.group].listening) > 0
+    assert rows_of_all([[rank]], axes.spanning, comm, axes.device) == [[other] for other in ranks_of(axes)]
+    assert Count(rank != 1, axes, comm).read() == 3
+    sum_over(total := torch.tensor([rank]), axes, comm)
+    assert total.item() == 6
+    groups = [weakref.ref(joint.lines.data), weakref.ref(joint.lines.side)]
+    opened = len(lines._opened)
+    for axis in axes.all:
+        dist.destroy_process_group(axis.group)
+    del axes, joint, axis
+    gc.collect()
+    assert [group() for group in groups] == [None, None] and len(lines._opened) == opened - 3
+    return True
+
+
+def test_ranks_that_cannot_all_connect_compare_over_one_axis_after_the_other(run_ranks):
+    assert all(run_ranks(one_cannot_join, world=4))
+
+
+def one_cannot_join() -> bool:
+    make = lines.gloo_group
+
+    def lost(name: str, *given: Any) -> Any:
+        return None if "joint" in name and dist.get_rank() == 2 else make(name, *given)
+
+    with mock.patch.object(lines, "gloo_group", lost), mock.patch.object(lines, "_CONNECTED", timedelta(seconds=1)):
+        axes = joined()
+    assert axes.joint is None and not axes.lacks_joint and axes.spanning == axes.all
+    sum_over(total := torch.tensor([dist.get_rank()]), axes, fullshard.TorchComm())
+    return total.item() == 6
+
+
+def test_cut_ends_what_waits_for_all_ranks_of_a_hybrid_mesh(run_ranks):
+    assert all(run_ranks(cut_jointly, world=4))
+
+
+def cut_jointly() -> bool:
+    (joint,) = joined().spanning
+    parts = [joint.lines.data, joint.lines.side]
+    works = [dist.all_reduce(torch.ones(2), group=part, async_op=True) for part in parts if dist.get_rank() == 0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        lines._opened[joint.group].cut()
+    for work in works:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=30))
+        assert "imed out" not in str(caught.value)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item() == 4

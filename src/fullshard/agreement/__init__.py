@@ -11,5 +11,5 @@ from .log import LEAVE, NOTHING, VERB
 from .position import Every, Position, checked
 from .shared_order import SharedOrder
 from .stale import Stale
-from .start import Line, arrive, broadcast_states, check_same_model, check_same_weights, meet
+from .start import Line, arrive, broadcast_states, check_same_model, check_same_weights, meet, meet_jointly
 from .use import UseAgreement

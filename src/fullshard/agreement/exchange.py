@@ -69,7 +69,7 @@ def agree_on(
     if not comm.communicates:
         return flags
     try:
-        rows = rows_of_all([(token, flags)], axes.all, comm, axes.device)
+        rows = rows_of_all([(token, flags)], axes.spanning, comm, axes.device)
     except DivergenceError as error:
         if alone:
             error.add_note(alone)
@@ -88,8 +88,9 @@ def first_different(values: Sequence[Any]) -> int | None:
 
 
 def ranks_of(axes: MeshAxes) -> list[int]:
-    """The ranks of a mesh, in the order of the rows that `rows_of_all` gathers over all its axes."""
-    ranks: list[int] = axes.mesh.mesh.flatten().tolist()  # [replicate, shard]
+    """The ranks of a mesh, in the order of the rows that `rows_of_all` gathers over its `spanning` axes."""
+    joint = axes.joint
+    ranks: list[int] = axes.mesh.mesh.flatten().tolist() if joint is None else [*joint.ranks]  # [replicate, shard]
     return ranks
 
 
@@ -199,6 +200,6 @@ class LateSums:
 
 def sum_over(vector: torch.Tensor, axes: MeshAxes, comm: Comm) -> None:
     """Sum `vector` in place over all ranks of a mesh. Collective over it."""
-    for axis in axes.all:
+    for axis in axes.spanning:
         if axis.size > 1:
             comm.all_reduce(axis, vector, False).wait()

@@ -157,7 +157,7 @@ class SharedOrder:
     def _wanted(self, token: int) -> list[int]:
         """The token that each rank wants next. Collective."""
         RANK.talks("shared order")
-        rows = rows_of_all([(token,)], self._axes.all, self._comm, self._axes.device)
+        rows = rows_of_all([(token,)], self._axes.spanning, self._comm, self._axes.device)
         return [wanted for (wanted,) in rows]
 
 

@@ -56,7 +56,7 @@ class Stale:
             _refuse(*arrived, units[0].rank)
         written = [unit.written() for unit in units]
         local = [self._turn, *[_changed(unit) or bool(members) for unit, members in zip(units, written, strict=True)]]
-        rows = rows_of_all([local], axes.all, self.comm, axes.device) if self.comm.communicates else [local]
+        rows = rows_of_all([local], axes.spanning, self.comm, axes.device) if self.comm.communicates else [local]
         turns, *flags = zip(*rows, strict=True)
         self._turn, changed = max(turns) + 1, [any(of_ranks) for of_ranks in flags]  # ranks' turns may differ
         if unchanged := [unit for unit, flag in zip(units, changed, strict=True) if not flag]:

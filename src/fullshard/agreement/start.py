@@ -22,6 +22,7 @@ If all ranks loaded different files, nothing distinguishes them, and there is on
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 import warnings
 import weakref
@@ -83,6 +84,23 @@ def meet(axis: Axis, comm: Comm, device: torch.device) -> None:
         RANK.idle = True  # the device waits for collectives; the host does not see it
         if "False" in texts_of_all(str(opened), axis, comm, device):
             axis.close_lines()
+
+
+def meet_jointly(axes: MeshAxes, comm: Comm) -> None:
+    """Open `MeshAxes.joint`, for ranks on the host that have met over both axes. Collective over the mesh, once.
+
+    If it fails on any rank, comparisons go over one axis after the other on all of them.
+    """
+    if not axes.lacks_joint or not all([can_open(axis.group, axis.size, axis.backend) for axis in axes.all]):
+        return
+    RANK.talks("texts")
+    ranks = hashlib.sha256(repr(sorted(axes.ranks)).encode()).digest()
+    row = [*struct.unpack("4q", ranks), secrets.randbits(62)]
+    rows = rows_of_all([row], axes.all, comm, axes.device)
+    same = all([other[:-1] == row[:-1] for other in rows])  # not if the user's own groups cross in another way
+    opened = same and axes.open_joint(f"{min(other[-1] for other in rows):x}")
+    if [0] in rows_of_all([[opened]], axes.all, comm, axes.device):
+        axes.close_joint()
 
 
 # The same model.

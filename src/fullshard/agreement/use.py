@@ -37,12 +37,16 @@ _MEMBERS, _SHARDED = attrgetter("bucket.members"), attrgetter("sharded")
 class UseAgreement:
     """Which parameters had a gradient on any rank, and whether all ranks gathered and reduced in the same order.
 
-    A small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, a number for
+    A small all-reduce per backward, over all ranks of the mesh: a number for every parameter, a number for
     every unit (whether its weights were changed between its forward and this backward), and a fingerprint of
     `requires_grad` and of the order of gathers and reductions since the last backward, because gathers of equal sizes
     would silently swap two units. Only a rank that lacks gradients for some parameters has to read the result at once.
     All else is compared at once on a CPU, where that costs nothing, and a few backwards later on an accelerator
     (`LateSums`): in the same backward on all ranks, without a host waiting.
+
+    Units on meshes of other ranks (experts) take one more for each set of ranks. So do hybrid meshes on accelerators,
+    for each of their two axes: a communicator of all ranks would cost memory, and the default group, on which the
+    program's other threads may communicate, was not passed to the engine.
 
     Args:
         comm: collectives.
@@ -99,7 +103,7 @@ class UseAgreement:
         fingerprint = self.position.log.fingerprint()
         self.reduced.clear()
         received: list[torch.Tensor] = []
-        for group in _by_groups(deliveries):
+        for group in _by_ranks(deliveries):
             used = [*chain.from_iterable(map(_USED, group))]
             asks = any(map(_UNDECIDED, group)) or any(map(_ASIDE, group))
             present = self._union(group, used, changed, fingerprint, asks, units)
@@ -169,7 +173,7 @@ class UseAgreement:
 
     def _refuse_flags(self, group: Sequence[Delivery], axes: MeshAxes) -> None:
         """Raise if ranks differ in `requires_grad`. Collective."""
-        rows = rows_of_all([[*_requires_grad(group)]], axes.all, self.comm, axes.device)
+        rows = rows_of_all([[*_requires_grad(group)]], axes.spanning, self.comm, axes.device)
         other = first_different(rows)
         if other is not None:
             names = [member.name for delivery in group for member in delivery.bucket.members]
@@ -198,14 +202,14 @@ def _requires_grad(deliveries: Sequence[Delivery]) -> bytes:
     return bytes(map(read_requires_grad, map(_SHARDED, chain.from_iterable(map(_MEMBERS, deliveries)))))
 
 
-def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
-    """Sort deliveries by the process groups of their meshes."""
+def _by_ranks(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
+    """Sort deliveries by the ranks of their meshes, however these are arranged."""
     if len(set(map(_AXES, deliveries))) == 1:
         return (deliveries,)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
+    by_ranks: dict[frozenset[int], list[Delivery]] = {}
     for delivery in deliveries:
-        by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
-    return by_groups.values()
+        by_ranks.setdefault(delivery.bucket.axes.ranks, []).append(delivery)
+    return by_ranks.values()
 
 
 def refuse_undecided(deliveries: Sequence[Delivery]) -> None:

@@ -113,7 +113,7 @@ class Count:
     """
 
     def __init__(self, yes: bool, axes: MeshAxes, comm: Comm) -> None:
-        spread = [axis for axis in axes.all if axis.size > 1]
+        spread = [axis for axis in axes.spanning if axis.size > 1]
         asides = [axis.aside for axis in spread]
         on_host = not any([aside is axis for aside, axis in zip(asides, spread, strict=True)])
         self._value = torch.tensor([int(yes)], dtype=torch.int64, device="cpu" if on_host else axes.device)

@@ -6,6 +6,7 @@ import functools
 import socket
 import warnings
 import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
 from ..torch_private.mesh_without_group import AbsentGroup
-from .lines import Lines, close_lines, lines_of, open_lines
+from .lines import Lines, close_lines, lines_of, open_joint_lines, open_lines
 from .messages import (
     alone,
     device_not_available,
@@ -125,6 +126,59 @@ class MeshAxes:
         """The shard axis, and the replicate axis if there is one."""
         return [self.shard] if self.replicate is None else [self.shard, self.replicate]
 
+    @property
+    def joint(self) -> Axis | None:
+        """An axis of all ranks of the mesh, in ascending order, by groups of the engine's own.
+
+        None if the mesh has a single axis of several ranks, on accelerators, and until `open_joint`.
+        """
+        joint: Axis | None = self.__dict__.get("_joint")
+        if joint is None and self.replicate is not None:
+            joint = self.__dict__["_joint"] = _joints.get(self.shard.group, {}).get(self.replicate.group)
+        return joint
+
+    @property
+    def spanning(self) -> list[Axis]:
+        """The axes over which, in turn, a collective reaches all ranks of the mesh: a single one if possible."""
+        joint = self.joint
+        return self.all if joint is None else [joint]
+
+    @property
+    def lacks_joint(self) -> bool:
+        """Whether both axes have several ranks, and neither `open_joint` nor `close_joint` was called for them."""
+        shard, replicate = self.shard, self.replicate
+        if replicate is None or shard.size == 1 or replicate.size == 1:
+            return False
+        return replicate.group not in _joints.get(shard.group, {})
+
+    def open_joint(self, name: str) -> bool:
+        """Make the groups of `joint`. Collective over the mesh, once; both axes have lines on the host.
+
+        Args:
+            name: unique to these groups, and the same on all ranks.
+
+        Returns:
+            Whether this rank could make them.
+        """
+        ranks = tuple(sorted(self.ranks))
+        rank, size = ranks.index(self.global_rank), len(ranks)
+        group = open_joint_lines(self.shard.group, rank, size, name)
+        self._keep_joint(None if group is None else Axis(group, size, rank, "gloo", ranks))
+        return group is not None
+
+    def close_joint(self) -> None:
+        """Do without `joint` for good, before any use, because a rank could not open it."""
+        self._keep_joint(None)
+
+    def _keep_joint(self, joint: Axis | None) -> None:
+        assert self.replicate is not None
+        _joints.setdefault(self.shard.group, weakref.WeakKeyDictionary())[self.replicate.group] = joint
+
+    @functools.cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of the mesh."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
+
     @functools.cached_property
     def world(self) -> int:
         """Number of ranks with different data: shard times replicate."""
@@ -143,6 +197,15 @@ class MeshAxes:
 
 _all_axes: weakref.WeakValueDictionary[tuple[Any, ...], MeshAxes] = weakref.WeakValueDictionary()
 """By mesh, device, groups and sizes. An entry lives, and keeps its groups alive, as long as a unit uses it."""
+
+
+_joints: weakref.WeakKeyDictionary[dist.ProcessGroup, MutableMapping[dist.ProcessGroup, Axis | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""`MeshAxes.joint`, by the groups of the shard and the replicate axis; None if ranks could not open it.
+
+As the user's groups live equally long on all ranks, these agree on whether they have tried.
+"""
 
 
 _devices: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()

@@ -7,6 +7,8 @@ comparisons between ranks that may be at different points. When ranks are stuck,
 ends at once with an error, and no more memory is written.
 
 Lines belong to a process group, not to a set of ranks: two models, each with its own group, may run in two threads.
+Between all ranks of a hybrid mesh, for which the user has no group, they belong to the groups of its two axes
+(`MeshAxes.joint`).
 
 On accelerators gathers and reductions use the user's group, since a communicator costs memory there and the device does
 the waiting. Comparisons use a gloo group on the host there too: beside a gather of a different size on the same
@@ -34,7 +36,8 @@ from ..torch_private.group_timeout import timeout_of
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Own] = weakref.WeakKeyDictionary()
 """By the user's group."""
 _CONNECTED = timedelta(seconds=60)
-"""Time limit for connections on the host between ranks that run on accelerators: gloo may not be configured there."""
+"""Time limit for connections that the engine can do without: between all ranks of a hybrid mesh, and on the host
+between ranks that run on accelerators, where gloo may not be configured."""
 
 
 class Lines:
@@ -108,6 +111,31 @@ def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_hos
         addresses = listening(f"{prefix}/{'data' if on_host else 'side'}", size)
         _opened[group] = _Own(data, side, apart, addresses)
     return lines_of(group)
+
+
+def open_joint_lines(group: dist.ProcessGroup, rank: int, size: int, name: str) -> dist.ProcessGroup | None:
+    """Make a group of more ranks than those of `group`, with lines of its own. Collective over its ranks.
+
+    Args:
+        group: a group with lines on the host, whose thread then serves these, too.
+        rank, size: in the new group.
+        name: unique to these groups, and the same on all ranks.
+
+    Returns:
+        The group, for sums at points that all ranks reach alike; None if this rank could not open it. The caller keeps
+        it alive.
+    """
+    own = _opened.get(group)
+    if own is None or own.data is None:
+        return None
+    prefix, timeout = f"fullshard/{name}", timeout_of(group)
+    within = min(timeout, _CONNECTED)
+    data = gloo_group(f"{prefix}/joint", rank, size, timeout, own.data, within)
+    side = gloo_group(f"{prefix}/joint side", rank, size, timeout, own.data, within) if data is not None else None
+    if data is None or side is None:
+        return None
+    _opened[data] = _Own(None, side, None, listening(f"{prefix}/joint", size))
+    return data
 
 
 def close_lines(group: dist.ProcessGroup) -> None:

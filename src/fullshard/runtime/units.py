@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..agreement import Line, check_same_model, check_same_weights, meet
+from ..agreement import Line, check_same_model, check_same_weights, meet, meet_jointly
 from ..comm import HookComm
 from ..mesh import Axis
 from ..shard import Unit, check_ties, refuse_meta
@@ -167,6 +167,8 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
         for axis in axes.values():
             meet(axis, comm, device)
         check_same_model(lines, ignored_lines, axes.values(), comm, device)
+        for mesh in dict.fromkeys(bucket.axes for runner in units for bucket in runner.unit.buckets):
+            meet_jointly(mesh, comm)
         check_same_weights([runner.unit for runner in units], comm)
 
 

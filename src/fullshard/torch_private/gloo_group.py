@@ -52,8 +52,8 @@ def gloo_group(
     Args:
         name: never used for another group, and the same on all ranks.
         rank, size: in the group.
-        beside: a group made here, whose thread then serves this group's connections, too: otherwise a gloo group has
-            three threads, one of which wakes 100 times a second.
+        beside: a group made here, of any ranks, whose thread then serves this group's connections, too: otherwise a
+            gloo group has three threads, one of which wakes 100 times a second.
         connect_within: how long to wait for the other ranks to connect; None for `timeout`.
     """
     store = default_store()
@@ -66,13 +66,13 @@ def gloo_group(
     try:
         if beside is None:
             backend = gloo(group_store, rank, size, connect_within or timeout)
-            if connect_within is not None:
-                backend._set_default_timeout(timeout)
         else:
             options = gloo._Options()
             options._devices = beside._get_backend(torch.device("cpu")).options._devices  # type: ignore[attr-defined]
-            options._timeout, options._threads = timeout, 1
+            options._timeout, options._threads = connect_within or timeout, 1
             backend = gloo(group_store, rank, size, options)
+        if connect_within is not None:
+            backend._set_default_timeout(timeout)
     except RuntimeError:  # the process of the store is gone, or ranks cannot connect
         return None
     group: Any = dist.ProcessGroup(group_store, rank, size)
