@@ -261,7 +261,9 @@ def unused_on_a_device() -> bool:
     return True
 
 
-@pytest.mark.parametrize(("build", "world"), [(block_by_block, 2), (dense_and_experts, 4)])
+@pytest.mark.parametrize(
+    ("build", "world"), [(block_by_block, 2), (dense_and_experts, 4), pytest.param(hybrid, 4, marks=own)]
+)
 def test_ranks_that_really_differ_are_told_so(run_ranks, build, world):
     assert set(run_ranks(different_steps, build, world=world)) == {
         ("optimizers stepped differently on different ranks", 3)

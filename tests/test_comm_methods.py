@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.comm import Costs
+from fullshard.comm import Costs, torch_comm
+from fullshard.mesh import resolve_mesh
 from fullshard.torch_private.collectives import all_gather_many, reduce_scatter_many
 from models import EXAMPLES
 from training import LAYOUTS, Options, full_gradients, full_parameters, shard
@@ -281,3 +283,31 @@ def at_once() -> bool:
         assert torch.equal(value, values_too[name]), name
         assert torch.allclose(grads[name], grads_too[name], rtol=1e-12, atol=1e-15), name
     return True
+
+
+@pytest.mark.gloo("about gloo")
+def test_a_few_integers_are_summed_in_one_step(run_ranks):
+    assert run_ranks(sums_of_integers, world=4) == [[True, False, False, False]] * 4
+
+
+def sums_of_integers() -> list[bool]:
+    """Of which sums no all-reduce of gloo's was made: few integers, many, a mean, and floats. All are right."""
+    axis, made = resolve_mesh(None).shard, []
+    sums = [
+        (torch.arange(12).view(3, 4), False),
+        (torch.arange(1 << 16), False),
+        (torch.zeros(3, dtype=torch.int64), True),
+        (torch.arange(3.0), False),
+    ]
+    reduce_all = torch_comm.all_reduce
+    by_ring = mock.Mock(side_effect=lambda tensor, group, mean: reduce_all(tensor, group, False))  # gloo has no mean
+    for tensor, mean in sums:
+        expected = tensor * dist.get_world_size()
+        with mock.patch.object(torch_comm, "all_reduce", by_ring):
+            by_ring.reset_mock()
+            pending = fullshard.TorchComm().all_reduce(axis, tensor, mean)
+            pending.wait()
+            pending.wait()
+        assert torch.equal(tensor, expected)
+        made.append(not by_ring.called)
+    return made

@@ -85,7 +85,7 @@ def is_nested(tokens: list[int]) -> bool:
 
 def of_one_rank(gone: list[int], always: bool = False) -> SharedOrder:
     """Of a rank that talks to nobody: what it wants is what all want. What it passes over is added to `gone`."""
-    axes = mock.Mock(all=(), world=1, device=torch.device("cpu"))
+    axes = mock.Mock(spanning=(), world=1, device=torch.device("cpu"))
     return SharedOrder(axes, NAMES, mock.Mock(), always, lambda *token: gone.append(word(*token)), mock.Mock())
 
 

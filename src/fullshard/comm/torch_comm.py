@@ -9,6 +9,7 @@ gathered units alternate in the same two blocks. A collective issued before a un
 gloo. Its reduce-scatter is an all-reduce of the whole buffer followed by a slice: twice the bytes needed. An
 all-to-all exchange followed by a local sum moves each byte once and measured 1.9 times as fast on 2 and 2 to 5 times
 on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so the result does not depend on timing.
+Its all-reduce passes slices around a ring twice: a few numbers take one step if every rank sends them to all others.
 Two ranks swap slices, also to gather, since gloo's own collectives copy and relay more.
 """
 
@@ -42,6 +43,10 @@ from .watched import watched, watched_calls
 # in MPICH", IJHPCA 19, 2005, section 4). The first of gloo's is measured, over loopback; the others are estimates.
 _CPU_COSTS = (300e-6, 50e-6, 4e9)
 _ACCELERATOR_COSTS = (10e-6, 2e-6, 1e12)
+
+
+_FEW = 1 << 20
+"""Bytes that a rank sends at most for an all-reduce of integers in a single step."""
 
 
 def line_of(axis: Axis) -> dist.ProcessGroup:
@@ -116,6 +121,10 @@ class TorchComm:
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
+        if axis.backend != "gloo":
+            return all_reduce(tensor, axis.group, mean) or DONE
+        if axis.size > 2 and tensor.dtype == torch.int64 and not mean and tensor.nbytes * axis.size <= _FEW:
+            return _Numbers(axis, tensor)
         work = all_reduce(tensor, line_of(axis), mean)
         return watched(axis, work) if work else DONE
 
@@ -164,6 +173,23 @@ class _Exchange:
         if self.mean:
             self.out.mul_(1.0 / self.world)
         self.received = self.work = None
+
+
+class _Numbers(_Exchange):
+    """An all-reduce of a few integers, in place: every rank sends them to all others and sums what it receives.
+
+    Owns `sent` [world * n] until the wait, too.
+    """
+
+    __slots__ = ("sent",)
+
+    def __init__(self, axis: Axis, tensor: torch.Tensor) -> None:
+        self.sent: torch.Tensor | None = tensor.view(-1).repeat(axis.size)
+        super().__init__(axis, tensor.view(-1), self.sent, mean=False)
+
+    def wait(self) -> None:
+        super().wait()
+        self.sent = None
 
 
 class _Swap:
