@@ -72,7 +72,7 @@ def caught(fault: Fault, test: str) -> tuple[str, float, str]:
         seconds = time.monotonic() - begin
     if code == 1 and "\nFAILED " not in output:  # an error of a fixture or a collection is no test that fails
         code = 2
-    if code == -signal.SIGSEGV and "collecting" not in output:  # a test read memory that was freed
+    if code == -signal.SIGSEGV:  # a test read memory that was freed
         code = 1
     return VERDICTS.get(code, f"ERROR {code}"), seconds, output
 
