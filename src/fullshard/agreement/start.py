@@ -86,12 +86,20 @@ def meet(axis: Axis, comm: Comm, device: torch.device) -> None:
             axis.close_lines()
 
 
+_MOST_JOINT = 128
+"""Ranks of a hybrid mesh that all connect to each other, at most: by two sockets each, of the 1,024 a process may have."""
+
+
 def meet_jointly(axes: MeshAxes, comm: Comm) -> None:
     """Open `MeshAxes.joint`, for ranks on the host that have met over both axes. Collective over the mesh, once.
 
-    If it fails on any rank, comparisons go over one axis after the other on all of them.
+    If it fails on any rank, or they are many, comparisons go over one axis after the other on all of them.
     """
-    if not axes.lacks_joint or not all([can_open(axis.group, axis.size, axis.backend) for axis in axes.all]):
+    if (
+        not axes.lacks_joint
+        or len(axes.ranks) > _MOST_JOINT
+        or not all([can_open(axis.group, axis.size, axis.backend) for axis in axes.all])
+    ):
         return
     RANK.talks("texts")
     ranks = hashlib.sha256(repr(sorted(axes.ranks)).encode()).digest()
