@@ -87,7 +87,7 @@ def meet(axis: Axis, comm: Comm, device: torch.device) -> None:
 
 
 _MOST_JOINT = 128
-"""Ranks of a hybrid mesh that all connect to each other, at most: by two sockets each, of the 1,024 a process may have."""
+"""Ranks of a hybrid mesh that all connect to each other, at most: by two sockets each, of the usual limit of 1,024."""
 
 
 def meet_jointly(axes: MeshAxes, comm: Comm) -> None:
