@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import linear
 
@@ -127,6 +128,13 @@ CALLS = [
     ),
     (flat, lambda m: linear(ONE, m.weight), "PhaseError: aten.t.default is not supported on a flat shard, of which"),
     (unit, lambda m: linear(ONE, m.weight), "PhaseError: linear was called with a plain tensor and a sharded"),
+    (
+        sharded,
+        lambda m: register_parametrization(m[0], "weight", nn.Identity()),
+        run,
+        "PhaseError: linear was called with a plain ... if the parametrization was registered on a sharded module, "
+        "register it before sharding",
+    ),
     (
         unit,
         lambda m: (m(ONE).sum() + m.weight.pow(2).sum()).backward(),

@@ -136,6 +136,9 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
     penalty = ""
     if called == "backward":
         penalty = "add penalty.full_tensor() to the loss where it has a penalty on the parameters; otherwise "
+    moved = ""
+    if ".parametrizations." in f".{parameter}":
+        moved = "; if the parametrization was registered on a sharded module, register it before sharding"
     return PhaseError(
         f"{called} was called with a plain tensor and a sharded parameter whose unit is not gathered.",
         parameter=parameter,
@@ -144,7 +147,7 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
         remedy=f"{penalty}call the module, block(x), not block.forward(x), which bypasses the gather; if another "
         "method uses this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
         "module.unshard() ... module.reshard(); to combine such tensors on purpose make both DTensors, or use "
-        "full_tensor()",
+        f"full_tensor(){moved}",
         topic="used-while-freed",
     )
 
