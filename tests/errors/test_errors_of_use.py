@@ -9,9 +9,9 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import register_parametrization
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import linear
+from torch.nn.utils.parametrize import register_parametrization
 
 import fullshard
 from fullshard import fully_shard

@@ -115,9 +115,6 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         runner.period.calls += 1
         if plain and args[0].requires_grad and join(args[0], watching.after_backward):
             forward.watches, forward.first_node = True, next_node()
-        elif plain and not args[0].requires_grad:
-            forward.first_node = next_node()
-            runner.watch_parameters()
         else:
             args, kwargs = forward.watch_inputs(args, kwargs)
             if not forward.watches:
