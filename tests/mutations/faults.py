@@ -295,7 +295,7 @@ FAULTS = (
     Fault(
         "usual: a pass that begins gathers one unit ahead, however many were asked for",
         "runtime/step.py",
-        "            if usual.leads:  # the pass begins: nothing else was gathered ahead\n                root.prefetch(depth)\n",  # noqa: E501
+        "            if runner.is_top:  # the pass begins: nothing else was gathered ahead\n                root.prefetch(depth)\n",  # noqa: E501
         "",
         test="tests/test_usual_step.py -k ahead",
     ),

@@ -139,7 +139,8 @@ class Reducer:
             runner: the unit's runner.
             comes_again: whether more gradients of the unit are expected.
         """
-        usual = runner.unit.usual
+        unit = runner.unit
+        usual = unit.usual
         reduction = None if usual is None or comes_again else usual.reduction
         if (
             reduction is None
@@ -148,7 +149,7 @@ class Reducer:
         ):
             self._close(runner, comes_again)
             return
-        in_flight, position, ledger = self.in_flight, self.position, runner.unit.ledger
+        in_flight, position, ledger = self.in_flight, self.position, unit.ledger
         log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
@@ -163,7 +164,7 @@ class Reducer:
                 raise
             drain(map(write_grad, unsharded, NONES))
             delivery.got = delivery.everyone if everyone else [*map(is_not, grads, NONES)]
-            buffer_bytes, scratch_bytes = reduction.nbytes
+            buffer_bytes, scratch_bytes, _ = reduction.nbytes
             gradients.state = PENDING
             ledger.reducing += buffer_bytes
             if log.expected == REDUCE | runner.index << VERB_BITS:  # as `Position.issue`
@@ -219,7 +220,7 @@ class Reducer:
         gradients.pending = gradients.running = None
         pending.wait()
         drain(map(call, reduction.ends))
-        ledger.reducing -= sum(reduction.nbytes)
+        ledger.reducing -= reduction.nbytes[2]
         drain(map(write_grad, reduction.receivers, reduction.received))
         current: Any = reduction.set
         if views:

@@ -76,7 +76,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
     root: Any = runner.root
     forward, unit, settings = Forward(), runner.unit, runner.settings
     usual, trains = unit.usual, is_grad_enabled()
-    if usual is not None and usual.leads and trains and root.pass_top is root.backward is None:
+    if runner.is_top and usual is not None and trains and root.pass_top is root.backward is None:
         usual = begin_pass(runner, root, args, kwargs)
     if (
         usual is not None
@@ -97,7 +97,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         token = root.position.log.expected
         if len(ahead) < depth and token & VERB == GATHER and gather_ahead(root, token):
             ahead[token >> VERB_BITS] = True
-            if usual.leads:  # the pass begins: nothing else was gathered ahead
+            if runner.is_top:  # the pass begins: nothing else was gathered ahead
                 root.prefetch(depth)
         else:
             root.prefetch(depth)
@@ -167,7 +167,7 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noq
         period: Any = runner.period
         period.trace.steps.append((period, True))
         runner.phase, runner.kept = IDLE, runner.kept and usual.stays
-        if usual.leads and (root := runner.root) is not None and root.pass_top is runner:
+        if runner.is_top and (root := runner.root) is not None and root.pass_top is runner:
             root.end_forward()
     elif not forwards:
         runner.after_forward(module)
@@ -303,7 +303,7 @@ class Call:
         trace: Any = period.trace
         unit = runner.unit
         usual = unit.usual
-        if usual is not None and usual.leads and trace is not None and trace.root() is root and root.backward is None:
+        if runner.is_top and usual is not None and trace is not None and trace.root() is root and root.backward is None:
             root.begin_backward()
             root.traces.reach(trace)
             usual = unit.usual
@@ -326,9 +326,12 @@ class Call:
                 open_unit(unit, usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
-            at = -1 if usual.leads else -2
-            follows_trace = depth == 1 and len(steps) > 1 and steps[at][1]
-            if not follows_trace or token != REGATHER | steps[at][0].unit << VERB_BITS or not gather_ahead(root, token):
+            follows_trace = depth == 1 and len(steps) > 1 and steps[usual.below][1]
+            if (
+                not follows_trace
+                or token != REGATHER | steps[usual.below][0].unit << VERB_BITS
+                or not gather_ahead(root, token)
+            ):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self, gradient)
@@ -351,12 +354,12 @@ class Call:
         ):
             self.done, period.calls, period.hides = True, 0, False
             trace.steps.pop()
-            trace.ahead[runner.index] -= 1
+            ahead = trace.ahead[runner.index] = trace.ahead[runner.index] - 1
             drain(map(call, usual.closes))
             unit.ledger.gathered -= usual.gather.live_bytes
             unit.state, unit.gathered, unit.showing.unsharded = SHARDED, None, False
             runner.phase, runner.kept = IDLE, False
-            root.reducer.close(runner, trace.ahead[runner.index] > 0)
+            root.reducer.close(runner, ahead > 0)
         else:
             runner.after_backward(self, gradient)
 

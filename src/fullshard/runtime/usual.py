@@ -51,7 +51,8 @@ class UsualStep:
         closes: calls that show the sharded parameters, then free.
         shows: calls that show the unsharded parameters of a unit that stayed gathered.
         stays: whether the unit stays gathered from its forward to its backward.
-        leads: whether the unit is the root's own, with whose forward and backward a pass begins.
+        below: where the next unit's step is in a trace that ends with this one's, which the backward has taken away:
+            below the end of this unit's backward, or directly below, as the root's own ends last.
         leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
             `gathered` and `showing.unsharded` are then.
         copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
@@ -67,8 +68,8 @@ class UsualStep:
     """
 
     __slots__ = (
-        *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
-        *("before_forward", "before_pass", "closes", "copied", "counters", "gather", "leads", "leaves", "left"),
+        *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward", "below"),
+        *("before_forward", "before_pass", "closes", "copied", "counters", "gather", "leaves", "left"),
         *("left_bytes", "numbers", "offsets", "opens"),
         *("places", "pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
     )
@@ -79,7 +80,8 @@ class UsualStep:
         self.gather = gather
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.shows, self.stays, self.leads = shown.show, not runner.reshards_as_set(True), runner.is_top
+        self.shows, self.stays = shown.show, not runner.reshards_as_set(True)
+        self.below = -1 if runner.is_top else -2
         self.leaves = shown.hide if self.stays else self.closes
         self.left_bytes = 0 if self.stays else gather.live_bytes
         self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
@@ -122,7 +124,7 @@ class UsualReduction:
         collects: calls before gradients are copied into the buffer.
         starts: calls that start the reduction; the last one returns the pending collective.
         ends: calls after the reduction has arrived.
-        nbytes: bytes of the buffer, and of the collective's scratch memory.
+        nbytes: bytes of the buffer, of the collective's scratch memory, and of both.
     """
 
     __slots__ = (
@@ -141,7 +143,7 @@ class UsualReduction:
         self.collects: list[Callable[[], object]] = [*self.takes, planned.buffer.take]
         self.starts: list[Callable[[], object]] = [*self.takes, current.take, planned.start]
         self.ends: list[Callable[[], object]] = [planned.buffer.free, *([bucket.turns.give] if streams else [])]
-        self.nbytes = planned.buffer.nbytes, planned.scratch
+        self.nbytes = planned.buffer.nbytes, planned.scratch, planned.buffer.nbytes + planned.scratch
         self.most = settings.reduce.max_in_flight
         self.every, self.replicates = runner.unit.gradients, bucket.axes.replicate is not None
         self.before: Any = (True, [], True, {}, settings.reduce, settings.comm, None), [*map(_at_rest, self.every)]
