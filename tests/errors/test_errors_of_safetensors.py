@@ -75,7 +75,7 @@ def write_a_long_index(folder: Path) -> None:
 
 
 FOLDERS = [
-    (save, read_when_closed, "ConfigError: A safetensors file was closed and then read"),
+    (save, read_when_closed, "ConfigError: A checkpoint was closed and then read"),
     (lambda f: save(f, max_file_bytes=0), "ConfigError: max_file_bytes must be a positive number of bytes"),
     (
         lambda _: list(fullshard.full_parameters(two_layers(), bucket_bytes=0)),

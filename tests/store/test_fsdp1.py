@@ -17,6 +17,7 @@ from fullshard import CheckpointError, convert
 from fullshard.store.formats.fsdp1 import PerRankSource
 from fullshard.store.formats.state import TensorShards
 from fullshard.store.pickles import PickledTensor
+from fullshard.store.storage import Stored
 
 WORLD = 2
 
@@ -132,14 +133,17 @@ def test_files_of_ranks_that_are_missing_are_noticed(folder: Path, tmp_path: Pat
 
 
 def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
-    def part(offset: int, rows: int) -> TensorShards:
+    def part(offset: int, rows: int) -> tuple[Any, TensorShards]:
         stored = PickledTensor("0", 3 * rows, torch.float32, 0, (rows, 3), (3, 1))
-        return TensorShards((4, 3), torch.float32, (((offset, 0), (rows, 3), stored),), 3)
+        place = Stored("weight", (offset, 0), (rows, 3), "a.pt", 0, 12 * rows)
+        return mock.Mock(**{"stored.return_value": place}), TensorShards(
+            (4, 3), torch.float32, (((offset, 0), stored),), 3
+        )
 
-    source: Any = mock.Mock(_archives=[mock.Mock(), mock.Mock(), mock.Mock()])
+    source: Any = mock.Mock(**{"storage.sizes": {"a.pt": 100}})
     PerRankSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])
-    ((name, pieces, entry), _) = source._add.call_args
-    assert name == "weight" and [piece.stored.shape for piece in pieces] == [(6,), (6,)] and entry.shape == (4, 3)
+    ((name, entry, parts), _) = source._add.call_args
+    assert name == "weight" and [part.sizes for part in parts] == [(2, 3), (2, 3)] and entry.shape == (4, 3)
 
 
 def test_pickles_do_not_run(folder: Path, tmp_path: Path) -> None:

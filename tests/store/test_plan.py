@@ -21,10 +21,10 @@ import fullshard
 from assembled import assembled, rectangles
 from fullshard import CheckpointError
 from fullshard.store import manifest, plan
+from fullshard.store.names import TensorEntry
 from fullshard.store.piece import Piece
 from fullshard.store.plan import fingerprint
 from fullshard.store.ranks import Ranks
-from fullshard.store.source import TensorEntry
 from ways import on_ranks
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

@@ -27,10 +27,10 @@ from fullshard import CheckpointError
 from fullshard.errors import DamagedCheckpointError
 from fullshard.store import in_place
 from fullshard.store.formats import safetensors_folder
-from fullshard.store.formats.own import CheckpointSink
-from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
+from fullshard.store.formats.own import write_checkpoint
+from fullshard.store.formats.safetensors_folder import SafetensorsSource, new_safetensors
 from fullshard.store.formats.safetensors_header import DTYPES
-from fullshard.store.source import TensorEntry
+from fullshard.store.names import TensorEntry
 from models import EXAMPLES
 from quantised import GatheredInt8, StoredInt8, quantise
 from test_tensor_parallel import Model, parallel_model
@@ -111,11 +111,11 @@ def test_buffers_are_kept(tmp_path):
 def load_elsewhere(folder: Path) -> None:
     """Into models made without values, on other ranks; and only what this rank owns is read."""
     example = EXAMPLES["odd_mlp"]
-    want, read, plain = state_of("odd_mlp"), [], SafetensorsSource.read
+    want, read, plain = state_of("odd_mlp"), [], SafetensorsSource.fill
 
-    def counting(*given: Any) -> Tensor:
-        read.append((found := plain(*given)).numel())
-        return found
+    def counting(source: SafetensorsSource, copies: list[Any]) -> None:
+        read.extend(copy.target.numel() for copy in copies)
+        plain(source, copies)
 
     for way in ("rows", "flat", "wrapper"):
         with torch.device("meta"):
@@ -125,7 +125,7 @@ def load_elsewhere(folder: Path) -> None:
         if way != "wrapper":
             model.to_empty(device="cpu")
         read.clear()
-        with mock.patch.object(SafetensorsSource, "read", counting):
+        with mock.patch.object(SafetensorsSource, "fill", counting):
             fullshard.load_safetensors(model, folder)
         assert same(dict(fullshard.full_parameters(model)), want)
         everyone: list[int] = [0] * dist.get_world_size()
@@ -257,23 +257,19 @@ def test_a_failing_write_is_told_on_all_ranks(run_ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sink_takes_what_was_announced(tmp_path):
+def test_what_is_written_is_what_was_announced(tmp_path):
     entries = {"model.a": TensorEntry((2,), torch.float32), "model.b": TensorEntry((3,), torch.int8)}
-    with pytest.raises(CheckpointError, match=r"optimizer\.state"):
-        SafetensorsSink(tmp_path / "x", {"optimizer.state.a.exp_avg": TensorEntry((2,), torch.float32)})
+    right = {"model.a": torch.ones(2), "model.b": torch.ones(3, dtype=torch.int8)}
+    wrong = {"optimizer.state.a.exp_avg": TensorEntry((2,), torch.float32)}
+    with pytest.raises(CheckpointError, match=r"optimizer\.state"), new_safetensors(tmp_path / "x", wrong):
+        pass
     for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
-        with SafetensorsSink(tmp_path / "x", entries) as sink, pytest.raises(CheckpointError, match="match its entry"):
-            sink.write("model.a", wrong)
-    with SafetensorsSink(tmp_path / "x", entries) as sink:
-        sink.write("model.a", torch.ones(2))
-        with pytest.raises(CheckpointError, match="Not all"):
-            sink.finish()
+        with pytest.raises(CheckpointError, match="match its entry"), new_safetensors(tmp_path / "x", entries) as new:
+            new[1]({**right, "model.a": wrong}.__getitem__)
     assert not list(tmp_path.iterdir())
-    with SafetensorsSink(tmp_path / "x", entries) as sink:
-        sink.write("model.a", torch.ones(2))
-        sink.write("model.b", torch.ones(3, dtype=torch.int8))
-        assert not (tmp_path / "x").exists()
-        sink.finish()
+    with new_safetensors(tmp_path / "x", entries) as (folder, write):
+        write(right.__getitem__)
+        assert folder.is_dir() and not (tmp_path / "x").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
@@ -467,12 +463,10 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch, what):
                "the last sync": (in_place, "sync", sync)}  # fmt: skip
     monkeypatch.setattr(*patched[what])
 
-    def dcp() -> None:
-        with CheckpointSink(target, {"model.a": TensorEntry((2,), torch.float32)}, {}) as sink:
-            sink.write("model.a", torch.ones(2))
-            sink.finish()
+    def own() -> None:
+        write_checkpoint(target, {"model.a": TensorEntry((2,), torch.float32)}, {}, {}, lambda name: torch.ones(2))
 
-    for save in (lambda: fullshard.save_safetensors(nn.Linear(3, 2), target), dcp)[: 1 if what == "room" else 2]:
+    for save in (lambda: fullshard.save_safetensors(nn.Linear(3, 2), target), own)[: 1 if what == "room" else 2]:
         with pytest.raises((CheckpointError, OSError), match="No space"):
             save()
         assert not list(tmp_path.iterdir()), list(tmp_path.rglob("*"))

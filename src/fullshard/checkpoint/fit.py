@@ -100,6 +100,21 @@ def _listed(names: Sequence[str], description: str) -> str:
     return f"{len(names)} {description}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor to fill has memory of its own for each element.
+
+    Raises:
+        CheckpointError: it is an expanded tensor.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise CheckpointError(
+            "Elements of a tensor share memory, so values cannot be loaded into it; nothing was loaded.",
+            parameter=name,
+            got="an expanded tensor",
+            remedy="give the tensor its own memory: tensor.clone()",
+        )
+
+
 def check_tied(name: str, first: tuple[str, torch.Tensor], other: tuple[str, torch.Tensor]) -> None:
     """Check that the files have the same values under two names of a tied parameter.
 

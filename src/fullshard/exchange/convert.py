@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..store.formats.dcp import write_dcp
+from ..store.formats.own import write_checkpoint
+from ..store.formats.safetensors_folder import new_safetensors
+from ..store.formats.torch_file import write_torch_file
 from ..store.full_parameters import check_dtype
 from ..store.in_place import check_room
-from ..store.source import MODEL, OPTIMIZER, Source, TensorEntry
-from .detect import kind_of, kind_to_write, open_sink, open_source
+from ..store.names import MODEL, OPTIMIZER, TensorEntry
+from ..store.source import Source
+from .detect import kind_of, kind_to_write, open_source
 
 
 @dataclass(frozen=True)
@@ -205,17 +210,23 @@ def _write(
     total: int,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
-    done = 0
-    with open_sink(target, kind, selection.entries, selection.values, selection.ties) as sink:
-        for name, entry in selection.entries.items():
-            if progress is not None:
-                progress(name, done, total)
-            tensor = source.read(selection.source_names[name])
-            if tensor.dtype != entry.dtype:
-                tensor = tensor.to(entry.dtype)
-            sink.write(name, tensor)
-            del tensor  # frees it before the next one is read
-            done += entry.nbytes
+    done, entries = 0, selection.entries
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal done
         if progress is not None:
-            progress("", total, total)
-        sink.finish()
+            progress(name, done, total)
+        done += entries[name].nbytes
+        return source.read(selection.source_names[name]).to(entries[name].dtype)
+
+    if kind == "safetensors":
+        with new_safetensors(target, entries) as (_, write):
+            write(read)
+    else:
+        _WRITERS[kind](target, entries, selection.values, selection.ties, read)
+    if progress is not None:
+        progress("", total, total)
+
+
+_WRITERS = {"fullshard": write_checkpoint, "dcp": write_dcp, "torch": write_torch_file}
+"""Functions that write a whole checkpoint, by format."""

@@ -11,19 +11,16 @@ a folder      fullshard      manifest.json, rank-*.safetensors; or a folder of s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..store.folder import Folder
-from ..store.formats.dcp import DcpSink
 from ..store.formats.deepspeed import DeepSpeedSource, is_deepspeed
 from ..store.formats.fsdp1 import PerRankSource, is_per_rank
-from ..store.formats.own import CheckpointSink, CheckpointSource
-from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
-from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSink, TorchFileSource
-from ..store.source import Sink, Source, TensorEntry
+from ..store.formats.own import CheckpointSource
+from ..store.formats.safetensors_folder import SafetensorsSource
+from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSource
+from ..store.source import Source
 from ..store.storage import MANIFEST, METADATA
 from ..store.write import RANK_FILE, file_of
 
@@ -144,20 +141,3 @@ def kind_to_write(path: Path, to: str | None) -> str:
     if path.suffix in SUFFIXES:
         return "torch"
     return "safetensors" if path.suffix == ".safetensors" else "fullshard"
-
-
-def open_sink(
-    path: Path, kind: str, entries: Mapping[str, TensorEntry], values: Mapping[str, Any], ties: Mapping[str, str]
-) -> Sink:
-    """Begin to write a checkpoint.
-
-    Args:
-        path: the path of the checkpoint, which must not exist.
-        kind: one of `WRITTEN`.
-        entries, values, ties: its whole contents. A safetensors folder takes only entries.
-    """
-    if kind == "torch":
-        return TorchFileSink(path, entries, values, ties)
-    if kind == "safetensors":
-        return SafetensorsSink(path, entries)
-    return {"dcp": DcpSink, "fullshard": CheckpointSink}[kind](path, entries, values, ties)

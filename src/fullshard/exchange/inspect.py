@@ -12,8 +12,8 @@ import torch
 
 from ..errors import DamagedCheckpointError
 from ..store.formats.own import storage_at
+from ..store.names import TensorEntry
 from ..store.read import Files
-from ..store.source import TensorEntry
 from .detect import kind_of, open_source
 
 
@@ -81,7 +81,7 @@ def inspect(
         with Files(storage_at(root)) as files:
             checked, damage = _verified(files, progress)
             if damage:  # values that are not tensors may be damaged too, so they are not read
-                tensors = _tensors(files.index.entries, files.files_of)
+                tensors = _tensors(files.entries, files.files_of)
                 return Inspection(root, kind, tensors, {}, {}, checked, tuple(damage))
     with open_source(root, hashes=hashes) as source:
         tensors = _tensors(source.entries, source.files_of)

@@ -21,9 +21,9 @@ from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..text import plain_name
+from .names import MODEL, OPTIMIZER
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
-from .source import MODEL, OPTIMIZER
 
 _REMEDIES = {
     "model": "pass the model itself, not its state dict: {call}(folder, model, optimizer)",

@@ -22,12 +22,12 @@ from ..text import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
 from .contents import row_pieces, table_of
-from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
+from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSource, new_safetensors
 from .full_parameters import check_dtype, exports_of, stream
 from .lora import Export, adapted, is_peft_model
-from .piece import Piece, check_fits
+from .names import MODEL, TensorEntry
 from .ranks import Ranks
-from .source import MODEL, TensorEntry
+from .source import Copy
 
 
 def save_safetensors(
@@ -76,7 +76,7 @@ def save_safetensors(
     ranks = Ranks(process_group)
     selected = Adapter.of(model, adapter, ranks) if adapter else None
 
-    def plan() -> tuple[list[Export], SafetensorsSink | None]:
+    def plan() -> tuple[list[Export], Any]:
         exports = (
             exports_of(model, dtype, merge_lora, buffers=True)
             if selected is None
@@ -87,30 +87,30 @@ def save_safetensors(
             return exports, None
         entries = {MODEL + e.wanted.name: TensorEntry(e.wanted.shape, e.final_dtype) for e in exports}
         one_file = sum(entry.nbytes for entry in entries.values()) + 1
-        new = SafetensorsSink(folder, entries, *((max_file_bytes, "model") if selected is None else (one_file, STEM)))
-        opened.enter_context(new)
-        return exports, new
+        layout = (max_file_bytes, "model") if selected is None else (one_file, STEM)
+        return exports, opened.enter_context(new_safetensors(folder, entries, *layout))
 
     def write() -> None:
         tensors: Any = stream(exports, bucket_bytes, ranks)
-        for name, tensor in tensors:
-            try:
-                if sink is not None:
-                    sink.write(MODEL + name, tensor)
-            except Exception as error:
-                tensors.throw(error)  # reports it to the other ranks
+        try:
+            if new is None:
+                for _ in tensors:
+                    pass
+            else:
+                new[1](lambda _: next(tensors)[1])
+        except Exception as error:
+            tensors.throw(error)  # reports it to the other ranks
 
     def finish() -> None:
-        if sink is None:
-            return
-        if selected is None:
-            _save_configs(model, sink.folder, dtype, merge_lora)
-        else:
-            selected.save_config(sink.folder)
-        sink.finish()
+        if new is not None:
+            if selected is None:
+                _save_configs(model, new[0], dtype, merge_lora)
+            else:
+                selected.save_config(new[0])
+        opened.close()
 
     with ExitStack() as opened:
-        exports, sink = ranks.together("planning the files", plan)
+        exports, new = ranks.together("planning the files", plan)
         ranks.together("save_safetensors", write)
         ranks.together("finishing save_safetensors", finish)  # no rank can fail after it
 
@@ -216,7 +216,7 @@ def load_safetensors(
     ranks = Ranks(process_group)
     selected = Adapter.of(model, adapter, ranks) if adapter else None
 
-    def compare() -> tuple[SafetensorsSource, list[tuple[Piece, str]], LoadedNames]:
+    def compare() -> tuple[SafetensorsSource, list[Copy], LoadedNames]:
         table = table_of(model) if selected is None else selected.table
         for _, runner in table.units:
             if runner is not None:
@@ -227,30 +227,28 @@ def load_safetensors(
         opened.callback(source.close)
         if rename is not None:
             source.rename(rename)
-        reads: list[tuple[Piece, str]] = []
+        copies: list[Copy] = []
         read_names: set[str] = set()
         missing: list[str] = []
         for row, file_names in _names_of(model, table, selected, base):
             present = [MODEL + name for name in file_names if MODEL + name in source.entries]
             read_names.update(present)
             if present:
-                reads += _reads_of(row, source, present, ranks.is_first, cast)
+                _refuse_subclass(row)
+                for piece in row_pieces(row, row.name, 0, ranks.is_first):
+                    copies += source.copies_into(piece, present, cast)
             else:
                 missing.append(row.name)
         unexpected = [name.removeprefix(MODEL) for name in source.entries if name not in read_names]
         if strict:
             remedy = "base=True reads a base model's files into an adapted one, adapter=True an adapter's"
             check_names("Safetensors files do", missing, unexpected, remedy)
-        return source, reads, LoadedNames(missing, unexpected)
+        return source, copies, LoadedNames(missing, unexpected)
 
-    @torch.no_grad()
-    def read() -> None:
-        for piece, name in reads:
-            piece.tensor.copy_(source.read(name, piece.offsets, piece.sizes))
-
-    with ExitStack() as opened:
-        source, reads, not_loaded = ranks.together("comparing safetensors files with the model", compare)
-        ranks.together("reading safetensors files (the model may be partially loaded)", read)
+    with ExitStack() as opened, torch.no_grad():
+        source, copies, not_loaded = ranks.together("comparing safetensors files with the model", compare)
+        reading = "reading safetensors files (the model may be partially loaded)"
+        ranks.together(reading, lambda: source.fill(copies))
     return not_loaded
 
 
@@ -266,14 +264,8 @@ def _names_of(model: nn.Module, table: Table, selected: Adapter | None, base: bo
     return [(row, names) for row, names in of_base if names]
 
 
-def _reads_of(
-    row: Named, source: SafetensorsSource, file_names: list[str], is_first: bool, cast: bool
-) -> list[tuple[Piece, str]]:
-    """This rank's pieces of a parameter or buffer, each with the name to read it from, once all is checked.
-
-    Args:
-        file_names: its names that are in the files, at least one.
-    """
+def _refuse_subclass(row: Named) -> None:
+    """Raise CheckpointError if a parameter to be read is of a tensor subclass."""
     if Wanted(row.name, row).is_odd:
         raise CheckpointError(
             "A parameter is of a tensor subclass, which safetensors files cannot store; nothing was loaded.",
@@ -282,7 +274,3 @@ def _reads_of(
             remedy="load each block, convert its parameters to that class, and only then shard it "
             "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
         )
-    pieces = row_pieces(row, row.name, 0, is_first)
-    for piece in pieces:
-        check_fits(piece, file_names, source.entries, source.read, cast)
-    return [(piece, file_names[0]) for piece in pieces if piece.tensor.numel()]

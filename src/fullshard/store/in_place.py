@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -48,25 +48,39 @@ def check_room(folder: Path, nbytes: int, path: Path) -> None:
         )
 
 
-def make_folders(path: Path) -> list[Path]:
-    """Create a folder and its missing parents; returns those that were created, innermost first."""
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder, which is renamed to `path` at the end of the `with`; if that raises, nothing is left of it.
+
+    Raises:
+        CheckpointError: there is something at `path` other than an empty folder.
+    """
+    _refuse_existing(path)
+    fresh = path.with_name(f".{path.name}.saving-{secrets.token_hex(4)}")
     created: list[Path] = []
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        for folder in reversed(missing):
+        for folder in reversed([folder for folder in (fresh, *fresh.parents) if not folder.exists()]):
             folder.mkdir()
-            created.insert(0, folder)
+            created.append(folder)
+        yield fresh
+        _refuse_existing(path)
+        put_in_place(fresh, path)
     except BaseException:
-        remove_empty(created)
+        shutil.rmtree(fresh, ignore_errors=True)
+        for folder in reversed(created):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
         raise
-    return created
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove those folders that are empty, in this order."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+def _refuse_existing(path: Path) -> None:
+    empty = path.is_dir() and not any(path.iterdir())
+    if path.is_symlink() or (path.exists() and not empty):
+        raise CheckpointError(
+            "The folder to write to already exists and is not empty.",
+            got=str(path),
+            remedy="choose a different folder, or remove it first: nothing is overwritten",
+        )
 
 
 @contextlib.contextmanager

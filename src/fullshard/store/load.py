@@ -21,12 +21,12 @@ from .background import settle_background
 from .contents import checked_optimizers, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful
 from .folder import Folder
+from .names import MODEL
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
 from .reader import Reader
 from .remote import folder_at
-from .source import MODEL
 from .tree import from_json, to_json
 
 
@@ -413,7 +413,7 @@ class SavedValues:
     def _tensor(self, present: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """Read a tensor of a value; plan to read it in shards if it is sharded in `present`."""
         like = present.get(name)
-        missing = name not in self.reader.files.index.entries  # `Reader.tensor` raises
+        missing = name not in self.reader.files.entries  # `Reader.tensor` raises
         if like is None or missing or not hasattr(like, "full_tensor"):
             return self.reader.tensor(name)
         target = torch.empty_like(like.detach())

@@ -39,7 +39,7 @@ import torch
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
-from .source import TensorEntry, checked_name, checked_shape
+from .names import TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 from .tree import dtype_name, dtype_named, unique_keys
 

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .manifest import inside, without_collection
+from .names import MODEL_KEYS, MOST_NAME, OPTIMIZER_KEYS, TensorEntry, checked_name, checked_shape
 from .pickles import PLAIN_KEYS, PickledCall, named, read_pickle
-from .source import MODEL_KEYS, MOST_NAME, OPTIMIZER_KEYS, TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 
 _T = TypeVar("_T")

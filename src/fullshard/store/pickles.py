@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .source import checked_shape
+from .names import checked_shape
 from .tree import DTYPES, HUGE, refuse_alike
 
 LARGEST = 128 * 2**20  # bytes of a pickle in a file of torch.save; one with 100,000 tensors takes about 20 MiB

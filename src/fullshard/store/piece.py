@@ -14,7 +14,7 @@ an empty piece of it, so that every rank knows every tensor's name, shape and dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..checkpoint.fit import check_cast, check_shape, check_tied
 from ..errors import CheckpointError
 from ..forms import FlatShard, Member
 from ..layout import rectangles
 from ..shard import Bucket
 from ..torch_private.local_tensor import local_of
-from .source import MODEL, TensorEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,32 +61,6 @@ class Piece:
 
 Key = tuple[str, tuple[int, ...]]
 """A piece's name and offsets."""
-
-
-def check_fits(
-    piece: Piece,
-    names: Sequence[str],
-    entries: Mapping[str, TensorEntry],
-    read: Callable[..., torch.Tensor],
-    cast: bool,
-) -> None:
-    """Check that a piece can be filled from a checkpoint: shape, dtype, and the same values under all its names.
-
-    Args:
-        names: of the tensor, at least one; more if it is tied in the model.
-        entries, read: of the checkpoint; see `Source`.
-        cast: see `check_cast`.
-
-    Raises:
-        CheckpointError: see `check_shape`, `check_cast` and `check_tied`.
-    """
-    for name in names:
-        check_shape(piece.name, piece.shape, entries[name].shape)
-        check_cast(piece.name, piece.dtype, entries[name].dtype, cast)
-    first, *aliases = names
-    for alias in aliases if piece.tensor.numel() else ():
-        values = [(name.removeprefix(MODEL), read(name, piece.offsets, piece.sizes)) for name in (first, alias)]
-        check_tied(piece.name, *values)
 
 
 def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:

@@ -36,15 +36,11 @@ from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
 from .entries import Digest, Stateful, Values, common_names, values_of
 from .manifest import Manifest, versions, without_collection
+from .names import OPTIMIZER, TensorEntry
 from .piece import Key, Piece, whole_piece
 from .ranks import Ranks
-from .source import OPTIMIZER, TensorEntry
 from .tree import to_json
 from .write import bytes_of
-
-GROUPS = "optimizer.param_groups"
-SCALARS = "optimizer.scalars"
-"""The prefix of tensors inside optimizer state, such as L-BFGS's lists of tensors."""
 
 
 class _Digests(NamedTuple):
@@ -353,5 +349,12 @@ def _optimizer_values(
                 tensors[f"{OPTIMIZER}{parameter}.{key}"] = scalar.value.tensor()
             else:
                 plain.setdefault(parameter, {})[key] = scalar.value
-    param_groups = to_json(groups, GROUPS, tensors)
-    return {"param_groups": param_groups, "scalars": to_json(plain, SCALARS, tensors)}, tensors
+    return optimizer_json(groups, plain, tensors), tensors
+
+
+def optimizer_json(groups: Any, scalars: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Settings and scalars of optimizers as in a manifest; adds the tensors in them to `tensors`, by name."""
+    return {
+        "param_groups": to_json(groups, "optimizer.param_groups", tensors),
+        "scalars": to_json(scalars, "optimizer.scalars", tensors),  # L-BFGS, for one, has lists of tensors
+    }

@@ -18,10 +18,10 @@ from ..checkpoint.optimizer_state import add_scalar, assign_state, new_states, s
 from ..checkpoint.table import Named
 from ..errors import CheckpointError, message
 from .contents import Contents, StateOf, add_states
-from .piece import Piece, check_fits
-from .read import Copy, Files, copies_for
-from .source import MODEL, OPTIMIZER
-from .storage import Stored
+from .names import MODEL, OPTIMIZER
+from .piece import Piece
+from .read import Files
+from .source import Copy
 
 
 class Reader:
@@ -48,7 +48,7 @@ class Reader:
         self.objects: list[tuple[Callable[[Any], object], Any]] = []
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
-        entries = files.index.entries
+        entries = files.entries
         named = any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
         self._bare = files.is_foreign and bool(entries) and not named  # a checkpoint of ours may contain `state=` alone
         self._ties = _tied_names(files.manifest.ties)
@@ -65,9 +65,9 @@ class Reader:
     def _saved_keys(self) -> dict[str, set[str]]:
         """The keys of the optimizer state in the checkpoint, by parameter."""
         keys: dict[str, set[str]] = {name: set(scalars) for name, scalars in self._plain.items()}
-        for name in self.files.index.entries:
+        for name in self.files.entries:
             if name.startswith(OPTIMIZER):
-                path = self.files.index.paths.get(name, ())
+                path = self.files.paths.get(name, ())
                 parameter, key = path[2:] if len(path) == 4 else name.removeprefix(OPTIMIZER).rpartition(".")[::2]
                 keys.setdefault(str(parameter), set()).add(str(key))
         return keys
@@ -78,26 +78,13 @@ class Reader:
         """Plan to read a piece, saved under its own name or one of `names`; returns whether the checkpoint has it.
 
         Raises:
-            CheckpointError: the piece is an expanded tensor; see also `check_fits`.
-            DamagedCheckpointError: the checkpoint lacks elements of the piece.
+            CheckpointError: see `Source.copies_into`.
         """
-        if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
-            raise CheckpointError(
-                "Elements of a tensor share memory, so values cannot be loaded into it; nothing was loaded.",
-                parameter=piece.name,
-                got="an expanded tensor",
-                remedy="give the tensor its own memory: tensor.clone()",
-            )
-        index = self.files.index
-        present = [name for name in map(self._saved_name, (piece.name, *names)) if name in index.entries]
-        if not present:
-            return False
-        first, *aliases = present
-        self._asked.add(first)
-        aliases = [alias for alias in aliases if _places(index.stored[alias]) != _places(index.stored[first])]
-        check_fits(piece, [first, *aliases], index.entries, self.files.read, self._cast)
-        self.copies += copies_for(piece, index.entries[first], index.stored[first])
-        return True
+        present = [name for name in map(self._saved_name, (piece.name, *names)) if name in self.files.entries]
+        if present:
+            self._asked.add(present[0])
+            self.copies += self.files.copies_into(piece, present, self._cast)
+        return bool(present)
 
     def _saved_name(self, name: str) -> str:
         """The name in the checkpoint; a file that is a bare state dict omits the prefix of the model."""
@@ -166,7 +153,7 @@ class Reader:
     def _described(self, row: Named) -> dict[str, Any]:
         """The checkpoint's description of a parameter's state; see `new_states`."""
         name = next((name for name in self._all_names(row) if name in self._saved), None)
-        entries = self.files.index.entries
+        entries = self.files.entries
         described = dict(self._plain.get(name or "", {}))
         for key in sorted(self._saved[name] - described.keys()) if name is not None else ():  # alike on all ranks
             entry, parameter = entries[f"{OPTIMIZER}{name}.{key}"], entries.get(f"{MODEL}{name}")
@@ -216,7 +203,7 @@ class Reader:
     def _single_values(self, name: str) -> Iterator[str]:
         """Yield the keys of a parameter's state whose values are 0-d tensors."""
         for key in self._saved.get(name, ()):
-            entry = self.files.index.entries.get(f"{OPTIMIZER}{name}.{key}")
+            entry = self.files.entries.get(f"{OPTIMIZER}{name}.{key}")
             if entry is not None and entry.shape == ():
                 yield key
 
@@ -230,7 +217,7 @@ class Reader:
         for name in self._all_names(row):
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
-            elif f"{OPTIMIZER}{name}.{key}" in self.files.index.entries:
+            elif f"{OPTIMIZER}{name}.{key}" in self.files.entries:
                 value = self._single_value(f"{OPTIMIZER}{name}.{key}", like)
             else:
                 continue
@@ -242,7 +229,7 @@ class Reader:
 
     def _single_value(self, name: str, like: Any) -> torch.Tensor:
         """Read a scalar; CheckpointError if its number of elements in the checkpoint differs from that of `like`."""
-        entry, numel = self.files.index.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
+        entry, numel = self.files.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
         if entry.numel != numel:
             check_shape(name, getattr(like, "shape", ()), entry.shape)
         return self.tensor(name)
@@ -282,7 +269,7 @@ class Reader:
         """A warning if both sides have tensors, but the checkpoint has none under the name of one of the model's."""
         prefix, table = "" if self._bare else MODEL, self._contents.table
         names = [name for row in table.parameters for name in self._all_names(row)] + [*table.buffers]
-        entries, ours = self.files.index.entries, {*names}
+        entries, ours = self.files.entries, {*names}
         saved = [name.removeprefix(prefix) for name in entries if name.startswith(prefix)]
         if not saved and self.files.is_foreign:
             saved = [*entries]  # the model may be under another key
@@ -306,7 +293,7 @@ class Reader:
         """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
         asked = self._asked | self.files.manifest.ties.keys()
         foreign = self.files.is_foreign
-        names = [name for name in self.files.index.entries if foreign or name.startswith((MODEL, OPTIMIZER))]
+        names = [name for name in self.files.entries if foreign or name.startswith((MODEL, OPTIMIZER))]
         return [name for name in names if not any(part in asked for part in _prefixes(name))]
 
 
@@ -321,10 +308,6 @@ def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
         for names in together.values()
         for name in names
     }
-
-
-def _places(stored: Iterable[Stored]) -> set[tuple[str, int]]:
-    return {(part.file, part.begin) for part in stored}
 
 
 def _prefixes(name: str) -> Iterable[str]:

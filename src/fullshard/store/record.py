@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from .formats.archive import Records
 from .formats.state import StateContents
 from .pickles import PickledTensor
-from .source import TensorEntry
 from .storage import Storage, Stored
 
 _EDGE = 1024
@@ -54,34 +53,28 @@ class _Window(io.RawIOBase):
         self._storage.read_into(self._stored.file, self._stored.begin + begin, target)
         return len(target)
 
-    def forget(self) -> None:
-        """Drop the edges, once the archive's directory has been read."""
-        self._edges = {}
 
+def elements_in(storage: Storage, stored: Stored, dtype: torch.dtype) -> Stored:
+    """Where the elements of a record's tensor are in the file.
 
-class TensorRecord:
-    """A record of a tensor.
+    Args:
+        dtype: of the tensor, in the metadata.
 
     Raises:
-        DamagedCheckpointError: it does not match the metadata.
+        DamagedCheckpointError: the record does not match the metadata.
     """
-
-    def __init__(self, storage: Storage, stored: Stored, entry: TensorEntry) -> None:
-        self._record = _opened(storage, stored)
-        self._tensor: PickledTensor = self._record.root
-        if not isinstance(self._tensor, PickledTensor):
-            raise _bad(stored, f"a {type(self._tensor).__name__}")
-        got = self._tensor.dtype, self._tensor.shape
-        if got != (entry.dtype, stored.sizes):
-            raise _bad(stored, f"a tensor of {got[0]} and shape {got[1]}, not {entry.dtype} and {stored.sizes}")
-        try:
-            self._record.check(stored.name, self._tensor)
-        except CheckpointError as error:
-            raise _bad(stored, error) from error
-
-    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Read a rectangle of the tensor; the result may have any strides."""
-        return self._record.read(self._tensor, offsets, sizes)
+    record = _opened(storage, stored)
+    tensor: PickledTensor = record.root
+    if not isinstance(tensor, PickledTensor):
+        raise _bad(stored, f"a {type(tensor).__name__}")
+    got = tensor.dtype, tensor.shape
+    if got != (dtype, stored.sizes):
+        raise _bad(stored, f"a tensor of {got[0]} and shape {got[1]}, not {dtype} and {stored.sizes}")
+    try:
+        record.check(stored.name, tensor)
+    except CheckpointError as error:
+        raise _bad(stored, error) from error
+    return replace(stored, begin=stored.begin + record.begin(tensor), stride=tensor.stride)
 
 
 def value_in(storage: Storage, stored: Stored) -> Any:
@@ -92,22 +85,15 @@ def value_in(storage: Storage, stored: Stored) -> Any:
     """
     record = _opened(storage, stored)
 
-    def read(name: str, tensor: PickledTensor) -> torch.Tensor:
-        record.check(name, tensor)
-        return record.read(tensor)
-
     try:
-        return StateContents("the record", read).plain(record.root, "")
+        return StateContents("the record", record.read).plain(record.root, "")
     except CheckpointError as error:
         raise _bad(stored, error) from error
 
 
 def _opened(storage: Storage, stored: Stored) -> Records:
     try:
-        window = _Window(storage, stored)
-        records = Records(storage.location(stored.file), window, stored.nbytes)
-        window.forget()
-        return records
+        return Records(storage.location(stored.file), _Window(storage, stored), stored.nbytes)
     except CheckpointError as error:
         raise _bad(stored, error) from error
 

@@ -17,10 +17,10 @@ from .background import WRITER, SavedPart, Saving, settle_background
 from .contents import checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
+from .names import MODEL
 from .plan import plan_save
 from .ranks import Ranks
 from .remote import folder_at
-from .source import MODEL
 from .write import Order, Written, publish, write
 
 

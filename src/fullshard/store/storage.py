@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ConfigError, DamagedCheckpointError
 from .hashed import CHUNK
-from .source import TensorEntry
+from .names import TensorEntry
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint complete; see manifest.py."""
@@ -33,7 +33,8 @@ class Stored:
     Attributes:
         name: of the tensor or value.
         offsets, sizes: the rectangle; both empty for a value.
-        file, begin, nbytes: the bytes of its elements, row by row; in a DCP folder, those of its record.
+        file, begin, nbytes: the bytes of its elements; in a DCP folder, those of its record.
+        stride: of the elements in the file; None: row by row.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Stored:
     file: str
     begin: int
     nbytes: int
+    stride: tuple[int, ...] | None = None
 
 
 def checked_part(
@@ -166,6 +168,35 @@ class LocalStorage(Storage):
 
     def location(self, name: str) -> str:
         return str(self._path / name)
+
+
+class NamedFiles(Storage):
+    """Files of one checkpoint at any paths, opened one by one. See `Storage`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = self.allocated = {}
+        self._paths: dict[str, Path] = {}
+
+    def open(self, path: Path, real: Path | None = None) -> io.FileIO:
+        """Open a file, which is named after `path`.
+
+        Args:
+            real: its path with links resolved, which must not be a link; None: links are followed.
+
+        Raises:
+            DamagedCheckpointError: see `open_file`.
+            OSError: see `open_file`.
+        """
+        file = self._open[path.name] = open_file(path if real is None else real, follow_links=real is None)
+        self._paths[path.name], self.sizes[path.name] = path, os.fstat(file.fileno()).st_size
+        return file
+
+    def _opened(self, name: str) -> Any:
+        raise ConfigError("A checkpoint was closed and then read.", got=self.location(name))
+
+    def location(self, name: str) -> str:
+        return str(self._paths[name])
 
 
 class RemoteStorage(Storage):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -20,8 +20,8 @@ from .folder import Folder
 from .formats.safetensors_header import NAMES, make_header
 from .hashed import FileFacts, Hashed
 from .manifest import Manifest, without_collection
+from .names import TensorEntry
 from .piece import Piece
-from .source import TensorEntry
 from .storage import MANIFEST, Stored
 
 RANK_FILE = re.compile(r"rank-\d+\.safetensors")
@@ -76,15 +76,38 @@ def write(order: Order, pieces: Sequence[Piece], progress: Callable[[int], None]
     if not pieces:
         return Written([], {})
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # aligns each piece to its item size
-    file, stored = file_of(order.rank), []
+    parts = [(piece.name, piece.offsets, TensorEntry(piece.sizes, piece.dtype)) for piece in ordered]
+    file = file_of(order.rank)
     with order.folder.create(order.name, file) as below:
-        stream = Hashed(below, progress)
-        stream.write(header_of((piece.name, piece.offsets, TensorEntry(piece.sizes, piece.dtype)) for piece in ordered))
-        for piece in ordered:
-            begin = stream.tell()
-            stream.write(bytes_of(piece.tensor))
-            stored.append(Stored(piece.name, piece.offsets, piece.sizes, file, begin, piece.nbytes))
-        stream.sync()
+        return write_file(below, file, parts, (piece.tensor for piece in ordered), progress)
+
+
+Part = tuple[str, tuple[int, ...], TensorEntry]
+"""A rectangle in a rank's file: the tensor's name, the first index on every dim, and its own shape and dtype."""
+
+
+def write_file(
+    below: IO[bytes],
+    file: str,
+    parts: Sequence[Part],
+    tensors: Iterator[torch.Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write a rank's file, and wait until it is on the disk.
+
+    Args:
+        below, file: the file, and its name.
+        parts: what to write, in order.
+        tensors: its elements; each is dropped before the next.
+        progress: see `write`.
+    """
+    stream, stored = Hashed(below, progress), []
+    stream.write(header_of(parts))
+    for name, offsets, entry in parts:
+        begin = stream.tell()
+        stream.write(bytes_of(next(tensors)))
+        stored.append(Stored(name, offsets, entry.shape, file, begin, entry.nbytes))
+    stream.sync()
     return Written(stored, {file: stream.facts()})
 
 
@@ -109,13 +132,8 @@ def publish(order: Order, written: Sequence[Written]) -> str:
     return final
 
 
-def header_of(parts: Iterable[tuple[str, tuple[int, ...], TensorEntry]]) -> bytes:
-    """The header of a rank's file.
-
-    Args:
-        parts: rectangles in the order of the file: the tensor's name, the first index on every dim, and the rectangle's
-            shape and dtype. If safetensors has no such dtype, the header says bytes.
-    """
+def header_of(parts: Iterable[Part]) -> bytes:
+    """The header of a rank's file. If safetensors lacks a dtype, it says bytes."""
     entries: dict[str, TensorEntry] = {}
     for name, offsets, entry in parts:
         ranges = ",".join(f"{at}:{at + extent}" for at, extent in zip(offsets, entry.shape, strict=True))

@@ -30,8 +30,8 @@ from ...runtime import runners_in
 from ...store.formats.safetensors_folder import SafetensorsSource
 from ...store.hugging_face import load_safetensors
 from ...store.lora import adapted
+from ...store.names import MODEL
 from ...store.ranks import Ranks
-from ...store.source import MODEL
 from ..quantised import by_rows, replace_parameters
 from ..sharding import finish, plan_sharding, shard
 from .saving import has_adapter

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -24,8 +23,10 @@ import torch
 
 from ...errors import CheckpointError
 from ..manifest import without_collection
+from ..names import TensorEntry
 from ..pickles import PickledTensor, decode
-from ..storage import extent, open_file, read_into, read_strided
+from ..source import Source
+from ..storage import NamedFiles, Stored, extent, read_into, read_strided
 
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
 
@@ -83,24 +84,14 @@ class Records:
                 f"{self._location}: a tensor is larger than the file.", parameter=name, got=stored.shape
             )
 
-    def read(
-        self, stored: PickledTensor, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Read a tensor, or a rectangle of it, after `check`. The result may have any strides.
+    def begin(self, stored: PickledTensor) -> int:
+        """The position of a tensor's first element in the file, in bytes."""
+        return self._records[f"data/{stored.key}"][0] + stored.offset * stored.dtype.itemsize
 
-        Args:
-            stored: the tensor.
-            offsets, sizes: the first index and the extent on every dim; None: zeros; the whole shape.
-        """
-        start = stored.offset
-        shape = tuple(stored.shape if sizes is None else sizes)
-        if offsets is not None:
-            start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
-        return read_strided(self._fill, self.place(stored)[0], stored.dtype, start, shape, stored.stride)
-
-    def place(self, stored: PickledTensor) -> tuple[int, int]:
-        """The position of a tensor's record in the file, and its size, in bytes."""
-        return self._records[f"data/{stored.key}"]
+    def read(self, name: str, stored: PickledTensor) -> torch.Tensor:
+        """Check and read a tensor, into new memory of any strides."""
+        self.check(name, stored)
+        return read_strided(self._fill, self.begin(stored), stored.dtype, 0, stored.shape, stored.stride)
 
     def _record(self, name: str) -> bytes:
         if name not in self._records:
@@ -148,7 +139,7 @@ class Records:
 
 
 class Archive(Records):
-    """A file of `torch.save`, open for reading. Close it.
+    """A file of `torch.save`, opened in a storage.
 
     Attributes:
         path: the file.
@@ -157,20 +148,21 @@ class Archive(Records):
         CheckpointError: see `Records`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, storage: NamedFiles, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        file = open_file(path, follow_links=True)
-        try:
-            super().__init__(str(path), file, os.fstat(file.fileno()).st_size)
-        except BaseException:
-            file.close()
-            raise
+        super().__init__(str(path), storage.open(path), storage.sizes[path.name])
 
-    def close(self) -> None:
-        """Close the file. A memory map of it lives as long as the tensors that view it."""
-        self._file.close()
-        self._map = None
+    def stored(self, name: str, tensor: PickledTensor, offsets: tuple[int, ...] | None = None) -> Stored:
+        """Check a tensor, which is the rectangle at `offsets` (None: all) of the tensor `name`, and say where it is.
+
+        Raises:
+            CheckpointError: see `check`.
+        """
+        self.check(name, tensor)
+        offsets = (0,) * len(tensor.shape) if offsets is None else offsets
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        return Stored(name, offsets, tensor.shape, self.path.name, self.begin(tensor), nbytes, tensor.stride)
 
     def mapped(self, name: str, stored: PickledTensor) -> torch.Tensor:
         """Map a tensor from the file, without reading it. It remains valid after the archive is closed.
@@ -183,9 +175,37 @@ class Archive(Records):
             return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns about read-only memory
-        start = self.place(stored)[0] + stored.offset * stored.dtype.itemsize
-        count = extent(stored.shape, stored.stride)
-        data = torch.frombuffer(self._map, dtype=torch.uint8, count=count * stored.dtype.itemsize, offset=start)
+        nbytes = extent(stored.shape, stored.stride) * stored.dtype.itemsize
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self.begin(stored))
         if data.data_ptr() % stored.dtype.itemsize:
             data = data.clone()
         return data.view(stored.dtype).as_strided(stored.shape, stored.stride)
+
+
+class ArchiveSource(Source):
+    """A checkpoint in files of `torch.save`. See `Source`.
+
+    Args:
+        path: the file or folder.
+    """
+
+    storage: NamedFiles
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(NamedFiles())
+
+    def _archive(self, path: Path) -> Archive:
+        """Open one of the files."""
+        return Archive(self.storage, path)
+
+    def _add(self, name: str, entry: TensorEntry, parts: Sequence[Stored]) -> None:
+        if name in self.entries:
+            raise CheckpointError(f"{self._path} has two tensors of the same name.", parameter=name)
+        self.entries[name], self.stored[name] = entry, parts
+
+    def _add_whole(self, name: str, archive: Archive, tensor: Any) -> None:
+        """Add a tensor that is whole in a single file."""
+        if not isinstance(tensor, PickledTensor):
+            raise CheckpointError(f"{archive.path} has a value in place of a tensor.", parameter=name)
+        self._add(name, TensorEntry(tensor.shape, tensor.dtype), [archive.stored(name, tensor)])

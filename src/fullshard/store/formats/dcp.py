@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,71 +18,70 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
-from ..in_place import sync, write_synced
-from ..source import MODEL, OPTIMIZER, TensorEntry, state_path
+from ..in_place import new_folder, sync, write_synced
+from ..names import MODEL, OPTIMIZER, TensorEntry, state_path
 from ..storage import METADATA
-from .own import OneFileSink
 
 _FILE = "__0_0.distcp"
 
 
-class DcpSink(OneFileSink):
-    """A DCP folder with one nested state dict: `model`, `optimizer` as PyTorch programs save it, and values.
+def write_dcp(
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    values: Mapping[str, Any],
+    ties: Mapping[str, str],
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Write a DCP folder with one nested state dict: `model`, `optimizer` as PyTorch programs save it, and values.
 
     Args:
-        path, entries: see `FolderSink`.
+        path, entries, read: see `write_checkpoint`.
         values: everything else: `optimizer` (`param_groups`, `scalars`), `state`, and others by name.
         ties: see `Source`. DCP has no ties: both names refer to the same bytes.
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        entries: Mapping[str, TensorEntry],
-        values: Mapping[str, Any],
-        ties: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(path, entries, _FILE)
-        self._entries = dict(entries)
-        self._values, self._ties = _by_path(values), dict(ties or {})
-        groups = values.get("optimizer", {}).get("param_groups", [])
-        self._parameters = {name for group in groups for name in group["params"]}
-
-    def _append(self, tensor: torch.Tensor) -> None:
-        contiguous = tensor.detach().contiguous()
-        if contiguous.untyped_storage().nbytes() != contiguous.nbytes:
-            contiguous = contiguous.clone()  # `torch.save` writes whole storages
-        torch.save(contiguous, self._file)
-
-    def _path_of(self, name: str) -> tuple[Any, ...]:
-        """The path of a tensor in the nested state dict."""
-        if name.startswith(MODEL):
-            return "model", name.removeprefix(MODEL)
-        path = state_path(name, self._parameters) if name.startswith(OPTIMIZER) else None
-        return (name,) if path is None else ("optimizer", "state", *path)
-
-    def _end(self) -> None:
-        descriptions: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
-        paths = {name: self._path_of(name) for name in (*self._entries, *self._ties)}
-        for name in paths:
-            part = self._stored[self._ties.get(name, name)]
-            entry, corner = self._entries[part.name], torch.Size(part.offsets)
-            chunk = ChunkStorageMetadata(corner, torch.Size(part.sizes))
-            properties = TensorProperties(dtype=entry.dtype)
-            descriptions[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), [chunk])
-            places[MetadataIndex(name, corner)] = StorageInfo(_FILE, part.begin, part.nbytes)
-        for path, value in self._values.items():
-            name = ".".join(map(str, path))
-            begin = self._file.tell()
-            torch.save(value, self._file)
-            paths[name], descriptions[name] = path, BytesStorageMetadata()
-            places[MetadataIndex(name)] = StorageInfo(_FILE, begin, self._file.tell() - begin)
-        self._file.flush()
-        sync(self.folder / _FILE)
+    groups = values.get("optimizer", {}).get("param_groups", [])
+    parameters = {name for group in groups for name in group["params"]}
+    names: dict[str, list[str]] = {name: [name] for name in entries}
+    for alias, first in ties.items():
+        names[first].append(alias)
+    descriptions: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    places: dict[MetadataIndex, Any] = {}
+    with new_folder(path) as folder:
+        with (folder / _FILE).open("xb") as file:
+            for name, entry in entries.items():
+                begin, corner = file.tell(), torch.Size((0,) * len(entry.shape))
+                torch.save(_alone(entry.checked(name, read(name))), file)
+                chunk = ChunkStorageMetadata(corner, torch.Size(entry.shape))
+                for alias in names[name]:
+                    properties = TensorProperties(dtype=entry.dtype)
+                    descriptions[alias] = TensorStorageMetadata(properties, torch.Size(entry.shape), [chunk])
+                    places[MetadataIndex(alias, corner)] = StorageInfo(_FILE, begin, file.tell() - begin)
+                    paths[alias] = _path_of(alias, parameters)
+            for value_path, value in _by_path(values).items():
+                name, begin = ".".join(map(str, value_path)), file.tell()
+                torch.save(value, file)
+                paths[name], descriptions[name] = value_path, BytesStorageMetadata()
+                places[MetadataIndex(name)] = StorageInfo(_FILE, begin, file.tell() - begin)
+            file.flush()
+            sync(folder / _FILE)
         metadata = Metadata(state_dict_metadata=descriptions, planner_data=paths, storage_data=places)
         metadata.version = CURRENT_DCP_VERSION
-        write_synced(self.folder / METADATA, pickle.dumps(metadata))
+        write_synced(folder / METADATA, pickle.dumps(metadata))
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in a storage of its own, as `torch.save` writes whole storages."""
+    contiguous = tensor.detach().contiguous()
+    return contiguous if contiguous.untyped_storage().nbytes() == contiguous.nbytes else contiguous.clone()
+
+
+def _path_of(name: str, parameters: Container[str]) -> tuple[Any, ...]:
+    """The path of a tensor in the nested state dict."""
+    if name.startswith(MODEL):
+        return "model", name.removeprefix(MODEL)
+    path = state_path(name, parameters) if name.startswith(OPTIMIZER) else None
+    return (name,) if path is None else ("optimizer", "state", *path)
 
 
 def _by_path(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:

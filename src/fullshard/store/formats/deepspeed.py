@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...layout import rectangles
+from ..names import MODEL, OPTIMIZER, TensorEntry, checked_shape
 from ..pickles import PickledCall, PickledTensor
-from ..source import MODEL, OPTIMIZER, TensorEntry, checked_shape
-from .archive import Archive
-from .pieced import FilePiece, PiecedSource
+from ..storage import Stored
+from .archive import Archive, ArchiveSource
 from .state import StateContents
 
 FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -68,7 +69,7 @@ def _latest(path: Path) -> Path | None:
     return step if step.is_dir() and _has_states(step) else None
 
 
-class DeepSpeedSource(PiecedSource):
+class DeepSpeedSource(ArchiveSource):
     """A folder of DeepSpeed ZeRO-3. Nothing in it is executed.
 
     Args:
@@ -83,9 +84,8 @@ class DeepSpeedSource(PiecedSource):
         if step is None:
             raise CheckpointError(f"{self._path} is not a DeepSpeed checkpoint.")
         self._path = step
-        for file in _files(step):
-            self._archives.append(Archive(file))
-        self._models, self._optimizers = self._archives[::2], self._archives[1::2]
+        archives = [self._archive(file) for file in _files(step)]
+        self._models, self._optimizers = archives[::2], archives[1::2]
         self._world = len(self._models)
         self._state = StateContents(str(step), self._models[0].mapped)
         self.values = self._state.values
@@ -128,22 +128,27 @@ class DeepSpeedSource(PiecedSource):
     def _read_group(self, prefix: str, suffix: str, group: Mapping[str, tuple[int, ...]], flat: Sequence[Any]) -> None:
         """Add the parameters of a group; `flat` has a tensor for each rank."""
         numel = sum(self._part(shape) for shape in group.values())
-        pieces = [
+        parts = [
             _checked(archive, f"group of rank {rank}", stored, numel)
             for rank, (archive, stored) in enumerate(zip(self._optimizers, flat, strict=True))
         ]
         start = 0
         for name, shape in group.items():
-            self._add_partitioned(prefix + name + suffix, shape, pieces, start)
+            self._add_partitioned(prefix + name + suffix, shape, parts, start)
             start += self._part(shape)
 
-    def _add_partitioned(self, name: str, shape: tuple[int, ...], pieces: Sequence[FilePiece], start: int) -> None:
-        """Add a tensor whose elements begin at `start` in the ranks' pieces."""
-        runs, left = [], math.prod(shape)
-        for piece in pieces:
-            runs.append(piece.run(start, min(self._part(shape), left)))
-            left -= runs[-1].stored.shape[0]
-        self._add(name, runs, TensorEntry(shape, pieces[0].stored.dtype))
+    def _add_partitioned(self, name: str, shape: tuple[int, ...], parts: Sequence[_Flat], start: int) -> None:
+        """Add a tensor whose elements begin at `start` in the ranks' flat tensors."""
+        stored, done, dtype = [], 0, parts[0][1].dtype
+        for archive, flat in parts:
+            if flat.dtype != dtype:
+                raise ValueError(f"ranks have {name} in {dtype} and {flat.dtype}")
+            count, size = min(self._part(shape), math.prod(shape) - done), flat.dtype.itemsize
+            for block in rectangles(shape, done, done + count):
+                begin, nbytes = archive.begin(flat) + (start + block.start) * size, math.prod(block.sizes) * size
+                stored.append(Stored(name, block.offsets, block.sizes, archive.path.name, begin, nbytes))
+            done += count
+        self._add(name, TensorEntry(shape, dtype), stored)
 
     def _part(self, shape: tuple[int, ...]) -> int:
         return -(-math.prod(shape) // self._world)
@@ -152,11 +157,11 @@ class DeepSpeedSource(PiecedSource):
         """Add the parameters without gradients, whose partitions are in the model states."""
         for name, shape in (model.get("frozen_param_shapes") or {}).items():
             shape = checked_shape(str(name), shape)
-            pieces = [
+            parts = [
                 _checked(archive, name, archive.root["frozen_param_fragments"][name], self._part(shape))
                 for archive in self._models
             ]
-            self._add_partitioned(f"{MODEL}{name}", shape, pieces, 0)
+            self._add_partitioned(f"{MODEL}{name}", shape, parts, 0)
 
     def _read_module(self, model: Mapping[str, Any]) -> None:
         """Add buffers, which are whole on every rank, other values of modules, and ties."""
@@ -199,15 +204,18 @@ class DeepSpeedSource(PiecedSource):
         ]
 
 
-def _checked(archive: Archive, name: str, stored: Any, numel: int) -> FilePiece:
+_Flat = tuple[Archive, PickledTensor]  # a rank's part of a group or parameter, one-dimensional and without gaps
+
+
+def _checked(archive: Archive, name: str, stored: Any, numel: int) -> _Flat:
     """One rank's part of a group or parameter."""
-    if not isinstance(stored, PickledTensor) or stored.shape != (numel,):
+    if not isinstance(stored, PickledTensor) or stored.shape != (numel,) or stored.stride != (1,):
         got = stored.shape if isinstance(stored, PickledTensor) else type(stored).__name__
         raise CheckpointError(
             f"{archive.path}: a partition has the wrong size.", parameter=name, expected=(numel,), got=got
         )
     archive.check(name, stored)
-    return FilePiece(archive, stored)
+    return archive, stored
 
 
 def _files(step: Path) -> list[Path]:

@@ -9,19 +9,18 @@ as data (`store/pickles.py`), and no process group is needed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from operator import add, lt
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
+from ..names import MODEL, TensorEntry
 from ..pickles import PickledCall, PickledTensor
-from ..source import MODEL, TensorEntry
-from .archive import Archive
-from .pieced import FilePiece, PiecedSource
+from ..storage import Stored
+from .archive import Archive, ArchiveSource
 from .state import StateContents, TensorShards
 from .torch_file import SUFFIXES
 
@@ -39,7 +38,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
-class PerRankSource(PiecedSource):
+class PerRankSource(ArchiveSource):
     """A folder with one file of ShardedTensors per rank.
 
     Args:
@@ -55,18 +54,16 @@ class PerRankSource(PiecedSource):
         super().__init__(path)
 
     def _open(self) -> None:
-        for file in _files(self._path):
-            self._archives.append(Archive(file))
-        states = [StateContents(str(archive.path), archive.mapped, sharded_tensor) for archive in self._archives]
-        for archive, state in zip(self._archives, states, strict=True):
+        archives = [self._archive(file) for file in _files(self._path)]
+        states = [StateContents(str(archive.path), archive.mapped, sharded_tensor) for archive in archives]
+        for archive, state in zip(archives, states, strict=True):
             state.add_all(archive.root)
-        tensors = [state.tensors for state in states]
-        if not any(isinstance(tensor, TensorShards) for of_file in tensors for tensor in of_file.values()):
+        if not any(isinstance(tensor, TensorShards) for state in states for tensor in state.tensors.values()):
             raise CheckpointError(
-                f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
+                f"{self._path} has {len(archives)} files of torch.save, none with parts of sharded tensors.",
                 remedy="convert one file",
             )
-        names = dict.fromkeys(name for of_file in tensors for name in of_file)
+        names = dict.fromkeys(name for state in states for name in state.tensors)
         read = [name for name in names if name.startswith(MODEL) or not self._model_only]
         flat = [name for name in read if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
         if flat:
@@ -76,7 +73,8 @@ class PerRankSource(PiecedSource):
                 remedy="load it with PyTorch's FSDP, wrapped the same way, and save a FULL or SHARDED state dict",
             )
         for name in read:
-            self._add_merged(name, [of_file.get(name) for of_file in tensors])
+            of_files = zip(archives, states, strict=True)
+            self._add_merged(name, [(archive, s.tensors[name]) for archive, s in of_files if name in s.tensors])
         if self._model_only:
             return
         self.values = states[0].values
@@ -86,47 +84,33 @@ class PerRankSource(PiecedSource):
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
             )
 
-    def _add_merged(self, name: str, tensors: Sequence[PickledTensor | TensorShards | None]) -> None:
-        """Add a tensor from its contents in each file: the whole tensor, some of its rows, or nothing."""
-        sharded: TensorShards | None = None
-        parts: dict[int, tuple[int, FilePiece]] = {}  # first row -> the number of rows, and their elements
-        for archive, tensor in zip(self._archives, tensors, strict=True):
+    def _add_merged(self, name: str, tensors: Sequence[tuple[Archive, PickledTensor | TensorShards]]) -> None:
+        """Add a tensor from its contents in each file that has any: the whole tensor, or some of its rectangles."""
+        first = tensors[0][1]
+        parts: dict[tuple[int, ...], Stored] = {}  # by the first index on every dim; replicas have the same
+        for archive, tensor in tensors:
             if isinstance(tensor, PickledTensor):
                 self._add_whole(name, archive, tensor)
                 return
-            if tensor is None:
-                continue
-            sharded = sharded or tensor
-            if (tensor.shape, tensor.dtype) != (sharded.shape, sharded.dtype):
+            if isinstance(first, PickledTensor) or (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
                     f"{archive.path} belongs to a different checkpoint than the other files.", parameter=name
                 )
-            for offsets, sizes, stored in tensor.parts:
-                archive.check(name, stored)
-                if any(offsets[1:]) or sizes[1:] != tensor.shape[1:] or not _contiguous(stored):
-                    raise CheckpointError(
-                        f"{archive.path}: a tensor is sharded on a dim other than the first.", parameter=name
-                    )
-                if not sizes[0]:  # it begins where another rank's part does
-                    continue
-                flat = replace(stored, shape=(math.prod(sizes),), stride=(1,))
-                parts.setdefault(offsets[0], (sizes[0], FilePiece(archive, flat)))
-        assert sharded is not None
-        pieces: list[FilePiece] = []
-        next_row = 0
-        for first_row, (rows, piece) in sorted(parts.items()):
-            if first_row != next_row:
-                break
-            pieces.append(piece)
-            next_row += rows
-        if next_row != sharded.shape[0]:
+            for offsets, stored in tensor.parts:
+                if 0 not in stored.shape:  # it begins where another rank's part does
+                    parts.setdefault(offsets, archive.stored(name, stored, offsets))
+        assert isinstance(first, TensorShards)
+        entry = TensorEntry(first.shape, first.dtype)
+        if sum(part.nbytes for part in parts.values()) != entry.nbytes:
             raise CheckpointError(
                 f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
                 parameter=name,
-                expected=f"{sharded.world} parts",
+                expected=f"{first.world} parts",
                 got=f"{len(parts)} parts",
             )
-        self._add(name, pieces, TensorEntry(sharded.shape, sharded.dtype))
+        if entry.nbytes > sum(self.storage.sizes.values()):
+            raise CheckpointError(f"{self._path}: a tensor is larger than the files.", parameter=name, got=first.shape)
+        self._add(name, entry, list(parts.values()))
 
 
 def sharded_tensor(call: PickledCall) -> TensorShards | None:
@@ -138,19 +122,19 @@ def sharded_tensor(call: PickledCall) -> TensorShards | None:
     if call.name != SHARDED_TENSOR:
         return None
     shards, metadata = call.state[:2]
-    parts = []
+    shape, parts = _integers(metadata.attributes["size"]), []
     for shard in shards:
         tensor, box = shard.attributes["tensor"], shard.attributes["metadata"].attributes
         offsets, sizes = _integers(box["shard_offsets"]), _integers(box["shard_sizes"])
-        if not isinstance(tensor, PickledTensor) or tensor.shape != sizes or len(offsets) != len(sizes) or not sizes:
+        if not isinstance(tensor, PickledTensor) or tensor.shape != sizes:
             raise TypeError("the shape of a shard differs from its metadata")
-        parts.append((offsets, sizes, tensor))
+        if len(offsets) != len(shape) or any(map(lt, shape, map(add, offsets, sizes))):
+            raise TypeError("a shard extends beyond its tensor")
+        parts.append((offsets, tensor))
     dtype = metadata.attributes["tensor_properties"].state[0]
-    if not isinstance(dtype, torch.dtype) or any(part[2].dtype != dtype for part in parts):
+    if not isinstance(dtype, torch.dtype) or any(tensor.dtype != dtype for _, tensor in parts):
         raise TypeError("the dtype of a shard differs from its metadata")
-    return TensorShards(
-        _integers(metadata.attributes["size"]), dtype, tuple(parts), len(metadata.attributes["shards_metadata"])
-    )
+    return TensorShards(shape, dtype, tuple(parts), len(metadata.attributes["shards_metadata"]))
 
 
 def _integers(sizes: Any) -> tuple[int, ...]:
@@ -158,12 +142,3 @@ def _integers(sizes: Any) -> tuple[int, ...]:
     if any(type(size) is not int or size < 0 for size in integers):
         raise TypeError("an invalid size")
     return integers
-
-
-def _contiguous(stored: PickledTensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(stored.shape), reversed(stored.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

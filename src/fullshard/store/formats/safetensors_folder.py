@@ -10,22 +10,22 @@ is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
-from ...layout import dense_strides
-from ..in_place import check_room, sync
-from ..source import MODEL, Source, TensorEntry
-from ..storage import open_file, read_into, read_strided
+from ..in_place import check_room, new_folder, sync
+from ..names import MODEL, TensorEntry
+from ..source import Source
+from ..storage import NamedFiles, Stored
 from ..write import bytes_of
-from .own import FolderSink
-from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
+from .safetensors_header import MOST_BYTES, make_header, parse_json, read_header
 
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
@@ -46,94 +46,33 @@ class SafetensorsSource(Source):
         DamagedCheckpointError: a file is damaged or not a safetensors file, or does not match the index.
     """
 
+    storage: NamedFiles
+
     def __init__(self, path: str | os.PathLike[str], stem: str = "model") -> None:
-        self.values: Mapping[str, Any] = {}
-        self.ties: Mapping[str, str] = {}
-        self._files: list[_File] = []
-        self._places: dict[str, tuple[_File, str]] = {}  # by entry: the file, and the tensor's name in it
-        entries: dict[str, TensorEntry] = {}
-        try:
-            for named_path, real_path, indexed_names in _files_of(Path(path), stem):
-                file = _File(named_path, real_path)
-                self._files.append(file)
-                self._check(file, indexed_names)
-                for name, entry in file.header.entries.items():
-                    if MODEL + name in entries:
-                        other = self._places[MODEL + name][0].path.name
-                        raise _index_differs(file.path, name, f"only in {other}", "also in this file")
-                    self._places[MODEL + name], entries[MODEL + name] = (file, name), entry
-        except BaseException:
-            self.close()
-            raise
-        self.entries: Mapping[str, TensorEntry] = entries
+        self._path, self._stem = Path(path), stem
+        super().__init__(NamedFiles())
 
-    def _check(self, file: _File, indexed_names: set[str] | None) -> None:
-        """Check that a file contains exactly the tensors that the index lists for it."""
-        names = set(file.header.entries)
-        if indexed_names is not None and names != indexed_names:
-            name = min(names ^ indexed_names)
-            expected = "in this file" if name in indexed_names else "not in this file"
-            actual = "in this file" if name in names else "not in this file"
-            raise _index_differs(file.path, name, f"{expected}, according to the index", actual)
-
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        entry, (file, key) = self.entries[name], self._places[name]
-        offsets = (0,) * len(entry.shape) if offsets is None else offsets
-        return file.read(key, entry, offsets, entry.shape if sizes is None else sizes)
-
-    def files_of(self, name: str) -> list[str]:
-        return [self._places[name][0].path.name]
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Rename entries.
-
-        Args:
-            new_name: maps the name in the files, without `model.`, to the new name; must be injective.
-        """
-        renamed = {MODEL + new_name(name.removeprefix(MODEL)): name for name in self.entries}
-        self.entries = {new: self.entries[old] for new, old in renamed.items()}
-        self._places = {new: self._places[old] for new, old in renamed.items()}
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+    def _open(self) -> None:
+        for path, real, indexed_names in _files_of(self._path, self._stem):
+            self.storage.open(path, real)
+            read = partial(self.storage.read, path.name)
+            header = read_header(read, self.storage.sizes[path.name], str(path))
+            _check_names(path, set(header.entries), indexed_names)
+            for name, entry in header.entries.items():
+                if MODEL + name in self.entries:
+                    raise _index_differs(path, name, f"only in {self.files_of(MODEL + name)[0]}", "also in this file")
+                corner, begin = (0,) * len(entry.shape), header.starts[name]
+                self.entries[MODEL + name] = entry
+                self.stored[MODEL + name] = [Stored(name, corner, entry.shape, path.name, begin, entry.nbytes)]
 
 
-class _File:
-    """A file, open for reading.
-
-    Args:
-        path: its path in the checkpoint.
-        real: its path with links resolved; opening it fails if it is a link.
-    """
-
-    def __init__(self, path: Path, real: Path) -> None:
-        self.path = path
-        self._file = open_file(real)
-        try:
-            self.header: Header = read_header(self._read, os.fstat(self._file.fileno()).st_size, str(path))
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Read a rectangle of a tensor, into new memory."""
-        if self._file.closed:
-            raise ConfigError("A safetensors file was closed and then read.", parameter=name, got=str(self.path))
-        strides = dense_strides(entry.shape, tuple(range(len(entry.shape))))
-        start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-        return read_strided(self._fill, self.header.starts[name], entry.dtype, start, tuple(sizes), strides)
-
-    def _read(self, position: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self._fill(position, memoryview(data))
-        return bytes(data)
-
-    def _fill(self, position: int, target: memoryview) -> None:
-        read_into(self._file, position, target, str(self.path))
-
-    def close(self) -> None:
-        self._file.close()
+def _check_names(path: Path, names: set[str], indexed: set[str] | None) -> None:
+    """Check that a file contains exactly the tensors that the index lists for it."""
+    if indexed is not None and names != indexed:
+        name = min(names ^ indexed)
+        expected = "in this file" if name in indexed else "not in this file"
+        actual = "in this file" if name in names else "not in this file"
+        raise _index_differs(path, name, f"{expected}, according to the index", actual)
 
 
 def _files_of(path: Path, stem: str) -> list[tuple[Path, Path, set[str] | None]]:
@@ -220,8 +159,14 @@ def _index_differs(path: Path, name: str, expected: str, got: str) -> DamagedChe
     )
 
 
-class SafetensorsSink(FolderSink):
-    """Writes a folder of safetensors files, with one tensor in memory at a time. See `FolderSink`.
+@contextlib.contextmanager
+def new_safetensors(
+    path: str | os.PathLike[str],
+    entries: Mapping[str, TensorEntry],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    stem: str = "model",
+) -> Iterator[tuple[Path, Callable[[Callable[[str], torch.Tensor]], None]]]:
+    """Write a folder of safetensors files, tensor by tensor; it is in place at the end of the `with`.
 
     Args:
         path: the folder; must not exist, or be empty.
@@ -229,59 +174,40 @@ class SafetensorsSink(FolderSink):
         max_file_bytes: the most bytes of elements in a file; a larger tensor gets a separate file.
         stem: the beginning of the files' names.
 
+    Yields:
+        The unfinished folder, of which all files become part; and a function that writes the tensors, to be called
+        once: it is passed a function that returns a tensor by name, which it calls once for each entry, in order.
+
     Raises:
         CheckpointError: the folder exists and is not empty, a name or dtype that files cannot have, or not enough disk
             space.
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        entries: Mapping[str, TensorEntry],
-        max_file_bytes: int = MAX_FILE_BYTES,
-        stem: str = "model",
-    ) -> None:
-        headers: dict[str, bytes] = {}  # by file
-        self._places: dict[str, tuple[str, int]] = {}  # by tensor: its file, and where it begins there, in bytes
-        for file, tensors in _split(entries, max_file_bytes, stem):
-            headers[file], starts = make_header(tensors, {"format": "pt"})
-            self._places |= {name: (file, start) for name, start in starts.items()}
-        super().__init__(path, entries)
-        try:
-            self._begin(headers, f"{stem}{INDEX}")
-        except BaseException:
-            self.abort()
-            raise
-
-    def _begin(self, headers: Mapping[str, bytes], index: str) -> None:
-        """Write headers and index."""
-        elements = sum(entry.nbytes for entry in self._unwritten.values())
-        check_room(self.folder, elements + sum(map(len, headers.values())), self._path)
+    headers: dict[str, bytes] = {}  # by file
+    places: dict[str, tuple[str, int]] = {}  # by tensor: its file, and where it begins there, in bytes
+    for file, tensors in _split(entries, max_file_bytes, stem):
+        headers[file], starts = make_header(tensors, {"format": "pt"})
+        places |= {name: (file, start) for name, start in starts.items()}
+    path = Path(path).absolute()
+    with new_folder(path) as folder:
+        nbytes = sum(entry.nbytes for entry in entries.values())
+        check_room(folder, nbytes + sum(map(len, headers.values())), path)
         for file, header in headers.items():
-            (self.folder / file).write_bytes(header)
+            (folder / file).write_bytes(header)
         if len(headers) > 1:
-            weight_map = {name: file for name, (file, _) in sorted(self._places.items())}
-            text = json.dumps({"metadata": {"total_size": elements}, "weight_map": weight_map}, indent=2)
-            (self.folder / index).write_text(f"{text}\n")
+            weight_map = {name: file for name, (file, _) in sorted(places.items())}
+            text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
+            (folder / f"{stem}{INDEX}").write_text(f"{text}\n")
 
-    def _refuse_existing(self) -> None:
-        empty = self._path.is_dir() and not any(self._path.iterdir())
-        if self._path.is_symlink() or (self._path.exists() and not empty):
-            raise CheckpointError(
-                "The folder to write to already exists and is not empty.",
-                got=str(self._path),
-                remedy="choose a different folder, or remove it first: nothing is overwritten",
-            )
+        def write(read: Callable[[str], torch.Tensor]) -> None:
+            for name, entry in entries.items():
+                file, start = places[name.removeprefix(MODEL)]
+                with (folder / file).open("r+b") as opened:
+                    opened.seek(start)
+                    opened.write(bytes_of(entry.checked(name, read(name))))
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        file, start = self._places[name.removeprefix(MODEL)]
-        with (self.folder / file).open("r+b") as opened:
-            opened.seek(start)
-            opened.write(bytes_of(tensor))
-
-    def _end(self) -> None:
-        for path in self.folder.iterdir():
-            sync(path)
+        yield folder, write
+        for written in folder.iterdir():
+            sync(written)
 
 
 def _split(entries: Mapping[str, TensorEntry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, TensorEntry]]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
-from ..source import TensorEntry, checked_shape
+from ..names import TensorEntry, checked_shape
 from ..tree import unique_keys
 
 DTYPES: dict[str, torch.dtype] = {

@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
+from ..names import MODEL, MODEL_KEYS, MOST_NAME, OPTIMIZER, OPTIMIZER_KEYS, state_path
 from ..pickles import PickledCall, PickledName, PickledTensor
-from ..source import MODEL, MODEL_KEYS, MOST_NAME, OPTIMIZER, OPTIMIZER_KEYS, state_path
 
 GROUPS = "param_groups"
 DEEPEST = 64  # containers within containers
@@ -39,13 +39,13 @@ class TensorShards:
 
     Attributes:
         shape, dtype: of the whole tensor.
-        parts: the rectangles in this file: offsets and sizes on every dim, and the tensor that holds the elements.
+        parts: the rectangles in this file: the first index on every dim, and the tensor that holds the elements.
         world: the number of parts in all files.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], PickledTensor], ...]
+    parts: tuple[tuple[tuple[int, ...], PickledTensor], ...]
     world: int
 
 

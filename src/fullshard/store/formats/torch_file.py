@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.serialization import skip_data
 
 from ..in_place import put_in_place
-from ..source import Sink, Source, TensorEntry
+from ..names import TensorEntry
+from ..pickles import PickledTensor
+from ..storage import NamedFiles
 from ..write import bytes_of
-from .archive import Archive
+from .archive import Archive, ArchiveSource
 from .state import StateContents, leaves, nested, replaced
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -25,7 +27,7 @@ SAVING = ".saving"
 """The last suffix of an unfinished file."""
 
 
-class TorchFileSource(Source):
+class TorchFileSource(ArchiveSource):
     """A file of `torch.save` in the zip format (PyTorch 1.6 and later). Nothing in it is executed.
 
     Args:
@@ -35,102 +37,62 @@ class TorchFileSource(Source):
         CheckpointError: it is damaged, or contains anything but tensors and plain values.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._archive = Archive(path)
-        try:
-            state = StateContents(str(path), self._archive.mapped)
-            state.add_all(self._archive.root)
-            for name, stored in state.tensors.items():
-                self._archive.check(name, stored)
-        except BaseException:
-            self._archive.close()
-            raise
-        first_names: dict[Any, str] = {}
-        originals = {name: first_names.setdefault(stored, name) for name, stored in state.tensors.items()}
-        self.ties = {name: original for name, original in originals.items() if name != original}
-        self._stored = {name: stored for name, stored in state.tensors.items() if name not in self.ties}
-        self.entries = {name: TensorEntry(stored.shape, stored.dtype) for name, stored in self._stored.items()}
+    def _open(self) -> None:
+        archive = self._archive(self._path)
+        state = StateContents(str(self._path), archive.mapped)
+        state.add_all(archive.root)
         self.values = state.values
-
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        return self._archive.read(self._stored[name], offsets, sizes)
-
-    def files_of(self, name: str) -> list[str]:
-        return [self._archive.path.name]
-
-    def close(self) -> None:
-        self._archive.close()
+        names: dict[PickledTensor, str] = {}
+        for name, tensor in state.tensors.items():
+            if tensor in names:
+                self.ties[name] = names[tensor]
+            else:
+                names[tensor] = name
+                self._add_whole(name, archive, tensor)
 
 
-class TorchFileSink(Sink):
-    """A file of `torch.save`: a plain state dict if there is only a model, else a dict with `model`, `optimizer`, ...
+def write_torch_file(
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    values: Mapping[str, Any],
+    ties: Mapping[str, str],
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Write a file of `torch.save`: a plain state dict if there is only a model, else a dict with `model`, ...
 
     `torch.save` writes the file with empty space for the elements, which are then written tensor by tensor. This takes
     the memory of a single tensor.
 
     Args:
-        path: the file. Until `finish`, `.saving` is appended to its name.
+        path: the file. Until it is complete, `.saving` is appended to its name.
         entries: all tensors.
         values: everything else: plain Python values, which may contain tensors.
         ties: see `Source`. Both names are saved as the same tensor.
+        read: see `write_checkpoint`.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        entries: Mapping[str, TensorEntry],
-        values: Mapping[str, Any],
-        ties: Mapping[str, str] | None = None,
-    ) -> None:
-        self._path, self._saving = path, path.with_name(path.name + SAVING)
-        self._places: dict[str, tuple[int, int]] = {}  # by name: position and size of the record, in bytes
-        self._file: IO[bytes] | None = None
-        in_values = [leaf.detach() for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
-        unnamed = {f"\0{i}": tensor for i, tensor in enumerate(in_values)}
-        super().__init__({**entries, **{n: TensorEntry(tuple(t.shape), t.dtype) for n, t in unnamed.items()}})
-        try:
-            self._reserve(entries, unnamed, values, ties or {})
-            self._file = self._saving.open("r+b")
-            for name, tensor in unnamed.items():
-                self.write(name, tensor)
-        except BaseException:
-            self.abort()
-            raise
-
-    def _reserve(
-        self, entries: Iterable[str], unnamed: Iterable[str], values: Mapping[str, Any], ties: Mapping[str, str]
-    ) -> None:
-        """Write everything except the elements."""
-        spaces = {name: _space(entry) for name, entry in self._unwritten.items()}
-        in_order = iter([spaces[name] for name in unnamed])
-        values = replaced(values, lambda _: next(in_order))
-        root = nested({name: spaces[ties.get(name, name)] for name in (*entries, *ties)}, values)
+    saving = path.with_name(path.name + SAVING)
+    in_values = {f"\0{i}": t.detach() for i, (_, t) in enumerate(leaves(values)) if isinstance(t, torch.Tensor)}
+    spaces = {name: _space(entry) for name, entry in entries.items()}
+    spaces |= {name: _space(TensorEntry(tuple(t.shape), t.dtype)) for name, t in in_values.items()}
+    in_order = iter([spaces[name] for name in in_values])
+    root = nested(
+        {name: spaces[ties.get(name, name)] for name in (*entries, *ties)}, replaced(values, lambda _: next(in_order))
+    )
+    try:
         with skip_data():
-            torch.save(root, self._saving)
-        names = {id(space): name for name, space in spaces.items()}
-        with contextlib.closing(Archive(self._saving)) as archive:
-            written = dict(leaves(archive.root))
-            for path, leaf in leaves(root):
-                if isinstance(leaf, torch.Tensor):
-                    self._places[names[id(leaf)]] = archive.place(written[path])
-
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        assert self._file is not None
-        position, nbytes = self._places[name]
-        data = bytes_of(tensor)
-        assert len(data) == nbytes
-        self._file.seek(position)
-        self._file.write(data)
-
-    def _end(self) -> None:
-        assert self._file is not None
-        self._file.close()
-        put_in_place(self._saving, self._path)
-
-    def abort(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._saving.unlink(missing_ok=True)
+            torch.save(root, saving)
+        with contextlib.closing(NamedFiles()) as files:
+            archive = Archive(files, saving)
+            written, names = dict(leaves(archive.root)), {id(space): name for name, space in spaces.items()}
+            tensors = ((key, leaf) for key, leaf in leaves(root) if isinstance(leaf, torch.Tensor))
+            places = {names[id(leaf)]: archive.begin(written[key]) for key, leaf in tensors}
+        with saving.open("r+b") as file:
+            for name in (*in_values, *entries):
+                file.seek(places[name])
+                file.write(bytes_of(in_values[name] if name in in_values else entries[name].checked(name, read(name))))
+        put_in_place(saving, path)
+    finally:
+        saving.unlink(missing_ok=True)
 
 
 def _space(entry: TensorEntry) -> torch.Tensor:
