@@ -6,11 +6,13 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ones
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -186,7 +188,15 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (no_storage, "CheckpointError: refers to something other than a tensor's storage"),
     (saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}), "CheckpointError: the state of an optimizer is"),
     (lambda f: parts(f, key="average"), "CheckpointError: a sharded tensor belongs to neither the model"),
-    (saved({"weight": torch.ones(4, dtype=torch.complex64).conj()}), "CheckpointError: a conjugated or negated view"),
+    (
+        saved({"weight": torch.ones(4, dtype=torch.complex64).conj()}),
+        "CheckpointError: is not supported: a tensor is a conjugated or negated view",
+    ),
+    (saved({("a", "b"): torch.ones(2)}), "CheckpointError: is not supported: a dict or set has a key of type tuple"),
+    (
+        lambda f: dcp.save({"weight": torch.ones(2), "at": datetime(2026, 1, 1)}, checkpoint_id=f / "a", no_dist=True),
+        "CheckpointError: contains datetime.datetime, not a tensor or plain value",
+    ),
     (saved(["nothing", "of", "a", "model"]), "CheckpointError: does not contain a state dict"),
 ]
 

@@ -84,11 +84,11 @@ CALLS = [
     (lambda: loaded_by_name(cut_moments), "CheckpointError: Values to load do not fit the model ... shape ... exp_avg"),
     (
         lambda: loaded_by_name(lambda state: state.update(param_groups=state.pop("groups"))),
-        "CheckpointError: load_optimizer_state_dict takes what optimizer_state_dict returns",
+        "MissingStateError: What was passed is not an optimizer state dict ... set_optimizer_state_dict",
     ),
     (
         lambda: loaded_by_name(lambda state: state.clear()),
-        "CheckpointError: load_optimizer_state_dict takes what optimizer_state_dict returns",
+        "MissingStateError: What was passed is not an optimizer state dict ... set_optimizer_state_dict",
     ),
     (
         lambda: get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other")),

@@ -370,7 +370,7 @@ DCP: dict[str, tuple[Change, str]] = {
     "code in metadata": (lambda f: f.metadata.planner_data.update(x=(runs(f),)), "posix.system"),
     "code in a record": (record(lambda f: saved(runs(f))), "record"),
     "code beside a tensor": (record(lambda f: saved([torch.zeros(4, 3), runs(f)])), "record"),
-    "code in a value": (setting("lr", runs), "record"),
+    "code in a value": (setting("lr", runs), "contains posix.system"),
     "a file in the folder above": (names_a_file("../outside.distcp"), "outside its folder"),
     "a file by an absolute path": (names_a_file("{outside}"), "outside its folder"),
     "a file with a backslash": (names_a_file("..\\outside.distcp"), "outside its folder"),

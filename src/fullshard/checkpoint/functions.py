@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 
 from ..errors import CheckpointError, ConfigError
 from ..runtime import take_over_replaced
-from ..text import clean_path, plain_name
+from ..text import clean_path
 from . import optimizer_state, value_forms
 from .fit import check_shape
 from .group_settings import converted, settings_to_load
@@ -82,13 +82,8 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
             have only one; or `state` has a different form.
     """
     if "state" not in state or "param_groups" in state:
-        raise CheckpointError(
-            "load_optimizer_state_dict takes what optimizer_state_dict returns; nothing was loaded.",
-            expected="a dict of 'state' and 'groups'",
-            got=f"one of {', '.join(map(repr, state)) or 'nothing'}",
-            remedy="use set_optimizer_state_dict for what get_optimizer_state_dict returned",
-            topic="optimizer-state",
-        )
+        remedy = "use set_optimizer_state_dict for what get_optimizer_state_dict returned"
+        raise optimizer_state.wrong_form(state, "a dict of 'state' and 'groups', as of optimizer_state_dict", remedy)
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
     loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True)
@@ -369,7 +364,7 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
 
 def _table(model: nn.Module, options: StateDictOptions) -> Table:
     take_over_replaced(model)
-    table = Table(model)
+    table = Table(model, None)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
     part = next((member for member in around if not has_full_tensor(member)), None)
     if part is not None:
@@ -378,9 +373,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
             parameter=part.name,
             remedy="pass the FullyShardedDataParallel instance, and select by submodules= or by name",
         )
-    if table.wrapped is None:  # use the names of PyTorch's functions
-        table = Table(model, plain_name)
-    elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
+    if table.wrapped is not None and options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
             "dsd_fqn_modifiers is not supported for models that Fullshard shards: their names do not change"
         )

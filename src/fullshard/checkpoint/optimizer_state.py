@@ -454,6 +454,17 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             optimizer.state[tensor].update(texts)
 
 
+def wrong_form(saved: Mapping[str, Any], expected: str, remedy: str | None = None) -> MissingStateError:
+    """The error for a dict that is not an optimizer state dict of the expected form."""
+    return MissingStateError(
+        "What was passed is not an optimizer state dict of the form that this function loads; nothing was loaded.",
+        expected=expected,
+        got=f"a dict of {', '.join(map(repr, saved)) or 'nothing'}",
+        remedy=remedy,
+        topic="optimizer-state",
+    )
+
+
 def state_to_load(
     table: Table, groups: list[Any], saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
 ) -> dict[str, Any]:
@@ -477,12 +488,7 @@ def state_to_load(
     except CheckpointError as caught:
         error = caught
     if "state" not in saved:
-        error = MissingStateError(
-            "What was passed is not an optimizer state dict.",
-            expected="a 'state'",
-            got=f"keys {list(saved)}",
-            topic="optimizer-state",
-        )
+        error = wrong_form(saved, "a dict with 'state'")
     merged_kinds(table, targets, len(groups), {}, error)
     states = cut_states(table, targets, saved["state"], needs_all)
     keys = {t.index: table.raw.get(id(t.tensor), t.rows[0].name) if named else t.index for t in targets}

@@ -14,7 +14,7 @@ from ..mesh import MeshAxes, resolve_mesh
 from ..readers import wait_for_readers
 from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
-from ..text import clean_name
+from ..text import clean_name, plain_name
 
 
 def has_full_tensor(member: Member) -> bool:
@@ -62,7 +62,8 @@ class Table:
 
     Args:
         model: sharded by either front-end, in whole or in part; or a part of such a model.
-        clean: maps a name in `model` to the name in the table.
+        clean: maps a name in `model` to the name in the table; None: `clean_name` for the wrapper's models, whose state
+            dicts have such names, and `plain_name`, as PyTorch's functions, for all others.
 
     Attributes:
         parameters: the rows, in the order of the unwrapped model.
@@ -72,13 +73,16 @@ class Table:
         units: each with its runner; the runner is None if `model` is only a part of the unit.
     """
 
-    def __init__(self, model: nn.Module, clean: Callable[[str], str] = clean_name) -> None:
+    def __init__(self, model: nn.Module, clean: Callable[[str], str] | None = clean_name) -> None:
         wait_for_readers()  # whoever reads the table may write next
         self.buffers: dict[str, torch.Tensor] = {}
         self.raw: dict[int, str] = {}
         self.by_tensor: dict[int, Named] = {}
         self.units = _units_in(model)
         refuse_undoable([unit for unit, _ in self.units])
+        if clean is None:
+            wrapped = any(not has_full_tensor(member) for unit, _ in self.units for member in unit.members)
+            clean = clean_name if wrapped else plain_name
         self._rows: dict[int, Named] = {}  # by the id of the member, or of a parameter that is in no unit
         placed: dict[int, dict[str, tuple[Bucket, Member]]] = {}  # by the id of a module's registry
         flats: set[int] = set()

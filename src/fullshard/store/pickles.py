@@ -110,7 +110,7 @@ def decode(data: bytes, file: str) -> Any:
         file: its name, for error messages.
 
     Raises:
-        CheckpointError: it is damaged or not a pickle, or uses an opcode that no checkpoint needs.
+        CheckpointError: it is damaged or not a pickle, or contains something that is not supported.
     """
 
     def storage(reference: Any) -> PickledStorage:
@@ -128,8 +128,8 @@ def decode(data: bytes, file: str) -> Any:
         return read_pickle(data, named, storage)
     except CheckpointError:
         raise
-    except OpcodeError as error:
-        raise CheckpointError(f"{file}: {error}.", topic="not-plain-values") from error
+    except UnsupportedError as error:
+        raise CheckpointError(f"{file} is not supported: {error}.", topic="not-plain-values") from error
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{file}: the pickle is damaged ({type(error).__name__}: {str(error)[:200]}).") from error
 
@@ -162,8 +162,8 @@ def read_pickle(
 # The scan.
 
 
-class OpcodeError(pickle.UnpicklingError):
-    """An instruction that no checkpoint needs."""
+class UnsupportedError(pickle.UnpicklingError):
+    """A valid pickle contains something that is not read, such as an instruction that no checkpoint needs."""
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def look_through(data: bytes) -> bytearray:
             return allowed
         else:
             name = next((opcode.name for opcode in pickletools.opcodes if opcode.code == chr(code)), "an unknown one")
-            raise OpcodeError(
+            raise UnsupportedError(
                 f"the pickle uses {name}, an opcode that no checkpoint needs (instruction {code:#x} at byte {at})"
             )
 
@@ -322,14 +322,14 @@ class _Unpickler(pickle.Unpickler):
 def checked(keys: Collection[Any], kinds: frozenset[type] = PLAIN_KEYS) -> Collection[Any]:
     """Keys of a dict or items of a set, of plain types: hashing nested containers could take forever."""
     if not kinds.issuperset(map(type, keys)):
-        raise TypeError(f"a key of type {min({*map(type, keys)} - kinds, key=str).__name__}")
+        raise UnsupportedError(f"a dict or set has a key of type {min({*map(type, keys)} - kinds, key=str).__name__}")
     return keys
 
 
 def _tensor(storage: PickledStorage, offset: int, shape: Any, stride: Any, *rest: Any) -> PickledTensor:
     _, _, metadata, *_ = (*rest, None, None, None)
     if metadata:  # {"conj": True}: the elements are not the values
-        raise ValueError("a tensor that is a conjugated or negated view: save its resolve_conj().resolve_neg()")
+        raise UnsupportedError("a tensor is a conjugated or negated view: save its resolve_conj().resolve_neg()")
     if storage.dtype is None:
         raise ValueError("a tensor of bytes without a dtype")
     return _view(storage, storage.numel, storage.dtype, offset, shape, stride)

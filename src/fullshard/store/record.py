@@ -81,12 +81,12 @@ def value_in(storage: Storage, stored: Stored) -> Any:
     """Read a record of a value: plain values, and tensors in them.
 
     Raises:
-        DamagedCheckpointError: it contains anything else, or cannot be read.
+        CheckpointError: it contains anything else.
+        DamagedCheckpointError: it cannot be read.
     """
     record = _opened(storage, stored)
-
     try:
-        return StateContents("the record", record.read).plain(record.root, "")
+        return StateContents(storage.location(stored.file), record.read).plain(record.root, stored.name)
     except CheckpointError as error:
         raise _bad(stored, error) from error
 
@@ -98,7 +98,10 @@ def _opened(storage: Storage, stored: Stored) -> Records:
         raise _bad(stored, error) from error
 
 
-def _bad(stored: Stored, got: object) -> DamagedCheckpointError:
+def _bad(stored: Stored, got: object) -> CheckpointError:
+    """The error for a record that cannot be read: damage, unless it is a value that is intact but not supported."""
+    if isinstance(got, CheckpointError) and got.topic == "not-plain-values":
+        return got
     return DamagedCheckpointError(
         "A record of a checkpoint does not match its metadata.",
         parameter=stored.name,
