@@ -92,7 +92,7 @@ FOLDERS = [
     (load, "CheckpointError: There are no safetensors files of that name"),
     (write_a_long_index, load, "DamagedCheckpointError: An index of safetensors files is too long"),
     (put(INDEX, "{}"), load, "DamagedCheckpointError: An index of safetensors files is damaged"),
-    (put(INDEX, index("../secret.safetensors")), load, "CheckpointError: A checkpoint names a file outside of its"),
+    (put(INDEX, index("../secret.safetensors")), load, "CheckpointError: A checkpoint names a file outside its"),
     (
         put(INDEX, index("model-00001-of-00002.safetensors")),
         load,

@@ -353,7 +353,7 @@ def test_names_cannot_leave_the_folder(tmp_path, how):
     folder = index(tmp_path / "folder", {"a": name})
     if how == "link":
         (folder / name).symlink_to(secret)
-    with pytest.raises(CheckpointError, match="outside of its folder"):
+    with pytest.raises(CheckpointError, match="outside its folder"):
         SafetensorsSource(folder)
 
 

@@ -22,7 +22,6 @@ from ..forms import FlatShard, Member, full_of, rows_on_rank
 from ..mesh import MeshAxes
 from ..shard import Bucket
 from ..torch_private.sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
-from .fit import check_shape
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
 
     Collective unless the value is whole, or split as the parameter is.
 
-    Raises:
-        CheckpointError: the value's shape is not the parameter's.
+    Args:
+        value: of the parameter's shape.
     """
     sharded: Any = member.sharded
     if isinstance(value, FlatShard) and isinstance(sharded, FlatShard) and value._run.same_as(sharded._run):
@@ -62,7 +61,6 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value._local_tensor
     whole = whole_of(value, bucket.axes.device)
-    check_shape(member.name, member.shape, whole.shape)
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
         return chunk

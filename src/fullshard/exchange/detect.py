@@ -134,10 +134,9 @@ def kind_to_write(path: Path, to: str | None) -> str:
         ConfigError: a format that cannot be written.
     """
     if to is not None:
-        kind = {"pt": "torch"}.get(to, to)
-        if kind not in WRITTEN:
+        if to not in WRITTEN:
             raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
-        return kind
+        return to
     if path.suffix in SUFFIXES:
         return "torch"
     return "safetensors" if path.suffix == ".safetensors" else "fullshard"

@@ -51,16 +51,19 @@ _OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DO
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's docstring. The first three fields must stay first in the file; see `time_in`."""
+    """See the module's docstring; of a folder that another program wrote, it is empty.
 
-    step: int
-    world: int
-    time: float
-    tensors: dict[str, TensorEntry]
-    ties: dict[str, str]
-    values: dict[str, Any]
-    ranks: list[Any]
-    files: dict[str, FileFacts]
+    The first three fields must stay first in the file; see `time_in`.
+    """
+
+    step: int = 0
+    world: int = 0
+    time: float = 0.0
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    ranks: list[Any] = field(default_factory=list)
+    files: dict[str, FileFacts] = field(default_factory=dict)
     stored: dict[str, list[Stored]] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
     writer: dict[str, str] = field(default_factory=dict)
@@ -81,11 +84,6 @@ class Manifest:
         body = json.dumps(inner, separators=(",", ":"), allow_nan=False)
         digest = hashlib.sha256(body.encode()).hexdigest()
         return f'{{"sha256":"{digest}",\n"manifest":{body}}}\n'.encode()
-
-
-def no_manifest() -> Manifest:
-    """The manifest of a folder that another program wrote: empty."""
-    return Manifest(step=0, world=0, time=0.0, tensors={}, ties={}, values={}, ranks=[], files={})
 
 
 @contextmanager

@@ -118,7 +118,6 @@ def plan_save(
         ties=outline.contents.ties,
         values={"optimizer": optimizer, "state": common_values},
         ranks=[own for own, _ in owned],
-        files={},
         layouts={unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in units},
         writer=versions(),
     )

@@ -15,7 +15,7 @@ import torch
 from ..errors import DamagedCheckpointError
 from .entries import name_of_rank
 from .hashed import BLOCK, CHUNK, new_hash
-from .manifest import Manifest, no_manifest, parse
+from .manifest import Manifest, parse
 from .metadata import read_index
 from .names import OPTIMIZER, state_path
 from .record import elements_in, value_in
@@ -72,7 +72,7 @@ class Files(Source):
         text, where = self._small(name), self.storage.location(name)
         self.digest = hashlib.sha256(text).hexdigest()
         if self.is_foreign:
-            self.manifest = no_manifest()
+            self.manifest = Manifest()
             index = read_index(text, sizes, where)
             self.entries |= index.entries
             self.stored |= index.stored

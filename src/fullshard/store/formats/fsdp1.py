@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import add, lt
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
-from ..names import MODEL, TensorEntry
+from ..names import MODEL, TensorEntry, checked_shape
 from ..pickles import PickledCall, PickledTensor
 from ..storage import Stored
 from .archive import Archive, ArchiveSource
@@ -122,10 +121,10 @@ def sharded_tensor(call: PickledCall) -> TensorShards | None:
     if call.name != SHARDED_TENSOR:
         return None
     shards, metadata = call.state[:2]
-    shape, parts = _integers(metadata.attributes["size"]), []
+    shape, parts = checked_shape("a tensor", metadata.attributes["size"]), []
     for shard in shards:
         tensor, box = shard.attributes["tensor"], shard.attributes["metadata"].attributes
-        offsets, sizes = _integers(box["shard_offsets"]), _integers(box["shard_sizes"])
+        offsets, sizes = (checked_shape("a shard", box[key]) for key in ("shard_offsets", "shard_sizes"))
         if not isinstance(tensor, PickledTensor) or tensor.shape != sizes:
             raise TypeError("the shape of a shard differs from its metadata")
         if len(offsets) != len(shape) or any(map(lt, shape, map(add, offsets, sizes))):
@@ -135,10 +134,3 @@ def sharded_tensor(call: PickledCall) -> TensorShards | None:
     if not isinstance(dtype, torch.dtype) or any(tensor.dtype != dtype for _, tensor in parts):
         raise TypeError("the dtype of a shard differs from its metadata")
     return TensorShards(shape, dtype, tuple(parts), len(metadata.attributes["shards_metadata"]))
-
-
-def _integers(sizes: Any) -> tuple[int, ...]:
-    integers = tuple(sizes)
-    if any(type(size) is not int or size < 0 for size in integers):
-        raise TypeError("an invalid size")
-    return integers

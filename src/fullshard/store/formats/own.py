@@ -122,7 +122,6 @@ def write_checkpoint(
             tensors=all_entries,
             ties=dict(ties),
             values=as_json,
-            ranks=[],
             files=written.facts,
             stored={part.name: [part] for part in written.stored},
             writer=versions(),

@@ -21,6 +21,7 @@ import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..in_place import check_room, new_folder, sync
+from ..manifest import inside
 from ..names import MODEL, TensorEntry
 from ..source import Source
 from ..storage import NamedFiles, Stored
@@ -132,14 +133,13 @@ def _inside(folder: Path, name: str) -> Path:
         DamagedCheckpointError: the file does not exist.
     """
     root = folder.resolve()
-    is_plain = Path(name).name == name and name not in (".", "..") and "\\" not in name and "\0" not in name
-    real = (root / name).resolve() if is_plain else root
+    real = (root / inside(name)).resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not is_plain or real.parent not in allowed:
+    if real.parent not in allowed:
         raise CheckpointError(
-            "A checkpoint names a file outside of its folder.",
+            "A checkpoint names a file outside its folder.",
             expected=f"the name of a file in {folder}",
-            got=repr(name)[:200] + (f", a link to {real}" if is_plain else ""),
+            got=f"{name!r}, a link to {real}",
             remedy="load it only if you know the reason: copy the files into one folder first",
         )
     if not real.is_file():
