@@ -361,7 +361,7 @@ class SavedValues:
             elif key == RNG or key.startswith(MODEL):
                 continue  # not asked for; or extra state of a module that this model does not have
             elif key in self.common:
-                self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
+                self.plain[key] = from_json(self.common[key], self.reader.files.read, key)
             else:
                 self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.ranks_values))]
                 if len(self.ranks_values) == self.ranks.size:
@@ -413,9 +413,9 @@ class SavedValues:
     def _tensor(self, present: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """Read a tensor of a value; plan to read it in shards if it is sharded in `present`."""
         like = present.get(name)
-        missing = name not in self.reader.files.entries  # `Reader.tensor` raises
+        missing = name not in self.reader.files.entries  # `Files.read` raises
         if like is None or missing or not hasattr(like, "full_tensor"):
-            return self.reader.tensor(name)
+            return self.reader.files.read(name)
         target = torch.empty_like(like.detach())
         for piece in value_pieces(name, target, 0, False):
             self.reader.want(piece)

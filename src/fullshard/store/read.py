@@ -7,7 +7,7 @@ and the records (`record.py`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Files(Source):
         records: where values that are not tensors are stored, in a foreign folder.
         paths: for names, their keys in the nested state dict that was saved.
         digest: a hash of the manifest, which has hashes of all other files, or of the metadata.
+        asked: names that were read, or that the reader expects.
 
     Raises:
         DamagedCheckpointError: a file is missing, truncated or changed.
@@ -55,6 +56,7 @@ class Files(Source):
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray(CHUNK))
         self._elements: dict[tuple[Stored, torch.dtype], Stored] = {}  # by DCP's record
+        self.asked: set[str] = set()
         self.records: dict[str, Stored] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         super().__init__(storage)
@@ -163,6 +165,10 @@ class Files(Source):
             self._elements[key] = elements_in(self.storage, *key)
         return self._elements[key]
 
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        self.asked.add(name)
+        return super().read(name, offsets, sizes)
+
     def read_of_rank(self, rank: int, name: str) -> torch.Tensor:
         """Read a rank's own tensor of a name, or that of all ranks."""
         own_name = name_of_rank(rank, name)
@@ -172,18 +178,15 @@ class Files(Source):
         """Read a value that is not a tensor, from a DCP folder."""
         return value_in(self.storage, self.records[name])
 
-    def scalars(self, tensor: Callable[[str], torch.Tensor]) -> dict[str, dict[str, Any]]:
+    def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key.
-
-        Args:
-            tensor: returns a tensor by its name.
 
         Raises:
             DamagedCheckpointError: it is not of that form.
         """
         scalars: Any = {}
         if not self.is_foreign:
-            scalars = from_json(self.manifest.values.get("optimizer", {}).get("scalars", {}), tensor)
+            scalars = from_json(self.manifest.values.get("optimizer", {}).get("scalars", {}), self.read)
         if not isinstance(scalars, dict) or not all(isinstance(values, dict) for values in scalars.values()):
             raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(scalars)[:80])
         for name in self.records:
@@ -192,17 +195,16 @@ class Files(Source):
                 scalars.setdefault(str(path[2]), {})[str(path[3])] = self.value(name)
         return scalars
 
-    def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         """The settings of optimizers: by group; in a DCP folder perhaps by parameter.
-
-        Args:
-            tensor: returns a tensor by its name.
 
         Raises:
             DamagedCheckpointError: a group does not list its parameters.
         """
         if not self.is_foreign:
-            return _checked_groups(from_json(self.manifest.values.get("optimizer", {}).get("param_groups", []), tensor))
+            return _checked_groups(
+                from_json(self.manifest.values.get("optimizer", {}).get("param_groups", []), self.read)
+            )
         by_number: dict[int, dict[str, Any]] = {}
         by_parameter: dict[str, dict[str, Any]] = {}
         for name, path in self.paths.items():
@@ -213,7 +215,7 @@ class Files(Source):
                 group = by_parameter.setdefault(parameter, {"params": [parameter]})
             else:
                 continue
-            group[key] = tensor(name) if name in self.entries else self.value(name)
+            group[key] = self.read(name) if name in self.entries else self.value(name)
         return _checked_groups([*(by_number[number] for number in sorted(by_number)), *by_parameter.values()])
 
 

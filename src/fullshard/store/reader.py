@@ -46,15 +46,14 @@ class Reader:
         self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
         self.settings: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self.objects: list[tuple[Callable[[Any], object], Any]] = []
-        self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
         entries = files.entries
         named = any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
         self._bare = files.is_foreign and bool(entries) and not named  # a checkpoint of ours may contain `state=` alone
         self._ties = _tied_names(files.manifest.ties)
-        self._plain = files.scalars(self.tensor)
+        self._plain = files.scalars()
         self._saved = self._saved_keys()
-        self._groups = files.groups(self.tensor)
+        self._groups = files.groups()
         for group in self._groups:  # tied parameters are listed under all their names
             group["params"] = [alias for name in group["params"] for alias in self._with_ties(name)]
 
@@ -82,7 +81,7 @@ class Reader:
         """
         present = [name for name in map(self._saved_name, (piece.name, *names)) if name in self.files.entries]
         if present:
-            self._asked.add(present[0])
+            self.files.asked.add(present[0])
             self.copies += self.files.copies_into(piece, present, self._cast)
         return bool(present)
 
@@ -90,14 +89,9 @@ class Reader:
         """The name in the checkpoint; a file that is a bare state dict omits the prefix of the model."""
         return name.removeprefix(MODEL) if self._bare else name
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into new memory, immediately; see `Files.read`."""
-        self._asked.add(name)
-        return self.files.read(name)
-
     def asks(self, names: Iterable[str]) -> None:
         """Mark names as expected by the model, whether or not this rank reads any of them."""
-        self._asked.update(map(self._saved_name, names))
+        self.files.asked.update(map(self._saved_name, names))
 
     # A model and its optimizers.
 
@@ -232,7 +226,7 @@ class Reader:
         entry, numel = self.files.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
         if entry.numel != numel:
             check_shape(name, getattr(like, "shape", ()), entry.shape)
-        return self.tensor(name)
+        return self.files.read(name)
 
     def take_over(self) -> None:
         """Assign the optimizers their state, whose tensors were read in place, and their settings; fill the objects."""
@@ -291,7 +285,7 @@ class Reader:
 
     def _untouched(self) -> list[str]:
         """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
-        asked = self._asked | self.files.manifest.ties.keys()
+        asked = self.files.asked | self.files.manifest.ties.keys()
         foreign = self.files.is_foreign
         names = [name for name in self.files.entries if foreign or name.startswith((MODEL, OPTIMIZER))]
         return [name for name in names if not any(part in asked for part in _prefixes(name))]

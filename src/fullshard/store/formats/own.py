@@ -82,7 +82,7 @@ class CheckpointSource(Files):
                 state[".".join(path)] = self.value(name)
             else:
                 put_nested(values if path == ("step",) else state, path, self.value(name))
-        if groups := self.groups(self.read):
+        if groups := self.groups():
             optimizer["param_groups"] = groups
         return values
 
