@@ -165,7 +165,7 @@ def test_explain_imports_no_torch() -> None:
 
 INNER = (
     "__init__.py", "torch_private/store.py", "store/hashed.py", "store/record.py", "store/tree.py", "store/metadata.py",
-    "store/manifest.py", "store/storage.py", "store/pickles.py", "store/load.py", "store/source.py", "store/formats/",
+    "store/manifest.py", "store/storage.py", "store/pickles.py", "store/load.py", "store/names.py", "store/formats/",
 )  # fmt: skip
 """Files whose errors of Python's own are caught: by readers, which name the file, and by a stream, of a full disk."""
 

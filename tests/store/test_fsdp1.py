@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from files import Runs, same
 from fullshard import CheckpointError, convert
-from fullshard.store.formats.fsdp1 import PerRankSource
 from fullshard.store.formats.state import TensorShards
+from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.pickles import PickledTensor
 from fullshard.store.storage import Stored
 
@@ -111,15 +111,15 @@ def test_local_state_is_refused_by_name(folder: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"(?s)flat parameters.*LOCAL_STATE_DICT.*_flat_param.*FULL or SHARDED"
         ):
-            PerRankSource(folder / f"LOCAL-{originals}")
+            TorchFileSource(folder / f"LOCAL-{originals}")
 
 
 def test_optimizer_state_of_each_ranks_own_parts_is_refused_by_name(folder: Path) -> None:
     for originals in (False, True):
         where = folder / f"SHARDED-{originals}-optimizer"
         with pytest.raises(CheckpointError, match="each rank's own parts"):
-            PerRankSource(where)
-        with PerRankSource(where, model_only=True) as source:
+            TorchFileSource(where)
+        with TorchFileSource(where, model_only=True) as source:
             assert "model.inner.0.weight" in source.entries and not source.values
 
 
@@ -129,7 +129,7 @@ def test_files_of_ranks_that_are_missing_are_noticed(folder: Path, tmp_path: Pat
         where.mkdir()
         (where / "a.pt").write_bytes((folder / "SHARDED-True" / f"rank{rank}.pt").read_bytes())
         with pytest.raises(CheckpointError, match="incomplete checkpoint"):
-            PerRankSource(where)
+            TorchFileSource(where)
 
 
 def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
@@ -141,7 +141,7 @@ def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
         )
 
     source: Any = mock.Mock(**{"storage.sizes": {"a.pt": 100}})
-    PerRankSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])
+    TorchFileSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])
     ((name, entry, parts), _) = source._add.call_args
     assert name == "weight" and [part.sizes for part in parts] == [(2, 3), (2, 3)] and entry.shape == (4, 3)
 
@@ -150,5 +150,5 @@ def test_pickles_do_not_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes((folder / "SHARDED-False" / "rank0.pt").read_bytes())
     torch.save({"model": {"x": Runs(tmp_path / "ran")}}, tmp_path / "b.pt")
     with pytest.raises(CheckpointError, match=r"posix\.system"):
-        PerRankSource(tmp_path)
+        TorchFileSource(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -16,10 +16,9 @@ from pathlib import Path
 from ..errors import CheckpointError, ConfigError
 from ..store.folder import Folder
 from ..store.formats.deepspeed import DeepSpeedSource, is_deepspeed
-from ..store.formats.fsdp1 import PerRankSource, is_per_rank
 from ..store.formats.own import CheckpointSource
 from ..store.formats.safetensors_folder import SafetensorsSource
-from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSource
+from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSource, files_in
 from ..store.source import Source
 from ..store.storage import MANIFEST, METADATA
 from ..store.write import RANK_FILE, file_of
@@ -82,7 +81,7 @@ def _kind_of_folder(path: Path) -> str:
         return "fullshard"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
-    if is_per_rank(path):
+    if files_in(path):
         return "fsdp1"
     incomplete = [name for name in names if SAVING in name]
     if incomplete:
@@ -105,12 +104,10 @@ def open_source(path: Path, model_only: bool = False, hashes: bool = True) -> So
         kind = kind_of(path)
         if kind in ("fullshard", "dcp"):
             return CheckpointSource(path, hashes)
-        if kind == "torch":
-            return TorchFileSource(path)
+        if kind in ("torch", "fsdp1"):
+            return TorchFileSource(path, model_only and kind == "fsdp1")
         if kind == "deepspeed":
             return DeepSpeedSource(path)
-        if kind == "fsdp1":
-            return PerRankSource(path, model_only)
         return SafetensorsSource(path, _stem(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error

@@ -22,7 +22,7 @@ class TensorInfo:
     """A tensor of a checkpoint.
 
     Attributes:
-        name: see `source.py`.
+        name: see `store/names.py`.
         shape, dtype: of the whole tensor.
         nbytes: the bytes of its elements.
         files: the names of the files that contain it.

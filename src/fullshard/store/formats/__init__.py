@@ -1,1 +1,1 @@
-"""Formats of other libraries, each a `Source`, a `Sink`, or both."""
+"""Formats of other libraries: a `Source` of each that is read, and a function that writes, for some."""

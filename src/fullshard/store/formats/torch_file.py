@@ -1,5 +1,8 @@
 """Files of `torch.save`: decoded as data, and written tensor by tensor into space that `torch.save` reserved.
 
+Also folders with one file per rank of PyTorch's FSDP1 (SHARDED_STATE_DICT), which are only read. A LOCAL_STATE_DICT is
+refused: it holds flat parameters, and does not record which parameters they consist of.
+
 {"weight": tensor, ...}                             a plain state dict: entries get the prefix "model."
 {"model": {...}, "optimizer": {...}, "epoch": 3}    and other dicts that training scripts write, see `state.py`
 """
@@ -7,48 +10,119 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.serialization import skip_data
 
+from ...errors import CheckpointError
 from ..in_place import put_in_place
-from ..names import TensorEntry
+from ..names import MODEL, TensorEntry
 from ..pickles import PickledTensor
-from ..storage import NamedFiles
+from ..storage import NamedFiles, Stored
 from ..write import bytes_of
 from .archive import Archive, ArchiveSource
-from .state import StateContents, leaves, nested, replaced
+from .fsdp1 import sharded_tensor
+from .state import StateContents, TensorShards, leaves, nested, replaced
 
 SUFFIXES = (".pt", ".pth", ".bin")
 SAVING = ".saving"
 """The last suffix of an unfinished file."""
 
 
+FLAT = "_flat_param"
+"""FSDP1's name for a flat parameter."""
+
+
+def files_in(path: Path) -> list[Path]:
+    """The files of `torch.save` in a folder."""
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+
+
 class TorchFileSource(ArchiveSource):
-    """A file of `torch.save` in the zip format (PyTorch 1.6 and later). Nothing in it is executed.
+    """A file of `torch.save` in the zip format (PyTorch 1.6 and later), or a folder with one per rank of FSDP1.
+
+    Nothing in them is executed.
 
     Args:
-        path: the file.
+        path: the file or folder.
+        model_only: read only parameters and buffers.
 
     Raises:
-        CheckpointError: it is damaged, or contains anything but tensors and plain values.
+        CheckpointError: a file is damaged, or contains anything but tensors and plain values; parts are missing, or
+            parameters are flat.
     """
 
+    def __init__(self, path: Path, model_only: bool = False) -> None:
+        self._model_only = model_only
+        super().__init__(path)
+
     def _open(self) -> None:
-        archive = self._archive(self._path)
-        state = StateContents(str(self._path), archive.mapped)
-        state.add_all(archive.root)
-        self.values = state.values
-        names: dict[PickledTensor, str] = {}
-        for name, tensor in state.tensors.items():
-            if tensor in names:
-                self.ties[name] = names[tensor]
+        archives = [self._archive(file) for file in (files_in(self._path) if self._path.is_dir() else [self._path])]
+        states = [StateContents(str(archive.path), archive.mapped, sharded_tensor) for archive in archives]
+        for archive, state in zip(archives, states, strict=True):
+            state.add_all(archive.root)
+        several = len(archives) > 1
+        if several and not any(isinstance(tensor, TensorShards) for s in states for tensor in s.tensors.values()):
+            raise CheckpointError(
+                f"{self._path} has {len(archives)} files of torch.save, none with parts of sharded tensors.",
+                remedy="convert one file",
+            )
+        names: dict[Any, str] = {}
+        for name in dict.fromkeys(name for state in states for name in state.tensors):
+            if self._model_only and not name.startswith(MODEL):
+                continue
+            of_files = [(a, s.tensors[name]) for a, s in zip(archives, states, strict=True) if name in s.tensors]
+            first = names.setdefault(tuple(of_files), name)
+            if first != name:
+                self.ties[name] = first
             else:
-                names[tensor] = name
-                self._add_whole(name, archive, tensor)
+                self._add_merged(name, of_files)
+        if self._model_only:
+            return
+        self.values = states[0].values
+        if several and "warning" in self.values.get("optimizer", {}):
+            raise CheckpointError(
+                f"{self._path}: optimizer state refers to each rank's own parts by number, and cannot be merged.",
+                remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
+            )
+
+    def _add_merged(self, name: str, tensors: Sequence[tuple[Archive, PickledTensor | TensorShards]]) -> None:
+        """Add a tensor from its contents in each file that has any: the whole tensor, or some of its rectangles."""
+        whole = next(((archive, tensor) for archive, tensor in tensors if isinstance(tensor, PickledTensor)), None)
+        if whole is not None:
+            self._add_whole(name, *whole)
+            return
+        shards: list[tuple[Archive, TensorShards]] = [*tensors]  # type: ignore[list-item]
+        first = shards[0][1]
+        if name.rpartition(".")[2] == FLAT:
+            raise CheckpointError(
+                f"{self._path} contains flat parameters (LOCAL_STATE_DICT), which do not name the parameters in them.",
+                parameter=name.removeprefix(MODEL),
+                remedy="load it with PyTorch's FSDP, wrapped the same way, and save a FULL or SHARDED state dict",
+            )
+        parts: dict[tuple[int, ...], Stored] = {}  # by the first index on every dim; replicas have the same
+        for archive, tensor in shards:
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"{archive.path} belongs to a different checkpoint than the other files.", parameter=name
+                )
+            for offsets, stored in tensor.parts:
+                if 0 not in stored.shape:  # it begins where another rank's part does
+                    parts.setdefault(offsets, archive.stored(name, stored, offsets))
+        entry = TensorEntry(first.shape, first.dtype)
+        if sum(part.nbytes for part in parts.values()) != entry.nbytes:
+            raise CheckpointError(
+                f"{self._path} is an incomplete checkpoint: files of ranks are missing.",
+                parameter=name,
+                expected=f"{first.world} parts",
+                got=f"{len(parts)} parts",
+            )
+        if entry.nbytes > sum(self.storage.sizes.values()):
+            raise CheckpointError(f"{self._path}: a tensor is larger than the files.", parameter=name, got=first.shape)
+        self._add(name, entry, list(parts.values()))
 
 
 def write_torch_file(
