@@ -56,7 +56,7 @@ BY_TYPE = {
     "optim/in_backward.py: _in_host_memory": "which units step beside the backward: all do in a simulation",
     "runtime/out_of_memory.py: _on_device": "which shards an error counts: entered below",
     "shard/offload.py: home_of": "whether there is a home: the simulation gives one",
-    "store/read.py: fill": "whether a file is read straight into a tensor",
+    "store/source.py: fill": "whether a file is read straight into a tensor",
     "torch_private/sharded_tensor.py: _sharded_tensor": "the text of a device",
 }
 

@@ -395,7 +395,7 @@ FAULTS = (
     ),
     Fault(
         "a piece is read from where the stored one begins",
-        "store/read.py",
+        "store/source.py",
         "begin = tuple(start - offset for start, offset in zip(common[0], part.offsets, strict=True))",
         "begin = (0,) * len(part.offsets)",
         besides="tests/store/test_elastic.py",
