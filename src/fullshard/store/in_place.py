@@ -55,6 +55,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: there is something at `path` other than an empty folder.
     """
+    path = path.absolute()
     _refuse_existing(path)
     fresh = path.with_name(f".{path.name}.saving-{secrets.token_hex(4)}")
     created: list[Path] = []

@@ -187,10 +187,9 @@ def new_safetensors(
     for file, tensors in _split(entries, max_file_bytes, stem):
         headers[file], starts = make_header(tensors, {"format": "pt"})
         places |= {name: (file, start) for name, start in starts.items()}
-    path = Path(path).absolute()
-    with new_folder(path) as folder:
+    with new_folder(Path(path)) as folder:
         nbytes = sum(entry.nbytes for entry in entries.values())
-        check_room(folder, nbytes + sum(map(len, headers.values())), path)
+        check_room(folder, nbytes + sum(map(len, headers.values())), Path(path))
         for file, header in headers.items():
             (folder / file).write_bytes(header)
         if len(headers) > 1:
