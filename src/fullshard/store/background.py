@@ -50,7 +50,7 @@ from ..watcher import RANK
 from .folder import Folder
 from .piece import Piece
 from .ranks import Ranks
-from .write import Order
+from .write import Order, bytes_of
 
 PAGE = 4096  # bytes: the size of the header, and the alignment of the job and of the tensors' region
 ALIGN = 64  # bytes: the alignment of a tensor in the snapshot
@@ -106,7 +106,7 @@ class Beside:
     def __init__(self, memory: mmap.mmap, copies: Sequence[tuple[int, Piece]]) -> None:
         self._memory, self._copies = memory, copies
         self._versions = [piece.tensor._version for _, piece in copies]
-        self._samples = [_sample(_octets(piece.tensor)).copy() for _, piece in copies]
+        self._samples = [_sample(np.asarray(bytes_of(piece.tensor))).copy() for _, piece in copies]
         self.ended = threading.Event()
 
     def copy(self) -> None:
@@ -118,7 +118,7 @@ class Beside:
         try:
             for (offset, piece), version, sample in zip(self._copies, self._versions, self._samples, strict=True):
                 target = np.frombuffer(self._memory, np.uint8, piece.nbytes, offset)
-                np.copyto(target, _octets(piece.tensor))  # without Python's lock, nor torch's threads
+                np.copyto(target, np.asarray(bytes_of(piece.tensor)))  # without Python's lock, nor torch's threads
                 if piece.tensor._version != version or not np.array_equal(_sample(target), sample):
                     raise CheckpointError(
                         "A tensor was changed while a background save copied it.",
@@ -131,12 +131,6 @@ class Beside:
         finally:
             self._copies = ()
             self.ended.set()
-
-
-def _octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a contiguous tensor in host memory, [nbytes] uint8; shares memory."""
-    octets: np.ndarray[Any, Any] = tensor.view(-1).view(torch.uint8).numpy()
-    return octets
 
 
 def _sample(octets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
