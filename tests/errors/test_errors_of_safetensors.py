@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import fullshard
@@ -53,6 +54,12 @@ def tied() -> nn.Module:
 def of_complex_numbers() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
+    return model
+
+
+def expanded() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(1).expand(2))
     return model
 
 
@@ -107,6 +114,11 @@ FOLDERS = [
     (
         lambda f: fullshard.save_safetensors(of_complex_numbers(), f / "out"),
         "CheckpointError: A tensor has a dtype that safetensors files do not support",
+    ),
+    (
+        lambda f: save_file({"table": torch.ones(2)}, f / "model.safetensors"),
+        lambda f: load(f, expanded()),
+        "CheckpointError: Elements of a tensor share memory",
     ),
     (save, lambda f: load(f, tied()), "CheckpointError: A parameter is tied in the model"),
     (save, lambda f: load(f, nn.Linear(4, 4)), "CheckpointError: Safetensors files do not fit the model: names differ"),

@@ -144,6 +144,9 @@ def test_a_rank_without_rows_of_a_tensor_hides_no_other_ranks_rows() -> None:
     TorchFileSource._add_merged(source, "weight", [part(2, 0), part(0, 2), part(2, 2)])
     ((name, entry, parts), _) = source._add.call_args
     assert name == "weight" and [part.sizes for part in parts] == [(2, 3), (2, 3)] and entry.shape == (4, 3)
+    source.storage.sizes["a.pt"] = 24  # both parts name one record
+    with pytest.raises(CheckpointError, match="larger than the files"):
+        TorchFileSource._add_merged(source, "weight", [part(0, 2), part(2, 2)])
 
 
 def test_pickles_do_not_run(folder: Path, tmp_path: Path) -> None:
