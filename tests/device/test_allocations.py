@@ -30,52 +30,36 @@ MACHINERY = {"eval_frame.py", "_compile.py", "mock.py", "simulated.py", Path(__f
 """Files whose functions stand between an allocation and who asked for it."""
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-# Of four blocks, on two ranks: two gathers of each, five of eight ahead, and one reduction, of which one goes the long
-# way. A block has 80 bytes of parameters in float32; in `rows` they are gathered as chunks of both, rounded up to 16
-# bytes, in one buffer, and copied out of it into another.
+# Of four blocks, on two ranks: two gathers of each, and one reduction, all the usual way. A block has 80 bytes of
+# parameters in float32; in `rows` they are gathered as chunks of both, rounded up to 16 bytes, in one buffer, and
+# copied out of it into another.
 TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     # function, buffer, bytes: how often in a step
     "rows": {
-        ("unit.py: issue_gather", "gathered", 96): 3,
-        ("step.py: gather_ahead", "gathered", 96): 5,
-        ("step.py: open_unit", "copied out", 80): 7,
-        ("unit.py: finish_gather", "copied out", 80): 1,
-        ("reducer.py: reduce", "to be reduced", 96): 3,
-        ("reducer.py: reduce", "slice", 48): 3,
-        ("gradients.py: collect", "to be reduced", 96): 1,
-        ("gradients.py: issue_reduce", "slice", 48): 1,
+        ("step.py: gather_ahead", "gathered", 96): 8,
+        ("step.py: open_unit", "copied out", 80): 8,
+        ("reducer.py: close", "to be reduced", 96): 4,
+        ("reducer.py: close", "slice", 48): 4,
     },
     "flat": {
-        ("unit.py: issue_gather", "gathered in place", 96): 3,
-        ("step.py: gather_ahead", "gathered in place", 96): 5,
-        ("reducer.py: reduce", "to be reduced", 96): 3,
-        ("reducer.py: reduce", "slice", 48): 3,
-        ("gradients.py: collect", "to be reduced", 96): 1,
-        ("gradients.py: issue_reduce", "slice", 48): 1,
+        ("step.py: gather_ahead", "gathered in place", 96): 8,
+        ("reducer.py: close", "to be reduced", 96): 4,
+        ("reducer.py: close", "slice", 48): 4,
     },
     "rows, bf16": {
         ("containers.py: _cast", "aten._to_copy.default", 16): 1,  # the batch
-        ("unit.py: issue_gather", "cast", 32): 3,
-        ("step.py: gather_ahead", "cast", 32): 5,
-        ("unit.py: issue_gather", "gathered", 64): 3,
-        ("step.py: gather_ahead", "gathered", 64): 5,
-        ("step.py: open_unit", "copied out", 48): 7,
-        ("unit.py: finish_gather", "copied out", 48): 1,
-        ("reducer.py: reduce", "to be reduced", 128): 3,
-        ("reducer.py: reduce", "slice", 64): 3,
-        ("gradients.py: collect", "to be reduced", 128): 1,
-        ("gradients.py: issue_reduce", "slice", 64): 1,
+        ("step.py: gather_ahead", "cast", 32): 8,
+        ("step.py: gather_ahead", "gathered", 64): 8,
+        ("step.py: open_unit", "copied out", 48): 8,
+        ("reducer.py: close", "to be reduced", 128): 4,
+        ("reducer.py: close", "slice", 64): 4,
     },
     "flat, bf16": {
         ("containers.py: _cast", "aten._to_copy.default", 16): 1,  # the batch
-        ("unit.py: issue_gather", "cast", 32): 3,
-        ("step.py: gather_ahead", "cast", 32): 5,
-        ("unit.py: issue_gather", "gathered in place", 64): 3,
-        ("step.py: gather_ahead", "gathered in place", 64): 5,
-        ("reducer.py: reduce", "to be reduced", 128): 3,
-        ("reducer.py: reduce", "slice", 64): 3,
-        ("gradients.py: collect", "to be reduced", 128): 1,
-        ("gradients.py: issue_reduce", "slice", 64): 1,
+        ("step.py: gather_ahead", "cast", 32): 8,
+        ("step.py: gather_ahead", "gathered in place", 64): 8,
+        ("reducer.py: close", "to be reduced", 128): 4,
+        ("reducer.py: close", "slice", 64): 4,
     },
 }
 # Buffers of one size get each other's blocks: a step leaves them in another order than it found them.
