@@ -182,6 +182,16 @@ FOLDERS = [
         "CheckpointError: A checkpoint does not fit the model ... model.weight",
     ),
     (
+        saved,
+        lambda f: fullshard.load(f, nn.Sequential(two_layers())),
+        "CheckpointError: A checkpoint does not fit the model ... the model's names have the prefix '0.'",
+    ),
+    (
+        saved,
+        lambda f: fullshard.load(f, (model := two_layers()), torch.optim.SGD(model.parameters(), momentum=0.9)),
+        "CheckpointError: A checkpoint does not fit ... exp_avg ... pass an optimizer of the class it was saved from",
+    ),
+    (
         lambda f: fullshard.save(f, with_buffer(torch.ones(3).expand(4, 3))),
         lambda f: fullshard.load(f, with_buffer(torch.ones(3).expand(4, 3))),
         "CheckpointError: Elements of a tensor share memory ... model.extra",

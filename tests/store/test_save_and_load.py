@@ -161,6 +161,18 @@ def test_extra_state_of_a_compiled_model_loads_into_one_that_is_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize("turn", [1, -1])
+def test_a_model_in_ddp_has_the_names_of_the_model(tmp_path: Path, fake_world: Any, turn: int) -> None:
+    """As `get_model_state_dict` has them."""
+    fake_world(1)
+    plain = nn.Linear(2, 2)
+    saved, loaded = (nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), plain)[::turn]
+    fullshard.save(tmp_path, saved)
+    fullshard.load(tmp_path, loaded)
+    for theirs, ours in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
 def test_a_checkpoint_without_a_name_of_the_model_warns(tmp_path: Path, turn: int) -> None:
     """With strict=False nothing was loaded, without a word; a prefix that explains it is named."""
     saved, into = (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))[::turn]

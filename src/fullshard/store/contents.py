@@ -146,7 +146,7 @@ def contents_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], f
 
 
 def table_of(model: nn.Module) -> Table:
-    """The table of `model`, under the names of the unwrapped, uncompiled model.
+    """The table of `model`, under the names of the unwrapped, uncompiled model, without `DistributedDataParallel`.
 
     Takes over storage that the user replaced. Gathered units stay gathered.
 
@@ -154,6 +154,8 @@ def table_of(model: nn.Module) -> Table:
         PhaseError: `model` is in the middle of a step, or inside `summon_full_params`.
         CheckpointError: a tensor is on the meta device, or not initialized.
     """
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     table = Table(model, plain_name)
     for unit, runner in table.units:
         if unit.showing.summoned or (runner is not None and runner.is_running):

@@ -256,25 +256,27 @@ class Reader:
         ]
         if self._strict:
             remedy = "load it into the model it was saved from"
+            different = [*self._missing, *unexpected]
+            if different and all(name.startswith(OPTIMIZER) for name in different):
+                remedy = (
+                    "pass an optimizer of the class it was saved from, which has made a step if it creates state later "
+                    "than in its first; or load(folder, model) without an optimizer"
+                )
+            remedy = self._prefix_remedy(*self._names()) or remedy
             check_names("A checkpoint does", list(self._missing), unexpected, remedy)
         return untouched
 
     def nothing_matches(self) -> str | None:
         """A warning if both sides have tensors, but the checkpoint has none under the name of one of the model's."""
-        prefix, table = "" if self._bare else MODEL, self._contents.table
-        names = [name for row in table.parameters for name in self._all_names(row)] + [*table.buffers]
-        entries, ours = self.files.entries, {*names}
-        saved = [name.removeprefix(prefix) for name in entries if name.startswith(prefix)]
+        names, saved = self._names()
         if not saved and self.files.is_foreign:
-            saved = [*entries]  # the model may be under another key
+            saved = [*self.files.entries]  # the model may be under another key
+        ours = {*names}
         if not names or not saved or any(part in ours for name in saved for part in _prefixes(name)):
             return None
-        remedy = "load the checkpoint of this model; strict=True, the default, raises"
-        for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", ours, saved)):
-            for name in sorted(longer):
-                added = name.removesuffix(shorter[0])
-                if name != added and added.endswith(".") and all(added + other in longer for other in shorter):
-                    remedy = f"the {who} names have the prefix {added!r}: save and load the same module"
+        remedy = (
+            self._prefix_remedy(names, saved) or "load the checkpoint of this model; strict=True, the default, raises"
+        )
         return message(
             "No tensor of the checkpoint has the name of a tensor of the model: none was loaded into it.",
             expected=f"{', '.join(names[:3])}, ... of the model",
@@ -282,6 +284,22 @@ class Reader:
             remedy=remedy,
             topic="checkpoint-does-not-fit",
         )
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """The names of the model's tensors, here and in the checkpoint."""
+        prefix, table = "" if self._bare else MODEL, self._contents.table
+        names = [name for row in table.parameters for name in self._all_names(row)] + [*table.buffers]
+        return names, [name.removeprefix(prefix) for name in self.files.entries if name.startswith(prefix)]
+
+    @staticmethod
+    def _prefix_remedy(names: Sequence[str], saved: Sequence[str]) -> str | None:
+        """A remedy, if one side's names are the other's with a prefix, such as that of a module around the model."""
+        for who, longer, shorter in (("checkpoint's", {*saved}, names), ("model's", {*names}, saved)):
+            for name in sorted(longer) if shorter else ():
+                added = name.removesuffix(shorter[0])
+                if name != added and added.endswith(".") and all(added + other in longer for other in shorter):
+                    return f"the {who} names have the prefix {added!r}: save and load the same module"
+        return None
 
     def _untouched(self) -> list[str]:
         """The names of tensors that nothing has asked for; in checkpoints of ours, of models and optimizers alone."""
