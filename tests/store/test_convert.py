@@ -120,6 +120,11 @@ def test_numbers_in_place_of_names_and_averages_that_are_one_are_noted(tmp_path:
     assert (
         "numbers in place of names" in notes and "exp_avg_sq and optimizer.state.0.exp_avg are the same tensor" in notes
     )
+    dcp.save({"model": {"a": one}, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "d.pt")
+    optimizer = torch.load(tmp_path / "d.pt", weights_only=True)["optimizer"]
+    assert optimizer["param_groups"] == [{"params": [0]}] and same(optimizer["state"][0]["exp_avg"], one)
 
 
 def test_weights_are_cast_and_nothing_else(tmp_path: Path) -> None:

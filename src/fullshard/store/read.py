@@ -87,7 +87,7 @@ class Files(Source):
         for name, first in self.manifest.ties.items():
             self.entries[name], self.stored[name] = self.entries[first], self.stored[first]
         groups = self.manifest.values.get("optimizer", {}).get("param_groups", [])
-        parameters = {name for group in (groups if _are_groups(groups) else ()) for name in group["params"]}
+        parameters = {str(name) for group in (groups if _are_groups(groups) else ()) for name in group["params"]}
         for name in self.entries:
             if name.startswith(OPTIMIZER) and (path := state_path(name, parameters)) is not None:
                 self.paths[name] = ("optimizer", "state", *path)
@@ -198,6 +198,8 @@ class Files(Source):
     def groups(self) -> list[dict[str, Any]]:
         """The settings of optimizers: by group; in a DCP folder perhaps by parameter.
 
+        `params` are names; in a checkpoint of plain PyTorch's optimizers perhaps numbers.
+
         Raises:
             DamagedCheckpointError: a group does not list its parameters.
         """
@@ -242,8 +244,8 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
 
 
 def _are_groups(groups: Any) -> bool:
-    """Whether it is a list of groups, each with a list of names."""
+    """Whether it is a list of groups, each with a list of names or numbers."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return False
     names = [group.get("params") for group in groups]
-    return all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names)
+    return all(isinstance(of_group, list) and all(type(name) in (str, int) for name in of_group) for of_group in names)

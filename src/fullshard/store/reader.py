@@ -53,9 +53,7 @@ class Reader:
         self._ties = _tied_names(files.manifest.ties)
         self._plain = files.scalars()
         self._saved = self._saved_keys()
-        self._groups = files.groups()
-        for group in self._groups:  # tied parameters are listed under all their names
-            group["params"] = [alias for name in group["params"] for alias in self._with_ties(name)]
+        self._groups: list[dict[str, Any]] = []  # of the checkpoint, once they are needed
 
     def _with_ties(self, name: str) -> tuple[str, ...]:
         """A parameter's name, and those that were tied to it when the checkpoint was saved."""
@@ -118,10 +116,12 @@ class Reader:
             first: whether this is the first rank; see `contents_of`.
 
         Raises:
-            CheckpointError: `strict`, and the checkpoint has no optimizer state; or parameters of one tensor have
-                different scalars; see also `settings_to_load`.
+            CheckpointError: `strict`, and the checkpoint has no optimizer state; or it has numbers in place of names;
+                or parameters of one tensor have different scalars; see also `settings_to_load`.
             MissingStateError: only some parameters of one tensor have state in the checkpoint.
         """
+        if optimizers:
+            self._groups = self._named_groups()
         states = self._contents.states
         model_names = {name for row in self._contents.table.parameters for name in self._all_names(row)}
         for number, optimizer in enumerate(optimizers):
@@ -143,6 +143,28 @@ class Reader:
         for optimizer in optimizers:
             targets = [state_of.target for state_of in states if state_of.optimizer is optimizer]
             self.settings.append((optimizer, settings_to_load(targets, optimizer.param_groups, self._groups)))
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        """The checkpoint's groups; tied parameters are listed under all their names.
+
+        Raises:
+            CheckpointError: parameters are numbered. Numbers follow the order in which an optimizer was built, which
+                the checkpoint does not record, and which sharding may change: shapes can agree where parameters do not.
+        """
+        groups = self.files.groups()
+        for group in groups:
+            if any(type(name) is int for name in group["params"]):
+                raise CheckpointError(
+                    "A checkpoint numbers the parameters of its optimizer and does not record their names; nothing was "
+                    "loaded.",
+                    expected="optimizer state by parameter name",
+                    got=f"numbers: params={str(group['params'])[:40]}",
+                    remedy="load the original file into an unsharded model and optimizer by load_state_dict, "
+                    "fullshard.save these, and load that checkpoint; or call load(folder, model) for the model alone",
+                    topic="checkpoint-does-not-fit",
+                )
+            group["params"] = [alias for name in group["params"] for alias in self._with_ties(name)]
+        return groups
 
     def _described(self, row: Named) -> dict[str, Any]:
         """The checkpoint's description of a parameter's state; see `new_states`."""

@@ -29,7 +29,8 @@ MOST = 2_000_000  # tensors and values: a pickle can refer to the same dict a mi
 
 UNNAMED = (
     "optimizer state has numbers in place of names, because the file does not record the names; "
-    "it does if the optimizer is created from model.named_parameters()"
+    "it does if the optimizer is created from model.named_parameters(). fullshard.load loads such a model, but "
+    "refuses to load the optimizer"
 )
 
 
