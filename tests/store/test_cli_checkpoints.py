@@ -54,6 +54,32 @@ def test_damage_is_found_by_hashes(here: Path, capsys: pytest.CaptureFixture[str
     assert "damaged" in capsys.readouterr().err and not Path("c.pt").exists()
 
 
+@pytest.mark.parametrize("length", [None, 0, 1000])
+def test_files_that_are_missing_or_truncated_make_a_checkpoint_incomplete(
+    here: Path, capsys: pytest.CaptureFixture[str], length: int | None
+) -> None:
+    convert("a.pt", "b")
+    (file,) = Path("b").glob("rank-*.safetensors")
+    data = file.read_bytes()
+    file.unlink()
+    if length is not None:
+        file.write_bytes(data[:length])
+    assert main(["inspect", "b"]) == 2
+    assert f"A file of a checkpoint is {'missing' if length is None else 'truncated'}" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_not_the_current_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert("a.pt", "b")
+    assert main(["inspect", ""]) == 2
+    assert "The path to inspect is empty" in capsys.readouterr().err
+
+
+def test_a_file_without_a_tensor_is_noted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({}, "empty.pt")
+    assert main(["convert", "empty.pt", "b"]) == 0
+    assert "note: the source contains no tensor" in capsys.readouterr().out
+
+
 def half_folder() -> None:
     convert("a.pt", "bad")
     Path("bad/manifest.json").unlink()
@@ -86,6 +112,9 @@ def test_what_is_wrong_is_told_in_words(here: Path, capsys: pytest.CaptureFixtur
         (["a.pt"], "DST"),
         (["a.pt", "a.pt"], "a.pt already exists"),
         (["a.pt", "b", "--to", "zip"], "--to"),
+        (["a.pt", "b.pt", "--to", "dcp"], "The name b.pt has the suffix of the format torch"),
+        (["a.pt", ""], "The path to write is empty"),
+        (["", "b"], "The path to read is empty"),
         (["a.pt", "b", "--model", "nothing"], "--model"),
     ],
 )

@@ -25,9 +25,9 @@ class ConvertArguments:
     Lists what the new format cannot hold. Exit code: 0 written, 2 bad input, in which case nothing is left at DST.
     """
 
-    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
+    src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """the checkpoint to read: a file or a folder, whose format is detected"""
-    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
+    dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """the path to write, which must not exist"""
     to: Literal["auto", "fullshard", "dcp", "torch", "safetensors"] = "auto"
     """the format to write; auto: torch for names that end in .pt, .pth or .bin, safetensors for .safetensors (a
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _convert(options: ConvertArguments) -> int:
-    terminal.check_exists(options.src)
+    terminal.check_exists(Path(options.src))
     import torch
 
     from ..exchange.convert import convert

@@ -28,10 +28,11 @@ class InspectArguments:
         fullshard inspect runs/checkpoints
         fullshard inspect model.safetensors --tensors
 
-    Exit code: 0 nothing is wrong, 1 damaged files, 2 bad input: no checkpoint, an incomplete one, or an unknown format.
+    Exit code: 0 nothing is wrong, 1 files that differ from their hashes, 2 bad input: no checkpoint, an incomplete one
+    (files are missing or truncated), or an unknown format.
     """
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """a file or a folder in any format that `fullshard convert` reads"""
     tensors: bool = False
     """also list every tensor with its shape, dtype, size and file"""
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _inspect(options: InspectArguments) -> int:
-    terminal.check_exists(options.path)
+    terminal.check_exists(Path(options.path))
     from ..exchange.inspect import inspect
 
     with terminal.progress("comparing hashes") as progress:

@@ -19,7 +19,7 @@ from ..store.full_parameters import check_dtype
 from ..store.in_place import check_room
 from ..store.names import MODEL, OPTIMIZER, TensorEntry
 from ..store.source import Source
-from .detect import kind_of, kind_to_write, open_source
+from .detect import kind_of, kind_to_write, open_source, path_from
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def convert(
         CheckpointError: `src` is not a complete checkpoint, or `dst` cannot be written; nothing is left at `dst`.
         ConfigError: invalid or conflicting arguments.
     """
-    source, target = Path(src), Path(dst)
+    source, target = path_from("to read", src), path_from("to write", dst)
     kind = kind_to_write(target, to)
     check_dtype(dtype)
     if os.path.lexists(target):
@@ -121,6 +121,7 @@ def _selected(source: Source, kind: str, dtype: torch.dtype | None, model_only: 
         f"{name} and {twin} are the same tensor: the value of one was lost when they were saved"
         for name, twin in _merged_states(source)
     ]
+    notes += [] if source.entries else ["the source contains no tensor"]
     only_model = model_only or kind == "safetensors"
     prefixes = (MODEL,) if only_model else (MODEL, OPTIMIZER) if kind == "fullshard" else ("",)
     names = [name for name in source.entries if name.startswith(prefixes)]

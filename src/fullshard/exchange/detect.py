@@ -11,6 +11,7 @@ a folder      fullshard      manifest.json, rank-*.safetensors; or a folder of s
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
@@ -25,6 +26,22 @@ from ..store.write import RANK_FILE, file_of
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")
 """The formats that can be written."""
+
+
+def path_from(argument: str, path: str | os.PathLike[str]) -> Path:
+    """The path in an argument.
+
+    Raises:
+        ConfigError: it is empty, which `pathlib` takes for the current folder.
+    """
+    if not os.fspath(path):
+        raise ConfigError(
+            f"The path {argument} is empty.",
+            expected="the path of a file or folder",
+            got=repr(path),
+            remedy="pass '.' for the current folder",
+        )
+    return Path(path)
 
 
 def kind_of(path: Path) -> str:
@@ -128,12 +145,16 @@ def kind_to_write(path: Path, to: str | None) -> str:
     """The format to write: `to` if it is set, else by the suffix of the path.
 
     Raises:
-        ConfigError: a format that cannot be written.
+        ConfigError: a format that cannot be written, or the suffix of a different one.
     """
-    if to is not None:
-        if to not in WRITTEN:
-            raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
-        return to
-    if path.suffix in SUFFIXES:
-        return "torch"
-    return "safetensors" if path.suffix == ".safetensors" else "fullshard"
+    if to is not None and to not in WRITTEN:
+        raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
+    by_suffix = "torch" if path.suffix in SUFFIXES else "safetensors" if path.suffix == ".safetensors" else None
+    if to is not None and by_suffix not in (to, None):
+        raise ConfigError(
+            f"The name {path.name} has the suffix of the format {by_suffix}, but the format to write is {to}.",
+            expected=f"a name without the suffix {path.suffix}, or the format {by_suffix}",
+            got=f"{path.name} and {to}",
+            remedy=f"name it {path.stem}, or omit the format (--to, to=)",
+        )
+    return to or by_suffix or "fullshard"

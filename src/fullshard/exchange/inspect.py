@@ -14,7 +14,7 @@ from ..errors import DamagedCheckpointError
 from ..store.formats.own import storage_at
 from ..store.names import TensorEntry
 from ..store.read import Files
-from .detect import kind_of, open_source
+from .detect import kind_of, open_source, path_from
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def inspect(
 
     Raises:
         CheckpointError: it is not a complete checkpoint.
+        ConfigError: the path is empty.
     """
-    root = Path(path)
+    root = path_from("to inspect", path)
     kind = kind_of(root)
     checked: int | None = None
     if kind == "fullshard" and hashes:
