@@ -10,7 +10,9 @@ buffers are not read: pieces are views of the shards.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +54,28 @@ def checked_optimizers(call: str, model: Any, optimizers: Any, state: Any) -> li
                 remedy=_REMEDIES[argument].format(call=call),
             )
     return listed
+
+
+def checked_count(call: str, argument: str, value: Any, least: int, otherwise: str = "") -> int:
+    """An argument of `call` ("save" or "load") as an int; NumPy's integers and tensors of one integer are accepted.
+
+    Args:
+        least: the smallest valid value.
+        otherwise: what else is valid, for the message.
+
+    Raises:
+        ConfigError: it is not an integer of at least `least`.
+    """
+    is_bool = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    with suppress(TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
+        if not is_bool and (count := operator.index(value)) >= least:
+            return count
+    raise ConfigError(
+        f"{call}({argument}=) has an invalid value.",
+        expected=f"an int of at least {least}{otherwise}",
+        got=repr(value),
+        remedy=f"pass an int, as in {argument}={max(least, 1)}{', or omit it' if otherwise else ''}",
+    )
 
 
 @dataclass(eq=False)

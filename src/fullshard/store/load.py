@@ -9,16 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.table import settle
-from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, check_switch, message
+from ..errors import CheckpointError, DamagedCheckpointError, DivergenceError, check_switch, message
 from .background import settle_background
-from .contents import checked_optimizers, contents_of, lacking_state
+from .contents import checked_count, checked_optimizers, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful
 from .folder import Folder
 from .names import MODEL
@@ -57,6 +57,7 @@ class _Request:
     """The checked arguments of `load`."""
 
     folder: Folder
+    step: int | None
     ranks: Ranks
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -72,7 +73,7 @@ def load(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     state: Mapping[str, Any] | None = None,
     rng: bool = True,
     strict: bool = True,
@@ -120,20 +121,14 @@ def load(
     def check_arguments() -> _Request:
         where = folder_at(folder)
         listed = checked_optimizers("load", model, optimizers, state)
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise ConfigError(
-                "load(step=) has an invalid value.",
-                expected="an int of at least 0, or None for the newest",
-                got=repr(step),
-                remedy="pass an int, as in step=1, or omit it",
-            )
+        number = None if step is None else checked_count("load", "step", step, 0, ", or None for the newest")
         check_switch("load(strict=)", strict)
         check_switch("load(cast=)", cast, "pass cast=True: values are rounded to the dtype of the model's parameters")
-        return _Request(where, ranks, model, listed, dict(state or {}), rng, strict, check, cast)
+        return _Request(where, number, ranks, model, listed, dict(state or {}), rng, strict, check, cast)
 
     request = ranks.together("checking the arguments", check_arguments)
     settle_background(ranks)
-    steps = ranks.all(step)
+    steps = ranks.all(request.step)
     if different := next((rank for rank, step_of_rank in enumerate(steps) if step_of_rank != steps[0]), 0):
         raise DivergenceError(
             "Ranks ask for different steps; nothing was loaded.",
@@ -146,7 +141,7 @@ def load(
         )
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
-        find = partial(_candidates, request.folder, step, fall_back, missing_ok, removed)
+        find = partial(_candidates, request.folder, request.step, fall_back, missing_ok, removed)
         candidates = ranks.first("looking for a checkpoint", find, files=True)
         if not candidates:
             return Loaded(None, 0, 0)

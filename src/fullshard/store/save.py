@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import CheckpointError, ConfigError, invalid_argument
 from ..torch_private.fake_group import is_pretended, unwritten
 from .background import WRITER, SavedPart, Saving, settle_background
-from .contents import checked_optimizers
+from .contents import checked_count, checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
 from .names import MODEL
@@ -29,11 +29,11 @@ def save(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
-    step: int = 0,
+    step: SupportsIndex = 0,
     state: Mapping[str, Any] | None = None,
     rng: bool = True,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
+    keep_last: SupportsIndex | None = None,
+    keep_every: SupportsIndex | None = None,
     asynchronous: bool | Literal["until_step"] = False,
     if_saving: Literal["wait", "refuse"] = "wait",
     patience: float = 10.0,
@@ -81,17 +81,11 @@ def save(
     """
     ranks = Ranks(process_group)
 
-    def check_arguments() -> tuple[Folder, list[torch.optim.Optimizer], dict[str, Any]]:
+    def check_arguments() -> tuple[Folder, int, int | None, int | None, list[torch.optim.Optimizer], dict[str, Any]]:
         where = folder_at(folder)
-        for argument, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not is_count and not (value is None and argument != "step"):
-                raise ConfigError(
-                    f"save({argument}=) has an invalid value.",
-                    expected=f"an int of at least {least}",
-                    got=repr(value),
-                    remedy=f"pass an int, as in {argument}={max(least, 1)}",
-                )
+        number = checked_count("save", "step", step, 0)
+        last = None if keep_last is None else checked_count("save", "keep_last", keep_last, 1)
+        every = None if keep_every is None else checked_count("save", "keep_every", keep_every, 1)
         if if_saving not in ("wait", "refuse"):
             remedy = "omit it to wait for a background save that still runs"
             raise invalid_argument("save(if_saving=)", if_saving, "'wait' or 'refuse'", remedy)
@@ -119,12 +113,12 @@ def save(
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
             )
-        return where, listed, values | ({RNG: Generators()} if rng else {})
+        return where, number, last, every, listed, values | ({RNG: Generators()} if rng else {})
 
-    where, listed, values = ranks.together("checking the arguments", check_arguments)
+    where, number, last, every, listed, values = ranks.together("checking the arguments", check_arguments)
     if is_pretended():  # `fullshard dry-run`: the other ranks' pieces do not exist
         unwritten.append(str(where))
-        return Saving(where, ranks, step, SavedPart(publishes=False, over=True, name=f"step-{step:09d}"))
+        return Saving(where, ranks, number, SavedPart(publishes=False, over=True, name=f"step-{number:09d}"))
     if if_saving == "refuse" and any(ranks.all(WRITER.part is not None and not WRITER.poll())):
         raise CheckpointError(
             "A background save is still running.",
@@ -133,19 +127,19 @@ def save(
     settle_background(ranks)
     with ExitStack() as opened:
         lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks), files=True)
-        pieces, manifest = plan_save(model, listed, step, values, ranks)
-        name = ranks.first("planning the save", lambda: where.begin(step), files=True)
-        order = Order(where, name, ranks.rank, ranks.size, manifest, keep_last, keep_every)
+        pieces, manifest = plan_save(model, listed, number, values, ranks)
+        name = ranks.first("planning the save", lambda: where.begin(number), files=True)
+        order = Order(where, name, ranks.rank, ranks.size, manifest, last, every)
         try:
             looking = "looking for the folder that rank 0 created"
             ranks.together(looking, lambda: _check_visible(where, name, ranks.rank), files=True)
             if asynchronous:
                 until_step = asynchronous == "until_step"
                 part = ranks.together("copying to the snapshot", lambda: WRITER.start(order, pieces, lock, until_step))
-                return Saving(where, ranks, step, part)
+                return Saving(where, ranks, number, part)
             of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces), files=True))
             final = ranks.first("publishing", lambda: publish(order, of_ranks), files=True)
-            return Saving(where, ranks, step, SavedPart(publishes=False, over=True, name=final))
+            return Saving(where, ranks, number, SavedPart(publishes=False, over=True, name=final))
         except BaseException:
             if ranks.is_first:
                 where.discard(name)
