@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +18,7 @@ from forged import Forged, ForgedDcp
 from fullshard.store import hashed
 from fullshard.store.read import Files
 from fullshard.store.storage import LocalStorage, RemoteStorage
-from raising import assert_raises, put, raises, step, two_layers, warns, words_of, wrapped
+from raising import assert_raises, nested, put, raises, sharded, step, two_layers, warns, words_of, wrapped
 
 
 def saved(folder: Path, steps: tuple[int, ...] = (100,)) -> nn.Module:
@@ -120,6 +121,30 @@ def with_buffer(values: torch.Tensor) -> nn.Module:
     return model
 
 
+def numbered(folder: Path) -> nn.Module:
+    """A checkpoint from a file that plain PyTorch saved: its optimizer numbers the parameters."""
+    model = two_layers()
+    optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
+    file = folder.with_suffix(".pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    folder.rmdir()
+    fullshard.convert(file, folder)
+    return model
+
+
+def with_state(value: Callable[[torch.Tensor], object], model: nn.Module | None = None) -> tuple[Any, Any]:
+    """A model and its optimizer, with a value of each parameter in its state."""
+    model = model or two_layers()
+    optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        optimizer.state[parameter]["history"] = value(parameter)
+    return model, optimizer
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(2).to_sparse()
+
+
 def quantised() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
@@ -139,6 +164,9 @@ CALLS = [
 FOLDERS = [
     # Saving.
     (save(step=-1), "ConfigError: save(step=) has an invalid value"),
+    (save(step=torch.tensor(True)), "ConfigError: save(step=) has an invalid value ... tensor(True)"),
+    (save(step=np.float64(3)), "ConfigError: save(step=) has an invalid value ... np.float64(3.0)"),
+    (save(keep_last=0), "ConfigError: save(keep_last=) has an invalid value ... at least 1"),
     (save(if_saving="skip"), "ConfigError: save(if_saving=) is invalid ... 'wait' or 'refuse' ... 'skip' ... remedy"),
     (save(asynchronous="yes"), "ConfigError: save(asynchronous=) is invalid ... 'until_step' ... 'yes' ... remedy"),
     (save(state={1: 2}), "ConfigError: save(state=) has an invalid name ... expected ... 1 ... remedy"),
@@ -152,6 +180,21 @@ FOLDERS = [
         "CheckpointError: A tensor of one of torch's ... model.extra",
     ),
     (save(state={"scaled": quantised()}), "CheckpointError: A tensor of one of torch's quantized ... state.scaled"),
+    (
+        save(state={"of": {"pairs": sparse()}}),
+        "CheckpointError: A tensor of layout torch.sparse_coo cannot ... state.of.pairs ... to_dense()",
+    ),
+    (
+        lambda f: fullshard.save(f, with_buffer(sparse().to_sparse_csr())),
+        "CheckpointError: A tensor of layout torch.sparse_csr cannot be saved ... model.extra ... to_dense()",
+    ),
+    *(
+        (
+            lambda f, value=value: fullshard.save(f, *with_state(lambda _: value)),
+            f"CheckpointError: A tensor of layout torch.sparse_coo cannot ... optimizer.state.0.weight.history{end}\n",
+        )
+        for value, end in ((sparse(), ""), ([sparse()], ".0"), ({"a": sparse()}, ".a"))
+    ),
     (
         save(state={"ring": ring()}),
         "CheckpointError: A value cannot be saved in a checkpoint ... at most 60 nested containers",
@@ -195,6 +238,11 @@ FOLDERS = [
         lambda f: fullshard.save(f, with_buffer(torch.ones(3).expand(4, 3))),
         lambda f: fullshard.load(f, with_buffer(torch.ones(3).expand(4, 3))),
         "CheckpointError: Elements of a tensor share memory ... model.extra",
+    ),
+    (
+        numbered,
+        load_an_optimizer,
+        "CheckpointError: A checkpoint numbers the parameters ... [0, 1, 2, 3] ... fullshard.save",
     ),
     (save(), load_an_optimizer, "CheckpointError: A checkpoint was saved without an optimizer; nothing was loaded"),
     (
@@ -258,6 +306,46 @@ def test_in_a_folder(tmp_path, row):
 def test_an_argument_of_another_type_is_named(tmp_path, call, given):
     with raises(f"ConfigError: {call.__name__}({next(iter(given))}=) has an invalid type"):
         call(tmp_path, two_layers(), **given)
+
+
+@pytest.mark.parametrize("container", [list, dict])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_sharded_tensors_in_containers_of_optimizer_state(tmp_path, fake_world, layout, container):
+    fake_world(1)
+    model, optimizer = with_state(lambda p: container([(0, p.detach().clone())]), sharded(layout=layout))
+    with raises(
+        "CheckpointError: Sharded tensors in lists or dicts of ... optimizer.state.0.weight.history.0 ... remedy"
+    ):
+        fullshard.save(tmp_path, model, optimizer)
+
+
+def test_a_save_while_parameters_are_whole(tmp_path, fake_world):
+    """The instance has no name before its model has run."""
+    fake_world(1)
+    model = nested()
+    with (
+        fullshard.FullyShardedDataParallel.summon_full_params(model),
+        raises("PhaseError: A model cannot ... 0.weight"),
+    ):
+        fullshard.save(tmp_path, model)
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_steps_that_are_not_of_pythons_int(tmp_path, step):
+    model = two_layers()
+    fullshard.save(tmp_path, model, step=step, keep_last=np.int32(1))
+    assert fullshard.load(tmp_path, model, step=step).step == 3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_model_alone_of_a_checkpoint_that_numbers_parameters(tmp_path, strict):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    expected, model = numbered(folder).state_dict(), two_layers()
+    fullshard.load(folder, model, strict=strict)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.items())
+    with raises("CheckpointError: A checkpoint numbers the parameters of its optimizer"):
+        fullshard.load(folder, model, torch.optim.AdamW(model.parameters()), strict=strict)
 
 
 @pytest.mark.parametrize("below", ["", "runs/mine"])

@@ -200,6 +200,14 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
         saved({"weight": torch.ones(4, dtype=torch.complex64).conj()}),
         "CheckpointError: is not supported: a tensor is a conjugated or negated view",
     ),
+    (
+        saved({"model": {"a": torch.eye(2).to_sparse()}}),
+        "CheckpointError: contains a sparse tensor, which is not supported ... model.a ... to_dense()",
+    ),
+    (
+        saved({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}),
+        "CheckpointError: contains a nested tensor, which is not supported ... model.a ... unbind()",
+    ),
     (saved({("a", "b"): torch.ones(2)}), "CheckpointError: is not supported: a dict or set has a key of type tuple"),
     (
         lambda f: dcp.save({"weight": torch.ones(2), "at": datetime(2026, 1, 1)}, checkpoint_id=f / "a", no_dist=True),

@@ -24,7 +24,7 @@ from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_s
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..text import plain_name
 from .names import MODEL, OPTIMIZER
-from .piece import Piece, member_pieces, value_pieces
+from .piece import Piece, member_pieces, refuse_unsupported, value_pieces
 from .ranks import Ranks
 
 _REMEDIES = {
@@ -181,14 +181,16 @@ def table_of(model: nn.Module) -> Table:
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     table = Table(model, plain_name)
-    for unit, runner in table.units:
-        if unit.showing.summoned or (runner is not None and runner.is_running):
-            raise PhaseError(
-                "A model cannot be saved, loaded or exported in the middle of a step, or inside summon_full_params.",
-                parameter=unit.name or "(root)",
-                remedy="call between steps: after optimizer.step(), or before the next forward",
-                topic="called-in-a-step",
-            )
+    busy = [u for u, runner in table.units if u.showing.summoned or (runner is not None and runner.is_running)]
+    if busy:  # units may have no names yet
+        buckets = [bucket for unit in busy for bucket in unit.buckets]
+        raise PhaseError(
+            "A model cannot be saved, loaded or exported in the middle of a step, or inside summon_full_params.",
+            parameter=next((row.name for row in table.parameters if row.bucket in buckets), None),
+            remedy="call between steps: after optimizer.step(), or before the next forward",
+            topic="called-in-a-step",
+        )
+    for unit, _ in table.units:
         unit.refresh()
     tensors = {row.name: row.parameter if row.bucket is None else row.bucket.shard for row in table.parameters}
     for name, tensor in {**tensors, **table.buffers}.items():
@@ -226,7 +228,11 @@ def row_pieces(row: Named, name: str, turn: int, first: bool) -> list[Piece]:
 
 
 def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> None:
-    """Add this rank's pieces and scalars to the states of optimizer tensors."""
+    """Add this rank's pieces and scalars to the states of optimizer tensors.
+
+    Raises:
+        CheckpointError: see `refuse_unsupported` and `kinds_of`.
+    """
     turns = {row.name: turn for turn, row in enumerate(contents.table.parameters)}
     for state in states:
         kinds = kinds_of(state.target, state.state)
@@ -236,7 +242,9 @@ def add_states(contents: Contents, states: Iterable[StateOf], first: bool) -> No
                 value, name, turn = state.state[key], f"{OPTIMIZER}{row.name}.{key}", turns[row.name]
                 if kind.per == "parameter":
                     scalars[key] = kind
-                elif kind.per == "other" or row.bucket is None or row.member is None or not row.bucket.form.plain:
+                    continue
+                refuse_unsupported(name, value)
+                if kind.per == "other" or row.bucket is None or row.member is None or not row.bucket.form.plain:
                     pieces += value_pieces(name, value, turn, first)
                 else:
                     pieces += member_pieces(name, row.bucket, row.member, state.target.local(row, value), turn)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .piece import Piece, refuse_quantized, value_pieces, whole_piece
+from .piece import Piece, refuse_unsupported, value_pieces, whole_piece
 from .tree import to_json
 from .write import bytes_of
 
@@ -122,7 +122,7 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
         first: whether this is the first rank.
 
     Raises:
-        CheckpointError: a value is not plain, or a tensor is quantized.
+        CheckpointError: a value is not plain, or a tensor is quantized or sparse.
     """
     values = Values()
     all_tensors: dict[str, torch.Tensor] = {}  # of all keys, so that names are unique
@@ -130,12 +130,12 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
         before = len(all_tensors)
         values.json[key] = to_json(getter(), f"{STATE}{key}", all_tensors)
         tensors = dict(list(all_tensors.items())[before:])
-        values.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
+        values.tensors[key] = {name: tensor for name, tensor in tensors.items() if is_whole(tensor)}
         for name, tensor in values.tensors[key].items():
-            refuse_quantized(name, tensor)
+            refuse_unsupported(name, tensor)
         values.digests[key] = _digest(values.json[key], values.tensors[key])
         for turn, (name, tensor) in enumerate(tensors.items()):
-            if not _is_whole(tensor):
+            if not is_whole(tensor):
                 values.sharded += value_pieces(name, tensor, turn, first)
     return values
 
@@ -145,7 +145,8 @@ def name_of_rank(rank: int, name: str) -> str:
     return f"ranks.{rank}.{name}"
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is whole on this rank, not sharded."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 

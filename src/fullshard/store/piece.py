@@ -67,19 +67,27 @@ def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
     """The piece of a tensor that is whole on this rank.
 
     Raises:
-        CheckpointError: see `refuse_quantized`.
+        CheckpointError: see `refuse_unsupported`.
     """
-    refuse_quantized(name, tensor)
+    refuse_unsupported(name, tensor)
     shape = tuple(tensor.shape)
     return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
 
 
-def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose scales would be lost.
+def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is not one array of elements, or whose scales would be lost.
 
     Raises:
-        CheckpointError: the tensor is of one of torch's quantized dtypes.
+        CheckpointError: the tensor is sparse, or of one of torch's quantized dtypes.
     """
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"A tensor of layout {tensor.layout} cannot be saved in a checkpoint.",
+            parameter=name,
+            expected="a dense tensor",
+            got=f"layout {tensor.layout}",
+            remedy="save tensor.to_dense(), or its indices and values as dense tensors",
+        )
     if tensor.is_quantized:
         raise CheckpointError(
             "A tensor of one of torch's quantized dtypes cannot be saved in a checkpoint.",
@@ -106,7 +114,7 @@ def member_pieces(name: str, bucket: Bucket, member: Member, local: torch.Tensor
     writes = axes.replicate is None or axes.replicate.rank == turn % axes.replicate.size
     base, shape = (0,) * len(member.slot.shape), member.shape
     if split is not None:
-        base, writes = _local_offsets(split.mesh, split.placements, split.data_dims, shape, writes, turn)
+        base, writes = _local_offsets(name, split.mesh, split.placements, split.data_dims, shape, writes, turn)
     slot, part = member.slot, member.part
     if type(local) is not torch.Tensor:
         yield from _subclass_pieces(name, local, bucket, member, writes and (part.numel > 0))
@@ -159,7 +167,7 @@ def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piec
             yield empty_piece(name, run.shape, value._local_tensor, empty and writes and run.axis.rank == 0)
     elif isinstance(value, DTensor):
         local, shape = local_of(value).detach(), tuple(value.shape)
-        offsets, writes = _local_offsets(value.device_mesh, value.placements, (), shape, True, turn)
+        offsets, writes = _local_offsets(name, value.device_mesh, value.placements, (), shape, True, turn)
         if local.numel() or not torch.Size(shape).numel():
             yield Piece(name, shape, offsets, tuple(local.shape), local, writes)
         else:
@@ -172,7 +180,13 @@ def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piec
 
 
 def _local_offsets(
-    mesh: DeviceMesh, placements: Sequence[Any], skipped: Sequence[int], shape: tuple[int, ...], writes: bool, turn: int
+    name: str,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    skipped: Sequence[int],
+    shape: tuple[int, ...],
+    writes: bool,
+    turn: int,
 ) -> tuple[tuple[int, ...], bool]:
     """The offsets of this rank's part of a DTensor, and whether this rank writes it.
 
@@ -193,6 +207,7 @@ def _local_offsets(
         else:
             raise CheckpointError(
                 "The placements of a tensor do not determine which rank has which part of it.",
+                parameter=name,
                 expected="Shard or Replicate on every mesh dim",
                 got=f"placements {tuple(placements)}",
                 remedy="redistribute it before it is saved or loaded",

@@ -34,10 +34,10 @@ from torch import nn
 from ..checkpoint.targets import Kinds, merge_kinds, settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
-from .entries import Digest, Stateful, Values, common_names, values_of
+from .entries import Digest, Stateful, Values, common_names, is_whole, values_of
 from .manifest import Manifest, versions, without_collection
 from .names import OPTIMIZER, TensorEntry
-from .piece import Key, Piece, whole_piece
+from .piece import Key, Piece, refuse_unsupported, whole_piece
 from .ranks import Ranks
 from .tree import to_json
 from .write import bytes_of
@@ -139,6 +139,9 @@ def _outline(
     scalars: Kinds = {}
     for state_of in contents.states:
         for name, of_parameter in state_of.scalars.items():
+            for key, scalar in of_parameter.items():
+                if not isinstance(scalar.value, torch.Tensor):
+                    _check_plain(f"{OPTIMIZER}{name}.{key}", scalar.value)
             packed = {key: replace(scalar, value=_packed(scalar.value)) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
     settings = (step, json.dumps(groups))
@@ -146,6 +149,28 @@ def _outline(
     listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
     digests = _Digests(_sha256(settings), _sha256(described), _sha256(listed), values.digests)
     return _Outline(contents, settings, entries, scalars, values, digests)
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Check that optimizer state that is not a tensor can be saved as one value for a whole parameter.
+
+    Raises:
+        CheckpointError: it is not plain, or contains a tensor that is sharded, quantized or sparse.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    to_json(value, name, tensors)
+    for path, tensor in tensors.items():
+        if not is_whole(tensor):
+            raise CheckpointError(
+                "Sharded tensors in lists or dicts of optimizer state cannot be saved in a checkpoint.",
+                parameter=path,
+                expected="sharded tensors as values of optimizer.state[parameter], not in containers there",
+                got=f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, in a {type(value).__name__}",
+                remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with "
+                "the lists or dicts in state=",
+                topic="optimizer-state",
+            )
+        refuse_unsupported(path, tensor)
 
 
 def _sha256(value: Any) -> bytes:

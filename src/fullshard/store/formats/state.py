@@ -33,6 +33,12 @@ UNNAMED = (
     "refuses to load the optimizer"
 )
 
+_NOT_DENSE = {
+    "torch._utils._rebuild_sparse_tensor": ("sparse", "tensor.to_dense()"),
+    "torch._utils._rebuild_nested_tensor": ("nested", "the list of its tensors (tensor.unbind())"),
+}
+"""torch's functions for tensors that are not one array of elements: the kind, and what to save instead."""
+
 
 @dataclass(frozen=True)
 class TensorShards:
@@ -173,6 +179,15 @@ class StateContents:
                 raise CheckpointError(f"{self.file}: {value.name} is damaged ({reason}).", parameter=path) from error
             if decoded is not None:
                 return decoded
+        if isinstance(value, PickledCall) and value.name in _NOT_DENSE:
+            kind, remedy = _NOT_DENSE[value.name]
+            raise CheckpointError(
+                f"{self.file} contains a {kind} tensor, which is not supported.",
+                parameter=path or None,
+                expected="dense tensors",
+                got=value.name,
+                remedy=f"save {remedy} instead",
+            )
         if isinstance(value, PickledCall | PickledName):
             raise CheckpointError(
                 f"{self.file} contains {value.name}, not a tensor or plain value. Loading it would execute code.",
