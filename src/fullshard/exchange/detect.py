@@ -39,7 +39,7 @@ def path_from(argument: str, path: str | os.PathLike[str]) -> Path:
             f"The path {argument} is empty.",
             expected="the path of a file or folder",
             got=repr(path),
-            remedy="pass '.' for the current folder",
+            remedy="check the variable that it comes from; the current folder is '.'",
         )
     return Path(path)
 
