@@ -51,7 +51,7 @@ class _Digests(NamedTuple):
 
 
 @dataclass
-class _Outline:
+class Outline:
     """The contents of this rank, and what ranks compare of them.
 
     Attributes:
@@ -72,18 +72,13 @@ class _Outline:
 
 
 @without_collection()
-def plan_save(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, state: Mapping[str, Any], ranks: Ranks
-) -> tuple[list[Piece], Manifest | None]:
+def plan_save(outline: Outline, step: int, ranks: Ranks) -> tuple[list[Piece], Manifest | None]:
     """The pieces that this rank writes; on the first rank also the manifest, without files. Collective.
 
     Raises:
         DivergenceError: ranks save different steps, optimizers, or tensors with different shapes, dtypes or values.
         CheckpointError: the ranks do not have every element exactly once, or something cannot be saved.
     """
-    outline = ranks.together(
-        "reading the model to save", lambda: _outline(model, optimizers, step, state, ranks.is_first)
-    )
     digests: list[_Digests] = ranks.all(outline.digests)
     if len({of_rank.settings for of_rank in digests}) > 1:
         _refuse_different(outline.settings, ranks)
@@ -124,10 +119,18 @@ def plan_save(
     return pieces, manifest
 
 
-def _outline(
+@without_collection()
+def outline_of(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, state: Mapping[str, Any], first: bool
-) -> _Outline:
-    """The outline of this rank. No communication."""
+) -> Outline:
+    """The outline of this rank. No communication.
+
+    Args:
+        first: whether this is the first rank.
+
+    Raises:
+        CheckpointError: something cannot be saved.
+    """
     for optimizer in optimizers:
         settle_state(optimizer)
     contents = contents_of(model, optimizers, first)
@@ -148,7 +151,7 @@ def _outline(
     described = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
     listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
     digests = _Digests(_sha256(settings), _sha256(described), _sha256(listed), values.digests)
-    return _Outline(contents, settings, entries, scalars, values, digests)
+    return Outline(contents, settings, entries, scalars, values, digests)
 
 
 def _check_plain(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from .contents import checked_count, checked_optimizers
 from .entries import RNG, Generators
 from .folder import Folder
 from .names import MODEL
-from .plan import plan_save
+from .plan import outline_of, plan_save
 from .ranks import Ranks
 from .remote import folder_at
 from .write import Order, Written, publish, write
@@ -127,7 +127,9 @@ def save(
     settle_background(ranks)
     with ExitStack() as opened:
         lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks), files=True)
-        pieces, manifest = plan_save(model, listed, number, values, ranks)
+        reading = "reading the model to save"
+        outline = ranks.together(reading, lambda: outline_of(model, listed, number, values, ranks.is_first))
+        pieces, manifest = plan_save(outline, number, ranks)
         name = ranks.first("planning the save", lambda: where.begin(number), files=True)
         order = Order(where, name, ranks.rank, ranks.size, manifest, last, every)
         try:
