@@ -146,13 +146,15 @@ worlds = pytest.mark.parametrize(
         pytest.param((dense_and_experts,), 4, 2, id="experts"),
         pytest.param(FOUR, 4, 1, id="four", marks=own),
         pytest.param((beside_another_dim,), 8, 1, id="eight", marks=own),
-        pytest.param(FOUR[:3], 4, 2, id="no connections"),
+        pytest.param(FOUR[:3], 4, None, id="no connections"),
     ],
 )
 
 
 @worlds
 def test_one_small_all_reduce_a_backward_and_set_of_ranks(run_ranks, builds, world, count):
+    if count is None:  # threads cannot connect; on torch 2.11 and with --gloo ranks are processes of a pool
+        count = 1 if hasattr(run_ranks, "__self__") else 2
     for build in builds:
         assert run_ranks(counted_in_steps, build, world=world) == [[count] * 3] * world, build.__name__
 

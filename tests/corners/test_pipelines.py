@@ -6,6 +6,7 @@ them wrongly, and others not at all.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import fully_shard
 from ways import on_ranks
 
-STAGES, MICRO_BATCHES, WIDTH = 2, 3, 6
+MICRO_BATCHES, WIDTH = 4, 6
 
 
 class Stage(nn.Module):
@@ -35,44 +36,49 @@ class Stage(nn.Module):
         return x
 
 
+@pytest.mark.gloo("a pipeline sends and receives")
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-@on_ranks(timeout=120)
+@on_ranks(world=4, timeout=120)
 def test_stages_learn_as_in_one_process(kind: str, reshard: bool) -> None:
-    """Each rank is a pipeline by itself, whose stages take turns; data parallel over both ranks."""
-    world, rank, cpu = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
-    alone = [dist.new_group([each]) for each in range(world)][rank]
-    stages_of_rank = 1 if kind == "GPipe" else STAGES
+    """Two pipelines of two ranks; ranks of the same stages are data parallel."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline, replicas, cpu = mesh["pp"], mesh["dp"], torch.device("cpu")
+    place, replica = pipeline.get_local_rank(), replicas.get_local_rank()
+    count = 2 if kind == "GPipe" else 4
+    of_rank = (
+        [place] if kind == "GPipe" else [place, 3 - place if kind in ("ZBVZeroBubble", "DualPipeV") else place + 2]
+    )
 
-    def build() -> nn.Sequential:
-        torch.manual_seed(1)
-        return nn.Sequential(*[Stage() for _ in range(stages_of_rank)])
-
-    plain, model = build(), build()
-    mesh = init_device_mesh("cpu", (world,))
-    for part in model:
-        how: Any = {"mesh": mesh, "reshard_after_forward": reshard}
+    torch.manual_seed(1)
+    plain = nn.Sequential(*[Stage() for _ in range(count)])
+    parts = {index: copy.deepcopy(plain[index]) for index in of_rank}
+    for part in parts.values():
+        how: Any = {"mesh": replicas, "reshard_after_forward": reshard}
         for layer in part.layers:
             fully_shard(layer, **how)
         fully_shard(part, ignored_params={part.scale}, **how)
-    stages = [pipelining.PipelineStage(part, i, stages_of_rank, cpu, group=alone) for i, part in enumerate(model)]
+    group = pipeline.get_group()
+    stages = [pipelining.PipelineStage(part, index, count, cpu, group=group) for index, part in parts.items()]
     loss: Any = nn.functional.mse_loss
     schedule: Any = getattr(pipelining, f"Schedule{kind}")(
         stages[0] if kind == "GPipe" else stages, n_microbatches=MICRO_BATCHES, loss_fn=loss
     )
-    data = torch.randn(2, world, 2 * MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(2))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    data = torch.randn(2, 2, 2 * MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(2))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, *parts.values())]
     for step in range(2):
-        mine, everything = data[step, rank], data[step].flatten(0, 1)
-        schedule.step(mine, target=mine.flip(0), losses=[])
-        loss(plain(everything), data[step].flip(1).flatten(0, 1)).backward()
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None, name
-            if "scale" in name:  # ignored: nobody else reduces it
-                dist.all_reduce(ours.grad)
-                ours.grad /= world
-            whole = ours.grad if "scale" in name else ours.grad.full_tensor()
-            torch.testing.assert_close(whole, theirs.grad, rtol=1e-4, atol=1e-6, msg=f"{name}: {whole} {theirs.grad}")
+        inputs = (data[step, replica],) if 0 in parts else ()
+        targets = {"target": data[step, replica].flip(0), "losses": []} if count - 1 in parts else {}
+        schedule.step(*inputs, **targets)
+        loss(plain(data[step].flatten(0, 1)), data[step].flip(1).flatten(0, 1)).backward()
+        for index, part in parts.items():
+            for (name, ours), theirs in zip(part.named_parameters(), plain[index].parameters(), strict=True):
+                assert ours.grad is not None, name
+                if name == "scale":  # ignored: nobody else reduces it
+                    dist.all_reduce(ours.grad, group=replicas.get_group())
+                    ours.grad /= 2
+                whole = ours.grad if name == "scale" else ours.grad.full_tensor()
+                torch.testing.assert_close(whole, theirs.grad, rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -417,7 +417,7 @@ def test_a_save_while_another_goes_on(tmp_path):
 
 def test_a_save_in_the_background_that_fails(tmp_path):
     folder = tmp_path / "checkpoints"
-    saving = fullshard.save(folder, two_layers(), asynchronous=True)
+    saving = fullshard.save(folder, nn.Linear(4096, 2048), asynchronous=True)  # large enough to be renamed in time
     folder.rename(tmp_path / "elsewhere")  # at once: the writer may be about to put things there
     with raises("CheckpointError: A background save failed ... rank 0: FileNotFoundError"):
         saving.wait()

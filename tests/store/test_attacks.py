@@ -199,7 +199,7 @@ SIGNED: dict[str, tuple[Change, str]] = {
     "a dtype that is a number": (lambda f: f.tensor(WEIGHT).update(dtype=4), "no dtype"),
     "deep values": (order(nested(400)), "nested"),
     "groups of no kind": (value_of([1], "optimizer", "param_groups"), "groups"),
-    "groups of numbers": (value_of([{"params": [1]}], "optimizer", "param_groups"), "groups"),
+    "groups of numbers": (value_of([{"params": [1]}], "optimizer", "param_groups"), "numbers"),
     "groups without parameters": (value_of(None, "optimizer", "param_groups", 0, "params"), "groups"),
     "a rate in words": (value_of("0.1", "optimizer", "param_groups", 0, "lr"), "different type"),
     "state of no kind": (value_of([1], "optimizer", "scalars"), "optimizer state"),
