@@ -17,9 +17,14 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import fully_shard
+from models import TORCH
 from ways import on_ranks
 
 MICRO_BATCHES, WIDTH = 4, 6
+
+two_stages_in_a_row = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11 sends from a stage to the next one on the same rank, which gloo cannot"
+)
 
 
 class Stage(nn.Module):
@@ -32,13 +37,19 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-        return x
+            x = torch.tanh(layer(x))
+        return x * self.scale  # once: in torch 2.11 these schedules count a parameter's uses twice
 
 
 @pytest.mark.gloo("a pipeline sends and receives")
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("GPipe", "Interleaved1F1B", "InterleavedZeroBubble"),
+        *[pytest.param(kind, marks=two_stages_in_a_row) for kind in ("ZBVZeroBubble", "DualPipeV")],
+    ],
+)
 @on_ranks(world=4, timeout=120)
 def test_stages_learn_as_in_one_process(kind: str, reshard: bool) -> None:
     """Two pipelines of two ranks; ranks of the same stages are data parallel."""
@@ -78,7 +89,7 @@ def test_stages_learn_as_in_one_process(kind: str, reshard: bool) -> None:
                     dist.all_reduce(ours.grad, group=replicas.get_group())
                     ours.grad /= 2
                 whole = ours.grad if name == "scale" else ours.grad.full_tensor()
-                torch.testing.assert_close(whole, theirs.grad, rtol=1e-4, atol=1e-6)
+                assert torch.allclose(whole, theirs.grad, rtol=1e-4, atol=1e-6), (name, whole, theirs.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
