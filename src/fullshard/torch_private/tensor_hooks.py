@@ -29,7 +29,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         tensor._backward_hooks = OrderedDict(((_BEFORE, _NOTHING), (_OURS, hook)))
         node._register_hook_dict(tensor)
     elif hooks and hooks.get(_BEFORE) is _NOTHING:
-        put_first(hooks, hook, min(hooks) - 1)
+        put_first(hooks, hook)
         put_first(hooks, hooks.pop(_BEFORE), _BEFORE)
     else:
         tensor.register_hook(hook)
