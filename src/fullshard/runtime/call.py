@@ -26,7 +26,9 @@ from ..torch_private.tensor_hooks import hooks_of, join, on_gradient, on_gradien
 from .outputs import PLAIN, refuse_views, tensors_behind
 from .usual import UsualStep
 
-_ONE_TENSOR = [torch.Tensor]
+ONE_TENSOR = [torch.Tensor]
+"""The types of a call's arguments in the usual case."""
+
 View = tuple[torch.Tensor, Any, int, Any, Any]
 """A watched input: our view, its node and version; the node that produced the input, and its gradient hooks."""
 
@@ -58,7 +60,7 @@ class Forward:
         If all inputs are inside the user's own containers, one is watched in place: its gradient comes later, when
         everything that used it has run.
         """
-        args = (self._watch(args[0]),) if [*map(type, args)] == _ONE_TENSOR else map_own(self._watch, args)
+        args = (self._watch(args[0]),) if [*map(type, args)] == ONE_TENSOR else map_own(self._watch, args)
         if kwargs:
             kwargs = {name: map_own(self._watch, value) for name, value in kwargs.items()}
         if self.borrowed is not None and not self.watches:

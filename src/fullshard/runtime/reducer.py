@@ -183,7 +183,7 @@ class Reducer:
         self._use.reduced.add(runner.index)
 
     def _close(self, runner: Runner, comes_again: bool) -> None:
-        """See `close`."""
+        """The rest of `close`: when the unit is not reduced as last time."""
         unit = runner.unit
         if True not in map(_TRAINS, unit.buckets) and not has_gradients(unit.gradients):
             return

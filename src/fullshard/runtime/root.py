@@ -212,8 +212,7 @@ class Root:
 
     def begin_forward(self, top: Runner) -> None:
         """Begin a pass: a unit's forward, usually the root's, was called from outside any pass."""
-        if self.backward is not None:
-            self.recover_if_broken()
+        self.recover_if_broken()
         self._thread = get_ident()
         self.refuse_while_finalizing()
         if self._lent:
@@ -324,8 +323,7 @@ class Root:
             UsageError: a unit is inside `summon_full_params`, where gradients would not be reduced; or
                 `reduction="tokens"`, and no token count is left.
         """
-        if self.backward is not None:
-            self.recover_if_broken()
+        self.recover_if_broken()
         settings = self.top.settings
         self.refuse_while_finalizing()
         if settings.manual_finalization and not self.unfinalized:

@@ -120,7 +120,7 @@ class Runner:
         self.happens(H.REENTER if recomputing else H.ENTER)
 
     def begin_pass(self, root: Root, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a pass of `root`, this unit's, with a call of this unit's module with these arguments."""
+        """Begin a pass by a call of this unit's module, with these arguments. `root`: the unit's."""
         root.begin_forward(self)
         if self.is_top and root.pass_grad:
             try:

@@ -31,7 +31,7 @@ from ..torch_private.local_tensor import is_view, read_version
 from ..torch_private.tensor_hooks import join, on_gradient
 from ..torch_private.transforms import current_transform
 from ..watcher import GATHER, RANK, REGATHER, VERB_BITS
-from .call import Forward
+from .call import ONE_TENSOR, Forward
 from .hints import add_hint
 from .kept_graph import Graph
 from .messages import refused_transform
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 IDLE, FORWARD, BACKWARD = Phase.IDLE, Phase.FORWARD, Phase.BACKWARD
 SHARDED, GATHERING, GATHERED = State
-
-_ONE_TENSOR = [Tensor]
 
 FORWARD_METHODS_KEY = "_fullshard_forward_methods"
 """Key under which a module keeps its methods that count as forwards, by name."""
@@ -103,7 +101,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             root.prefetch(depth)
     else:
         runner.before_forward(forward, args, kwargs)
-    plain = not kwargs and [*map(type, args)] == _ONE_TENSOR
+    plain = not kwargs and [*map(type, args)] == ONE_TENSOR
     if not plain:
         forward.borrowed = borrowed_from(args, kwargs)
     if settings.inputs_dtype is not None:

@@ -51,8 +51,8 @@ class UsualStep:
         closes: calls that show the sharded parameters, then free.
         shows: calls that show the unsharded parameters of a unit that stayed gathered.
         stays: whether the unit stays gathered from its forward to its backward.
-        below: where the next unit's step is in a trace that ends with this one's, which the backward has taken away:
-            below the end of this unit's backward, or directly below, as the root's own ends last.
+        below: in the rest of the trace once this unit's backward has begun, the index of the step that begins the next
+            unit's: -2, below the end of this unit's; -1 for the root's own unit, whose backward ends last.
         leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
             `gathered` and `showing.unsharded` are then.
         copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
