@@ -25,7 +25,7 @@ LIMIT = 4.0
 """Seconds that a rank may wait for another."""
 IN_TIME = 60.0
 """Seconds within which all ranks that live have raised, once one went wrong, on a busy machine."""
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds within which they have ended, with what starting takes."""
 RAISES = (1,)
 KILLED = (-15, -9)  # by its watcher, where it never comes back to the engine
