@@ -113,7 +113,15 @@ def on_two_ranks() -> list[str]:
         for sync in ("each", "last"):
             problems += trained(way, "tokens", sync)
     problems += trained("originals", "tokens", "each", sharding_strategy=fullshard.ShardingStrategy.NO_SHARD)
-    more = (in_sixteen_bits, counts_on_the_device, nothing_to_count, one_collective, recomputed, penalised)
+    more = (
+        in_sixteen_bits,
+        near_the_largest_number,
+        counts_on_the_device,
+        nothing_to_count,
+        one_collective,
+        recomputed,
+        penalised,
+    )
     return problems + [problem for check in more for problem in check()]
 
 
@@ -187,6 +195,14 @@ def in_sixteen_bits() -> list[str]:
         if not torch.allclose(got, torch.full_like(got, want), rtol=0 if dtype == torch.bfloat16 else 1e-3):
             problems.append(f"{dtype}: {got} where {want} is wanted")
     return problems
+
+
+def near_the_largest_number() -> list[str]:
+    """The mean in float16 of gradients whose sum it cannot hold."""
+    model = fullshard.fully_shard(Weights(), mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    model(6e4).backward()
+    got = model.weight.grad.full_tensor()
+    return [] if torch.equal(got, torch.full_like(got, torch.tensor(6e4).half().item())) else [f"{got}"]
 
 
 def counts_on_the_device() -> list[str]:

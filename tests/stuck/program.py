@@ -197,6 +197,7 @@ GO_WRONG: dict[str, Callable[[Model, nn.Module, torch.Tensor], object]] = {
     "is stopped in an exchange": lambda *_: setattr(dist, "all_gather", stop_after(dist.all_gather)),
     "holds the GIL": lambda *_: hold_the_gil(),
     "sleeps": lambda *_: oversleep(),
+    "reads a value": lambda _, sharded, *__: next(sharded.parameters()).norm().item(),
     "collective of its own": lambda *_: dist.all_reduce(torch.ones(1000)),
 }
 """What the last rank does at the beginning of the step."""

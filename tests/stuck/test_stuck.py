@@ -86,6 +86,7 @@ FAULTS = {
     "a batch fewer": Fault(("{last}", "gone", "by itself", "while", FORWARD), "data", (0,)),
     "holds the GIL": Fault(("{last}", "elsewhere", "hold_the_gil", "while", FORWARD), "elsewhere", KILLED),
     "sleeps": Fault(("{last}", "elsewhere", "oversleep", "while", FORWARD), "elsewhere", KILLED, front_end="wrapper"),
+    "reads a value": Fault(("{last}", "a sharded tensor's value", "<lambda> (program.py:", FORWARD), "calls"),
     "collective of its own": Fault(
         ("{last}", "elsewhere", "torch.distributed.all_reduce (program.py:"), "calls", (1, *KILLED)
     ),

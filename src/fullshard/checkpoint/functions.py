@@ -263,8 +263,9 @@ def set_model_state_dict(
     Args:
         model: sharded by either front-end, or not sharded; or a part of such a model.
         model_state_dict: sharded or whole values.
-        options: `strict` as for `load_state_dict`. `broadcast_from_rank0` (with `full_state_dict`) uses only rank 0's
-            values, which are sent to the other ranks tensor by tensor.
+        options: `strict` as for `load_state_dict`, but one of the names of a tied parameter is enough.
+            `broadcast_from_rank0` (with `full_state_dict`) uses only rank 0's values, which are sent to the other ranks
+            tensor by tensor.
 
     Returns:
         Missing and unexpected keys, as from `load_state_dict`.
@@ -280,6 +281,9 @@ def set_model_state_dict(
     state = dict(model_state_dict)
     if options.broadcast_from_rank0:
         state = value_forms.from_rank0(state, table.axes)
+    for row in table.parameters:  # tied parameters: files of Hugging Face have one of the names
+        saved = next((state[name] for name in row.names if name in state), None)
+        state.update({name: saved for name in row.names if saved is not None and name not in state})
     cut_whole_values(table, state)
     materialize(table, state, options.strict)
     return model.load_state_dict(state, strict=options.strict)

@@ -273,9 +273,11 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
             rows |= {prefix + name: row, prefix + clean_name(name): row}  # checkpoint wrappers insert their part later
     _check_shapes(state, {name: row.shape for name, row in rows.items()})
     for name, row in rows.items():
-        if value_forms.shape_of(state.get(name)) is not None and row.bucket is not None and row.member is not None:
-            local = value_forms.local_of(row.bucket, state[name], row.member)
-            state[name] = row.bucket.shown(local, row.member)
+        value, bucket, member = state.get(name), row.bucket, row.member
+        if bucket is None or member is None or value_forms.shape_of(value) is None:
+            continue
+        if type(value) is not type(member.sharded) or not value_forms.is_part(value, member):  # an outer unit cut it
+            state[name] = bucket.shown(value_forms.local_of(bucket, value, member), member)
 
 
 def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

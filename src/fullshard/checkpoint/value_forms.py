@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of, rows_on_rank
 from ..mesh import MeshAxes
 from ..shard import Bucket
+from ..torch_private.local_tensor import inside
 from ..torch_private.sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
 
 
@@ -46,6 +47,16 @@ class StateForm:
         return not self.rank0_only or rank == 0
 
 
+def is_part(value: Any, member: Member) -> bool:
+    """Whether a value of any form is this rank's part of it, split as the parameter is."""
+    sharded: Any = member.sharded
+    if isinstance(value, FlatShard):
+        return isinstance(sharded, FlatShard) and value._run.same_as(sharded._run)
+    if not isinstance(value, DTensor) or not isinstance(sharded, DTensor) or value.shape != sharded.shape:
+        return False
+    return value.placements == sharded.placements and value.device_mesh == sharded.device_mesh
+
+
 def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
     """This rank's local part of a value in any form, to be read only.
 
@@ -54,12 +65,8 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
     Args:
         value: of the parameter's shape.
     """
-    sharded: Any = member.sharded
-    if isinstance(value, FlatShard) and isinstance(sharded, FlatShard) and value._run.same_as(sharded._run):
-        return value._local_tensor
-    if isinstance(value, DTensor) and isinstance(sharded, DTensor) and value.shape == sharded.shape:
-        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
-            return value._local_tensor
+    if is_part(value, member):
+        return inside(value)
     whole = whole_of(value, bucket.axes.device)
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..containers import NONES
-from ..readers import wait_for_readers
 
 OWNER_KEY = "_fullshard_unit"
 """Attribute of a sharded or unsharded parameter: a weak reference (`Owner`) to the unit that owns it."""
@@ -135,21 +134,26 @@ def give_up_gradient(parameter: Any) -> None:
         unit.give_up_gradients({id(parameter)})
 
 
-def changes_in_place(name: str) -> bool:
-    """Whether an operation of this name changes its first argument's values: `mul_`, `_foreach_add_`, `aten::copy_`."""
-    return name[-1:] == "_" and name[-2:] != "__" and name not in ("requires_grad_", "aten::detach_", "detach_")
+_KEEP_VALUES = {"requires_grad_", "detach_", "aten::detach_"}
+_WRITE = {f"__{name}__" for name in ("setitem", "iand", "ior", "ixor", "ilshift", "irshift")}
 
 
-def wait_before(name: str, kwargs: Mapping[str, Any] | None) -> None:
-    """Wait until nothing reads parameters beside training, if this operation writes."""
-    if changes_in_place(name) or (kwargs and "out" in kwargs):
-        wait_for_readers()
+def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Any]:
+    """The tensors whose values an operation changes.
+
+    Args:
+        name: of the operation: `mul_`, `_foreach_add_`, `aten::copy_`; the last two of these change their first
+            argument, which may be a list. Any operation changes its `out`.
+    """
+    target = kwargs.get("out") if kwargs else None
+    if target is None:
+        in_place = name[-1:] == "_" and (name[-2:] != "__" or name in _WRITE) and name not in _KEEP_VALUES
+        target = args[0] if in_place and args else ()
+    return target if isinstance(target, (list, tuple)) else (target,)
 
 
 def note_change(tensors: Sequence[Any]) -> None:
-    """Count a change for every unit that owns any of these sharded parameters; a single list stands for its items."""
-    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
-        tensors = tensors[0]
+    """Count a change for every unit that owns any of these sharded parameters."""
     references = filter(None, map(getattr, tensors, repeat(OWNER_KEY), NONES))  # copies have empty ones, see `Owner`
     for unit in {*map(call, references)} - {None}:
         unit.touched.changes += 1

@@ -26,15 +26,15 @@ from ..containers import call_apart
 from ..errors import PhaseError
 from ..layout import Layout, Slot, dense_strides, rectangles, run_on_rank
 from ..mesh import Axis, MeshAxes, device_of
-from ..readers import READERS
+from ..readers import READERS, wait_for_readers
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import changes_in_place, give_up_gradient, mark_view, note_change, wait_before
+from .changes import give_up_gradient, mark_view, note_change, written
 from .corrected import covers_all
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, reduced_in_trace, several_rectangles
-from .row_shard import assign_data
+from .row_shard import assign_data, deep_copy
 
 aten = torch.ops.aten
 _INT = torch.iinfo(torch.int64)
@@ -161,6 +161,7 @@ class FlatShard(torch.Tensor):
 
     @grad.deleter
     def grad(self) -> None:
+        give_up_gradient(self)
         delete_grad(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -177,12 +178,14 @@ class FlatShard(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise pickled(self._run.name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+    def _apart(self, attributes: dict[str, Any]) -> FlatShard:
+        """The same values in separate memory."""
         copied = FlatShard(self._local_tensor.detach().clone(), self._run, self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)  # type: ignore[assignment]
-        memo[id(self)] = copied
+        copied.__dict__.update(attributes)
         return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return deep_copy(self, memo, self._apart)
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, [stop - start], sharing memory."""
@@ -237,10 +240,10 @@ class FlatShard(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if READERS:
-            wait_before(func._schema.name, kwargs)
-        if changes_in_place(func._schema.name):
-            note_change(args[:1])
+        if changed := written(func._schema.name, args, kwargs):
+            if READERS:
+                wait_for_readers()
+            note_change(changed)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -271,15 +274,21 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _elementwise_lists(func, args, kwargs)
     run = _first_run((*args, *kwargs.values()))
     assert run is not None
+    changed = written(func._schema.name, args, kwargs)
+    if not all(map(_is_flat, changed)):
+        raise copied_into_whole(run.name)
     outputs = func(*[_local(a, run, func) for a in args], **{k: _local(v, run, func) for k, v in kwargs.items()})
-    if func._schema.name.endswith("_") or "out" in kwargs:  # in place: return the argument itself
-        return kwargs.get("out", args[0])
+    if changed:  # return the argument itself
+        return changed[0]
     return FlatShard(outputs, run) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lists = [a for a in args if isinstance(a, (list, tuple)) and any(map(_is_flat, a))]
     runs = [_first_run(column) for column in zip(*lists, strict=False)]
+    for tensor, run in zip(written(func._schema.name, args, kwargs), runs, strict=False):
+        if run is not None and not _is_flat(tensor):
+            raise copied_into_whole(run.name)
 
     def local_list(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -356,12 +365,20 @@ def _whole(func: Any, args: tuple[Any, ...], dim: Any = None, keepdim: bool = Fa
     return run, lambda value: value.reshape([1] * len(run.shape)) if keepdim else value
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums on the way to a result of this dtype do not overflow: 16-bit floats as float32."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     dtype = kwargs.pop("dtype", None)
     run, shaped = _whole(func, *_bound(args), **kwargs)
-    total = run.reduce(args[0]._local_tensor.sum(dtype=dtype))
-    result: torch.Tensor = shaped(total / run.numel if func in (aten.mean.default, aten.mean.dim) else total)
-    return result
+    local = args[0]._local_tensor
+    if func not in (aten.mean.default, aten.mean.dim):
+        total: torch.Tensor = shaped(run.reduce(local.sum(dtype=dtype)))
+        return total
+    mean: torch.Tensor = shaped(run.reduce(local.sum(dtype=_wide(dtype or local.dtype))) / run.numel)
+    return mean.to(dtype or local.dtype)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -397,11 +414,11 @@ def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     correction = kwargs.pop("correction", None)
     run, shaped = _whole(func, *_bound(args), **kwargs)
-    local = args[0]._local_tensor
+    local = args[0]._local_tensor.to(_wide(args[0].dtype))
     squares = (local - run.reduce(local.sum()) / run.numel).square().sum()
     variance = shaped(run.reduce(squares) / max(run.numel - (1 if correction is None else correction), 0))
     result: torch.Tensor = variance.sqrt() if func is aten.std.correction else variance
-    return result
+    return result.to(args[0].dtype)
 
 
 def _bound(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -442,7 +459,8 @@ def _norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) ->
         elif order == 0:  # the number of nonzero elements
             stacked = run.reduce(stacked)
         else:
-            stacked = run.reduce(stacked**order) ** (1.0 / order)
+            powers = run.reduce(stacked.to(_wide(stacked.dtype)) ** order)
+            stacked = (powers ** (1.0 / order)).to(stacked.dtype)
         for i, norm in zip(indices, stacked.unbind(), strict=True):
             norms[i] = norm
     return norms
@@ -482,7 +500,6 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 _LOCAL = {
     aten.clone.default,
-    aten.alias.default,
     aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -496,7 +513,7 @@ _LOCAL = {
     aten.masked_fill_.Scalar,
 }
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    aten.detach.default: _detach,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), _detach),
     aten.view.default: _view,
     aten.copy_.default: _copy,
     aten.new_empty.default: _new,

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ..comm import can_open, values_of_all
+from ..comm import can_open, reduce_value, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..mesh import backend_of
-from ..readers import READERS
+from ..readers import READERS, wait_for_readers
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import (
     become,
@@ -29,9 +30,10 @@ from ..torch_private.local_tensor import (
     read_data,
     read_grad,
     set_local,
+    shares_storage,
     write_grad,
 )
-from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of, wait_before
+from .changes import give_up_gradient, mark_view, note_change, owner_of, written
 from .corrected import corrected
 from .elementwise import on_locals
 from .member import NAME_KEY, attributes_of
@@ -91,6 +93,7 @@ class RowShard(DTensor):
 
     @grad.deleter
     def grad(self) -> None:
+        give_up_gradient(self)
         with plain_access():
             delete_grad(self)
 
@@ -127,16 +130,7 @@ class RowShard(DTensor):
         return self._apart(attributes_of(self)).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if not self.is_leaf:
-            refused: torch.Tensor = super().__deepcopy__(memo)  # which raises
-            return refused
-        if id(self) not in memo:
-            copied = as_row_shard(self._apart(copy.deepcopy(attributes_of(self), memo)))
-            memo[id(self)] = copied
-            if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # copies of Parameters have no grad
-                copied.grad = copy.deepcopy(self.grad, memo)
-        result: torch.Tensor = memo[id(self)]
-        return result
+        return deep_copy(self, memo, lambda attributes: as_row_shard(self._apart(attributes)))
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> torch.Tensor:
@@ -149,12 +143,13 @@ class RowShard(DTensor):
     ) -> Any:
         if func in _FACTS:
             return plain_call(func, types, args, kwargs or {})
-        if READERS:
-            wait_before(getattr(func, "__name__", ""), kwargs)
-        if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
-            note_change(args[:1])
-            return result
         name = getattr(func, "__name__", "")
+        changed = written(name, args, kwargs)
+        if changed and READERS:
+            wait_for_readers()
+        if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
+            note_change(changed)
+            return result
         if name in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
             with torch.no_grad(), plain_access():
                 if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
@@ -164,16 +159,15 @@ class RowShard(DTensor):
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
-        writes = changes_in_place(name) or func is torch.Tensor.__setitem__
-        if writes and args and isinstance(args[0], torch.Tensor) and not is_compiling():
+        if changed and args and changed[0] is args[0] and isinstance(args[0], torch.Tensor) and not is_compiling():
             args = _combined(*args)
         result = _computed(func, types, args, kwargs or {})
-        if writes:
-            note_change(args[:1])
+        if changed:
+            note_change(changed)
         if not is_compiling():
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if type(tensor) is DTensor and _leads_on(name, tensor, args, kwargs or {}):
-                    _become_row_shard(tensor, func, args)
+                    _become_row_shard(tensor, args)
         return result
 
 
@@ -231,13 +225,30 @@ def _leads_on(name: str, result: DTensor, args: tuple[Any, ...], kwargs: dict[st
     return not any([result is value for value in (*args, *kwargs.values())])  # changed in place
 
 
-def _become_row_shard(result: Any, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _become_row_shard(result: Any, args: tuple[Any, ...]) -> None:
     """Give the result of an operation on a sharded parameter this class: a transposed weight can be misused alike."""
     as_row_shard(result)
     if (name := name_of(args)) is not None:
         result.__dict__[NAME_KEY] = name
-        if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: record in-place changes
-            mark_view(result, args[0])
+        if type(args[0]) is RowShard and shares_storage(local_of(result), local_of(args[0])):
+            mark_view(result, args[0])  # the unit's memory: record in-place changes
+
+
+def deep_copy(tensor: Any, memo: dict[int, Any], apart: Callable[[dict[str, Any]], torch.Tensor]) -> torch.Tensor:
+    """Implement `copy.deepcopy` of a sharded tensor, as that of plain ones: with attributes, refused for a non-leaf.
+
+    Args:
+        apart: returns the same values in separate memory, with these attributes.
+    """
+    if not tensor.is_leaf:
+        refused: torch.Tensor = torch.Tensor.__deepcopy__(tensor, memo)  # which raises
+        return refused
+    if id(tensor) not in memo:
+        copied = memo[id(tensor)] = apart(copy.deepcopy(attributes_of(tensor), memo))
+        if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):  # copies of Parameters have no grad
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+    result: torch.Tensor = memo[id(tensor)]
+    return result
 
 
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +274,8 @@ def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> to
         placements = grad_placements or [Replicate()] * tensor.device_mesh.ndim
         with_graph: torch.Tensor = _FullOfRows.apply(tensor, placements)
         return with_graph
+    if not is_compiling() and not differentiable:
+        _meet(tensor)
     # Dtypes that backends do not support are gathered as bytes, along an additional last dim.
     supported = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
     local, width = local_part(tensor), tensor.dtype.itemsize
@@ -292,6 +305,20 @@ def _is_gathered_by_us(tensor: DTensor) -> bool:
         and local.device.type == mesh.device_type
         and can_open(group, mesh.size(split[0]), backend_of(group, mesh.device_type))
     )
+
+
+def _meet(tensor: DTensor) -> None:
+    """Wait for the ranks that share the tensor: a rank that reads it alone (`if rank == 0`) gets an error that says so.
+
+    Over gloo only. What follows is a collective of torch's own, in which it would wait without a word.
+    """
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or mesh.size(dim) == 1 or mesh.get_coordinate() is None:
+            continue
+        group = mesh.get_group(dim)
+        if can_open(group, mesh.size(dim), backend_of(group, mesh.device_type)):
+            reduce_value(torch.zeros(1, dtype=torch.int64), dist.ReduceOp.SUM, group, "a sharded tensor's value")
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
@@ -324,22 +351,6 @@ class _FullOfRows(torch.autograd.Function):
 _NAMES = "device dtype shape layout ndim requires_grad is_leaf is_cpu is_cuda is_sparse"
 _FACTS = {getattr(torch.Tensor, name).__get__ for name in _NAMES.split()}
 """Non-tensor attributes; direct access takes a third of the time."""
-
-_VIEWS = {
-    torch.Tensor.detach,
-    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.t,
-    torch.t,
-    torch.Tensor.transpose,
-    torch.transpose,
-    torch.Tensor.permute,
-    torch.Tensor.view,
-    torch.Tensor.reshape,
-    torch.Tensor.unsqueeze,
-    torch.Tensor.to,
-    torch.Tensor.__getitem__,
-}
 
 _READS = {f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "format")}
 _READS |= {"item", "tolist", "numpy", "is_nonzero"}

@@ -180,8 +180,8 @@ def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: ReduceSettings,
 
 
 def _power_near_root(world: int) -> float:
-    """Return the largest power of two that divides `world` and is at most about its square root."""
+    """Return the least power of two that is at least the square root of `world`."""
     power = 1.0
-    while world % (power * 2) == 0 and world / (power * 2) > power:
+    while power * power < world:
         power *= 2
     return power

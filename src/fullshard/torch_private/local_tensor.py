@@ -109,6 +109,12 @@ def plain_tensors(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
+def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two plain tensors are views of one storage, even an empty one; False if either is of a subclass."""
+    plain = type(first) is type(second) is torch.Tensor
+    return plain and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
 def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two plain tensors begin at the same address of the same storage. Empty tensors: the same storage."""
     if first.device != second.device or first.data_ptr() != second.data_ptr():

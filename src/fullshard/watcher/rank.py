@@ -28,7 +28,7 @@ from .process import frames_of_trace
 TALKS = (
     *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
     *("values of all ranks", "whole values", "a checkpoint", "optimizers' state", "verification"),
-    *("a monitor's report", "a trace"),
+    *("a monitor's report", "a trace", "a sharded tensor's value"),
 )
 """Exchanges between ranks that belong to no unit."""
 SLICE = 0.25
