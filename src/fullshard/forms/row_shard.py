@@ -318,7 +318,9 @@ def _meet(tensor: DTensor) -> None:
             continue
         group = mesh.get_group(dim)
         if can_open(group, mesh.size(dim), backend_of(group, mesh.device_type)):
-            reduce_value(torch.zeros(1, dtype=torch.int64), dist.ReduceOp.SUM, group, "a sharded tensor's value")
+            reduce_value(
+                torch.zeros(1, dtype=torch.int64, device="cpu"), dist.ReduceOp.SUM, group, "a sharded tensor's value"
+            )
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
