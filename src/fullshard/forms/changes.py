@@ -145,10 +145,12 @@ def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) ->
         name: of the operation: `mul_`, `_foreach_add_`, `aten::copy_`; the last two of these change their first
             argument, which may be a list. Any operation changes its `out`.
     """
-    target = kwargs.get("out") if kwargs else None
-    if target is None:
-        in_place = name[-1:] == "_" and (name[-2:] != "__" or name in _WRITE) and name not in _KEEP_VALUES
-        target = args[0] if in_place and args else ()
+    if kwargs and "out" in kwargs:
+        target = kwargs["out"]
+    elif name[-1:] == "_" and (name[-2:] != "__" or name in _WRITE) and name not in _KEEP_VALUES and args:
+        target = args[0]
+    else:
+        return ()
     return target if isinstance(target, (list, tuple)) else (target,)
 
 

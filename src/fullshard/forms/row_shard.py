@@ -148,7 +148,8 @@ class RowShard(DTensor):
         if changed and READERS:
             wait_for_readers()
         if (result := on_locals(func, args, kwargs or {})) is not NotImplemented:
-            note_change(changed)
+            if changed:
+                note_change(changed)
             return result
         if name in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
             with torch.no_grad(), plain_access():
