@@ -14,7 +14,7 @@ from ..mesh import MeshAxes
 from .changes import Untouched
 from .full import Full, PlainFull
 from .member import SUCCESSOR_KEY, Member, identity_of
-from .messages import tied_after_sharding
+from .messages import partly_on_meta, several_dtypes, tied_after_sharding
 
 
 class Form(ABC):
@@ -85,32 +85,46 @@ class Form(ABC):
         return False
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
-        """Adopt the objects with which users replaced sharded parameters; returns the current locals.
+        """Adopt the objects with which users replaced sharded parameters: all, or none.
+
+        Returns:
+            The current locals.
 
         Raises:
             ConfigError: a replacement that is not this parameter's shard (wrong shape, mesh, placement or type), or a
-                different parameter of the bucket.
+                different parameter of the bucket; or the locals are not on one device, or not of one dtype.
         """
-        for member in members:
+        rank, parameters = self.axes.global_rank, [member.sharded for member in members]
+        for index, member in enumerate(members):
             for place in member.places:
                 shown = place.shown()
-                if shown is member.sharded or shown is member.unsharded:
+                if shown is parameters[index] or shown is member.unsharded:
                     continue
-                for other in members:
-                    if other is not member and other.sharded is shown:
-                        raise tied_after_sharding(member.name, self.axes.global_rank, other.name)
+                for other, parameter in zip(members, parameters, strict=True):
+                    if other is not member and parameter is shown:
+                        raise tied_after_sharding(member.name, rank, other.name)
                 self._check_replacement(member, shown)
-                shown.__dict__.update(identity_of(member.sharded))
-                member.sharded = shown
-        return [self._adopted(member) for member in members]
+                parameters[index] = shown
+        parts = [*map(self._adopted, members, parameters)]
+        meta = [member.name for member, local in zip(members, parts, strict=True) if local.is_meta]
+        if meta and len(meta) < len(parts):
+            raise partly_on_meta(meta)
+        dtypes = [str(local.dtype).removeprefix("torch.") for local in parts]
+        if len(set(dtypes)) > 1:
+            raise several_dtypes([*zip([member.name for member in members], dtypes, strict=True)], rank)
+        for member, parameter in zip(members, parameters, strict=True):
+            if parameter is not member.sharded:
+                parameter.__dict__.update(identity_of(member.sharded))
+                member.sharded = parameter
+        return parts
 
     @abstractmethod
     def _check_replacement(self, member: Member, shown: Any) -> None:
-        """Check that `shown` can replace a member's sharded parameter; see `adopt`."""
+        """Check that `shown` can replace a member's sharded parameter, and change nothing; see `adopt`."""
 
-    def _adopted(self, member: Member) -> torch.Tensor:
-        """The local in a sharded parameter, whose memory users may have replaced; see `adopt`."""
-        return self.local(member, member.sharded)
+    def _adopted(self, member: Member, parameter: nn.Parameter) -> torch.Tensor:
+        """The local in a sharded parameter or its replacement, whose memory users may have replaced; see `adopt`."""
+        return self.local(member, parameter)
 
     def point(self, members: Sequence[Member], shard: Any) -> None:
         """Make the sharded parameters views of `shard`, which has the right values already."""

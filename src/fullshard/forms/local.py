@@ -92,18 +92,16 @@ class LocalForm(Form):
         return any(map(ne, map(_ADDRESS, map(_SHARDED, members)), map(_ADDRESS, map(_LOCAL, members))))
 
     def _check_replacement(self, member: Member, shown: Any) -> None:
-        """Accept a Parameter with this rank's part, or with the whole value, of which it keeps this rank's part."""
         if not isinstance(shown, nn.Parameter):
             raise self._not_fitting(member, shown)
-        if tuple(shown.shape) == member.slot.shape and self.split:
-            shown.data = self.cut(member, shown.detach()).clone()
-        if shown.shape != member.sharded.shape:
-            raise self._not_fitting(member, shown)
 
-    def _adopted(self, member: Member) -> torch.Tensor:
-        if member.sharded.shape != member.local.shape:
-            raise self._not_fitting(member, member.sharded)
-        return super()._adopted(member)
+    def _adopted(self, member: Member, parameter: nn.Parameter) -> torch.Tensor:
+        """Accept this rank's part, or in a replacement the whole value, of which it keeps this rank's part."""
+        if self.split and parameter is not member.sharded and tuple(parameter.shape) == member.slot.shape:
+            return self.cut(member, parameter.detach())
+        if parameter.shape != member.local.shape:
+            raise self._not_fitting(member, parameter)
+        return super()._adopted(member, parameter)
 
     def _not_fitting(self, member: Member, shown: Any) -> ReplacementError:
         """The error for an object in a sharded parameter's place that cannot be adopted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,37 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
         got=f"{other} in its place",
         remedy="tie them first (module.weight = other.weight), then shard the model",
         topic="tied-weights",
+    )
+
+
+def partly_on_meta(parameters: Iterable[str]) -> ConfigError:
+    """The error for a unit with values for only some of its parameters."""
+    return ConfigError(
+        "Some parameters of a unit are on the meta device and others are not.",
+        parameter=", ".join(parameters),
+        remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
+        topic="weights-on-meta",
+    )
+
+
+def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
+    """The error for a cast of only some of a bucket's parameters; the dtype of each is the same on every rank.
+
+    Args:
+        named: each parameter's name and dtype.
+        rank: this rank.
+    """
+    names: dict[str, list[str]] = {}
+    for name, dtype in named:
+        names.setdefault(dtype, []).append(name)
+    return ConfigError(
+        "Some parameters of a unit, which lie in one buffer, were cast to a different dtype, and others were not.",
+        parameter=", ".join([name for name, dtype in named if dtype != named[0][1]]),
+        rank=rank,
+        expected="one dtype",
+        got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
+        remedy="cast the whole unit; or cast part of it before the model is sharded, or make that part a separate unit",
+        topic="mixed-dtypes",
     )
 
 

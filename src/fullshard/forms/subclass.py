@@ -142,10 +142,10 @@ class SubclassForm(RowsForm):
         set_local(view, local)
         return view
 
-    def _adopted(self, member: Member) -> torch.Tensor:
-        local = super()._adopted(member)
+    def _adopted(self, member: Member, parameter: nn.Parameter) -> torch.Tensor:
+        local = super()._adopted(member, parameter)
         if type(local) is not type(member.local) or local.shape != member.local.shape:
-            raise replaced_by_another(member.name, self.axes.global_rank, kind_and_shape(member.sharded), local)
+            raise replaced_by_another(member.name, self.axes.global_rank, kind_and_shape(parameter), local)
         return local
 
     def point(self, members: Sequence[Member], shard: Any) -> None:

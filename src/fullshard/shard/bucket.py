@@ -40,7 +40,7 @@ from ..layout import Layout, Part
 from ..mesh import Axis
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import plain_access, plain_tensors, read_requires_grad
-from .messages import on_another_device, partly_on_meta, several_dtypes
+from .messages import on_another_device
 from .offload import Home
 from .plan_bucket import BuildSettings, plan_bucket
 
@@ -334,17 +334,10 @@ class Bucket:
             Whether the same parameters show the new shard, in the same dtype on the same device: gradients still fit.
 
         Raises:
-            ConfigError: a replacement cannot be this parameter's shard (different shape, mesh, placement or kind); or
-                the parameters have several dtypes now.
+            ConfigError: see `Form.adopt`.
         """
         before = [member.sharded for member in self.members]
         parts = self.form.adopt(self.members)
-        meta = [m.name for m, local in zip(self.members, parts, strict=True) if local.is_meta]
-        if meta and len(meta) < len(parts):
-            raise partly_on_meta(meta)
-        if len({local.dtype for local in parts}) > 1:
-            dtypes = [str(local.dtype).removeprefix("torch.") for local in parts]
-            raise several_dtypes([*zip([m.name for m in self.members], dtypes, strict=True)], self.axes.global_rank)
         alike = False
         if not self.form.plain:
             self.rehome(self.shard.replaced(parts))
