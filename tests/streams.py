@@ -303,6 +303,56 @@ def accumulated_under_side(model: nn.Module, world: World) -> None:
         optimizer.zero_grad()
 
 
+def called_under_side(model: nn.Module, world: World) -> None:
+    """A block runs under a stream of the user's, its backward ends under that of its input: another block's output."""
+    side, compute = under_side(world), world.compute
+
+    def switch(stream: Stream) -> None:
+        stream.wait_stream(world.current)
+        world.current = stream
+
+    class Opened(torch.autograd.Function):
+        """On a device autograd runs hooks on a tensor under the stream that the tensor was made under."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            switch(compute)
+            return grad
+
+    class Closed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            switch(compute)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            switch(side)
+            return grad
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        first, second, third = model.blocks  # type: ignore[misc]
+        x = first(model.stem(x))  # type: ignore[operator]
+        switch(side)
+        x = Closed.apply(second(x))
+        return model.head(third(x))  # type: ignore[operator]
+
+    linear: Any = model.blocks[1][0]  # type: ignore[index]
+    forward = linear.forward
+    linear.forward = lambda x: forward(Opened.apply(x))
+    model.forward = chain
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for step in range(4):
+        loss_of(model, step).backward()
+        work_on(side, compute)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def state_on_host(model: nn.Module, world: World, inside: bool = False) -> None:
     if runners_in(model)[0].unit.buckets[0].home is not None:
         return  # with parameters in the host's memory, state is there anyway
@@ -335,6 +385,7 @@ SCENARIOS: dict[str, Callable[[nn.Module, World], None]] = {
         plain, accumulating, evaluating, swapped_while_unsharded, swapped_after_a_gather_in_vain,
         swapped_after_a_failure, swapped_after_a_broken_backward, swapped_after_accumulation, stepped_by_hooks,
         unsharded_under_side, resharded_under_side, evaluated_under_side, trained_under_side, accumulated_under_side,
+        called_under_side,
         state_on_host, state_on_host_in_backward,
     )
 }  # fmt: skip
@@ -444,6 +495,7 @@ MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]
     "... of what was staged": (partial(no_turn, "give", "finish_gather"), "unsharded_under_side", False),
     "... of a freed unit": (partial(no_turn, "give", "free"), "unsharded_under_side", False),
     "... of collected gradients": (partial(no_turn, "give", "collect"), "accumulated_under_side", False),
+    "... of gradients that are reduced as last time": (partial(no_turn, "give", "close"), "called_under_side", False),
 }
 OTHERWISE = {  # than `MIXED`, of two ranks
     "compute waits for the lane": (MIXED, 1),

@@ -122,7 +122,8 @@ class UsualReduction:
         every: the gradients of all buckets.
         replicates: whether an all-reduce between replicas follows, whose result is delivered on the general path.
         collects: calls before gradients are copied into the buffer.
-        starts: calls that start the reduction; the last one returns the pending collective.
+        starts: calls once gradients are copied and before autograd's are freed, which start the reduction; the last
+            one returns the pending collective.
         ends: calls after the reduction has arrived.
         nbytes: bytes of the buffer, of the collective's scratch memory, and of both.
     """
@@ -140,9 +141,10 @@ class UsualReduction:
         self.unsharded, self.sharded = bucket.unsharded, bucket.sharded
         streams = bucket.turns is not ONE_STREAM
         self.takes: list[Callable[[], object]] = [bucket.turns.take] if streams else []
+        gives: list[Callable[[], object]] = [bucket.turns.give] if streams else []
         self.collects: list[Callable[[], object]] = [*self.takes, planned.buffer.take]
-        self.starts: list[Callable[[], object]] = [*self.takes, current.take, planned.start]
-        self.ends: list[Callable[[], object]] = [planned.buffer.free, *([bucket.turns.give] if streams else [])]
+        self.starts: list[Callable[[], object]] = [*gives, current.take, planned.start]
+        self.ends: list[Callable[[], object]] = [planned.buffer.free, *gives]
         self.nbytes = planned.buffer.nbytes, planned.scratch, planned.buffer.nbytes + planned.scratch
         self.most = settings.reduce.max_in_flight
         self.every, self.replicates = runner.unit.gradients, bucket.axes.replicate is not None
