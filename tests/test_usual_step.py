@@ -422,6 +422,23 @@ def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.M
     assert counted["replicate"] == (BLOCKS + 1 if way == "replicated" else 0)
 
 
+def test_reductions_are_usual_again_after_a_change(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stays: the step after it plans them anew."""
+    fake_world(2)
+    counted = Counter[str]()
+    monkeypatch.setattr(Reducer, "_close", counting(Reducer._close, counted))
+    run = Program("rows")
+    model: Any = run.model
+    run.step(0)
+    for change in (lambda: model.set_reduce_scatter_max_input_buffers(3), lambda: optimizer_view(model)):
+        change()
+        run.step(1)
+        assert counted.total()
+        counted.clear()
+        run.step(2)
+        assert not counted.total()
+
+
 def test_settings_that_come_back_are_the_same_objects(fake_world: Any) -> None:
     """What was planned under them holds."""
     fake_world(3)

@@ -167,9 +167,6 @@ def plan_usual_reduction(runner: Any) -> None:
         return
     (gradients,) = trained
     bucket, delivery, planned = gradients.bucket, gradients.delivery, gradients.running
-    previous = unit.usual.reduction
-    if previous is not None and previous.planned is planned and previous.set is delivery.set:
-        return
     if (
         planned is not None
         and planned.scaling is MEAN
