@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.runtime import runner_of
 
 
 def test_settings_and_registered_methods_are_copied(fake_world):
@@ -41,6 +42,17 @@ def test_nothing_gathered_is_copied(fake_world):
     assert isinstance(twin.weight, DTensor)
     assert fullshard.memory_use(twin).gathered == 0
     assert not isinstance(model.weight, DTensor)  # and the model is left as it was
+
+
+def test_kept_storage_of_a_copy_is_counted(fake_world):
+    fake_world(2)
+    model = fully_shard(nn.Linear(8, 8))
+    model.set_keep_unsharded_storage(True)
+    twin = copy.deepcopy(model)
+    unit = runner_of(twin).unit
+    for _ in range(2):
+        twin(torch.ones(1, 8)).sum().backward()
+        assert fullshard.memory_use(twin).gathered == unit.ledger.gathered == unit.full_bytes
 
 
 def test_copy_within_a_larger_object(fake_world):

@@ -149,6 +149,22 @@ def test_sharing_leaves_the_others_reductions_to_them(fake_world):
     first.reducer.in_flight.clear()
 
 
+@pytest.mark.parametrize("reshard", [True, 2], ids=["kept storage", "kept slices"])
+def test_bytes_that_a_lent_unit_keeps_go_with_it(fake_world, reshard):
+    fake_world(4)
+    unit = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=reshard)
+    if reshard is True:
+        unit.set_keep_unsharded_storage(True)
+    models = [fully_shard(nn.Sequential(unit)) for _ in range(2)]
+    ledgers = []
+    for model in (*models, *models):
+        model(torch.ones(1, WIDTH)).sum()  # no backward
+        ledgers = [model._runner().root.ledger for model in models if model._runner().root is not None]
+        alive = [bucket.kept_bytes + bucket.full.live_bytes for bucket in unit._runner().unit.buckets]
+        assert sum(ledger.gathered for ledger in ledgers) == sum(alive) > 0
+        assert unit._runner().unit.ledger.gathered == sum(alive)
+
+
 def test_roots_that_another_thread_makes_meanwhile():
     """What looks at all roots of the process (`zero_grad`, `backward`) goes on beside a thread that makes one."""
     from fullshard.runtime import root

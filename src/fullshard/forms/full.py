@@ -53,6 +53,7 @@ class GatherPlan:
         completes: `fills`, then `ends`.
         issued_bytes, live_bytes: allocated while the gather is in flight, and once it is over.
         counters: tensors whose versions count in-place changes of the gathered shards.
+        keeps: whether the memory of unsharded parameters may be allocated already.
     """
 
     comm: Any
@@ -77,6 +78,7 @@ class GatherPlan:
     issued_bytes: int = 0
     live_bytes: int = 0
     counters: list[torch.Tensor] = field(default_factory=list)
+    keeps: bool = False
 
     def seal(self) -> None:
         """Complete the plan: join the calls of each moment, which a step then runs in C."""
@@ -118,9 +120,7 @@ class Full(ABC):
     nbytes: int
 
     @abstractmethod
-    def plan(
-        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
-    ) -> None:
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, gather_dtype: torch.dtype | None) -> None:
         """Add the gather of every rank's `source` over `axis` to a plan, all but its `frees`.
 
         Args:
@@ -128,7 +128,6 @@ class Full(ABC):
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
-            keeps: whether the memory of unsharded parameters may be allocated already.
             gather_dtype: the 8-bit dtype in which it is sent; None: the compute dtype.
         """
 
@@ -287,9 +286,7 @@ class PlainFull(Full):
         buffers = (self.whole, self.copied, self.staging, self._sent, self._received)
         return sum([buffer.storage.nbytes() for buffer in buffers if buffer is not None])
 
-    def plan(
-        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
-    ) -> None:
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, gather_dtype: torch.dtype | None) -> None:
         whole, copied, shard, outs = self.whole, self.copied, source, self._outs
         passing = [self.staging] if self.staging.nbytes else []
         prepares: _Call | None = None
@@ -313,7 +310,7 @@ class PlainFull(Full):
         to.passing_bytes += sum([buffer.nbytes for buffer in passing])
         to.begins += [buffer.take for buffer in passing]
         if whole.nbytes:
-            to.begins.append(whole.allocate if keeps else whole.take)
+            to.begins.append(whole.allocate if to.keeps else whole.take)
             to.whole_bytes += whole.nbytes
         if prepares is not None:
             to.begins.append(prepares)
@@ -323,7 +320,7 @@ class PlainFull(Full):
             parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
         to.gathers += gathers_of(comm, axis, outs, parts)
         if copied.nbytes:
-            to.fills.append(copied.allocate if keeps else copied.take)
+            to.fills.append(copied.allocate if to.keeps else copied.take)
             to.copied_bytes += copied.nbytes
         to.fills += self._copies
         versions = self._versions

@@ -234,9 +234,7 @@ class SubclassFull(Full):
         inner = [storage for gathered in self._gathered for storage, _ in gathered.inner]
         return sum([storage.nbytes() for storage in (*[buffer.storage for buffer in buffers], *inner)])
 
-    def plan(
-        self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool, gather_dtype: torch.dtype | None
-    ) -> None:
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, gather_dtype: torch.dtype | None) -> None:
         to.begins.append(partial(self._begin, comm, axis, self._mesh(), source))
         to.gathers.append(partial(self._gather, comm, axis))
         to.fills.append(self._fill)

@@ -203,9 +203,7 @@ class Root:
         if self.pass_top is not None or self.backward is not None:
             raise other_root_runs(name)
         runner.happens(Happening.RESHARD)
-        nbytes = sum(gradients.live_bytes for gradients in runner.unit.gradients)  # accumulated without sync
-        self.ledger.reducing -= nbytes
-        runner.unit.ledger = Ledger(reducing=nbytes, model=self.ledger.model)
+        runner.unit.leave_ledger()
         self._lent = True
 
     # Forward.

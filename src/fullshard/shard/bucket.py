@@ -93,7 +93,6 @@ class Bucket:
         self.trains = any([member.sharded.requires_grad for member in self.members])
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
-        self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
         self.untouched: Untouched | None = None
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
@@ -243,7 +242,7 @@ class Bucket:
                 else:
                     source = source.copied_by(home.to_device)
             over = apart_of(axis, comm) if apart else axis
-            self.full.plan(to, gathers, over, source, self.keeps_storage, gather_dtype)
+            self.full.plan(to, gathers, over, source, gather_dtype)
 
     def _as_sent(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, which is on the compute device, as gathers send it."""

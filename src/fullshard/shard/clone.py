@@ -45,7 +45,7 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
         new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.settings)
-    new.name, new.kept_axis = unit.name, unit.kept_axis
+    new.name, new.kept_axis, new.keeps_storage = unit.name, unit.kept_axis, unit.keeps_storage
     for gradients in new.gradients:
         form = gradients.bucket.form
         if isinstance(form, FlatParameterForm) and form.flat is not None:

@@ -67,6 +67,7 @@ class Unit:
         number: of the units that this process has made, the same on all ranks that run the same program.
         name: qualified name from the root, for events and errors; set when the root is known.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
+        keeps_storage: whether gathered memory stays allocated while the unit is sharded; see `keep_storage`.
         moving: whether the model's own code changes the weights within a forward: the unit is then not gathered ahead.
         touched: known changes to the shards by users' code; see `forms/changes.py`.
         ledger: the root's account of transient bytes.
@@ -93,8 +94,8 @@ class Unit:
         self.gathered: Any = None  # a `GatherPlan`
         self.pending: Any = None  # a `Pending`
         self.usual: Any = None  # a `UsualStep`
-        self._keeps_storage = False
-        self._idle_bytes = 0  # kept allocated while sharded; see `keep_storage`
+        self.keeps_storage = False
+        self._idle_bytes = 0  # kept allocated while sharded
         self.showing = Showing(self.buckets)
         self.gathered_version = 0
         self.settle_dtypes()
@@ -175,7 +176,7 @@ class Unit:
 
     def _planned_gather(self, comm: Comm, apart: bool) -> GatherPlan:
         """Plan a gather of all buckets; store the plan if it can be reused."""
-        plan = GatherPlan(comm)
+        plan = GatherPlan(comm, keeps=self.keeps_storage)
         for bucket in self.buckets:
             bucket.turns.take()
             bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
@@ -184,7 +185,7 @@ class Unit:
         plan.frees = self._frees()
         plan.begins[:0], plan.fills[:0] = self.showing.takes, self.showing.takes
         plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
-        if self._keeps_storage:
+        if self.keeps_storage:
             plan.begins.append(self._take_idle)
         if plan.comm is None:
             plan.ends.append(plan.spend)
@@ -203,7 +204,7 @@ class Unit:
         frees: list[Callable[[], object]] = []
         for bucket in self.buckets:
             if bucket.full is not None:
-                releases = bucket.full.frees(bucket.keeps_storage)
+                releases = bucket.full.frees(self.keeps_storage)
                 frees += releases if bucket.turns is ONE_STREAM else [bucket.turns.take, *releases, bucket.turns.give]
         return frees
 
@@ -273,7 +274,7 @@ class Unit:
                 if self.state is not SHARDED:
                     self.ledger.gathered -= plan.live_bytes if self.state is GATHERED else plan.issued_bytes
             self.state, self.gathered = SHARDED, None
-            if self._keeps_storage:
+            if self.keeps_storage:
                 self._note_idle()
         if stream.listeners and not failed:
             self.emit("free", self.gathered_bytes)
@@ -281,7 +282,7 @@ class Unit:
     def is_plain(self) -> bool:
         """Whether the plans determine everything that a step compares and calls."""
         plan, showing = self.plan, self.showing
-        if self._keeps_storage or self.kept_axis is not None or self.moving or showing.summoned:
+        if self.keeps_storage or self.kept_axis is not None or self.moving or showing.summoned:
             return False
         if plan is None or plan.intact or plan.varying or not showing.is_planned:
             return False
@@ -293,18 +294,24 @@ class Unit:
 
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of gathered parameters allocated while the unit is sharded, or release it, from now on."""
-        self._keeps_storage = keep
+        self.keeps_storage = keep
         self._forget_plan()
-        for bucket in self.buckets:
-            bucket.keeps_storage = keep
         if self.gathered is not None:
             self.gathered.frees = self._frees()
         else:
             drain(map(call, self._frees()))
             self._note_idle()
 
+    def leave_ledger(self) -> None:
+        """Move the bytes of this unit, which is sharded, from the root's ledger to one of its own."""
+        kept = self._idle_bytes + sum([bucket.kept_bytes for bucket in self.buckets])
+        reducing = sum([gradients.live_bytes for gradients in self.gradients])  # accumulated without sync
+        self.ledger.gathered -= kept
+        self.ledger.reducing -= reducing
+        self.ledger = Ledger(kept, reducing, model=self.ledger.model)
+
     def _note_idle(self) -> None:
-        kept = sum([b.full.live_bytes for b in self.buckets if b.keeps_storage and b.full is not None])
+        kept = sum([b.full.live_bytes for b in self.buckets if b.full is not None]) if self.keeps_storage else 0
         self.ledger.gathered += kept - self._idle_bytes
         self._idle_bytes = kept
 
