@@ -166,6 +166,28 @@ def test_bytes_of_each_collective(seen, layout):
             assert wanted[unit] <= nbytes <= wanted[unit] + 2 * 16 + ROOT_BYTES * (unit == ROOT), (verb, unit)
 
 
+def test_bytes_are_those_that_are_sent(fake_world):
+    """In 8 bits a quarter of float32, and a scale for each block; slices kept by a reshard are gathered as they are."""
+    fake_world(4)
+    low = dict.fromkeys(("gather_dtype", "scatter_dtype", "all_reduce_dtype"), torch.int8)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = 4 * 256 * 257
+    for how in ({"reshard_after_forward": 2}, {"mesh": mesh}):
+        model = nn.Sequential(nn.Linear(256, 256))
+        fully_shard(model[0], mp_policy=fullshard.MixedPrecisionPolicy(**low), **how)
+        fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(**low))
+        with fullshard.record_events() as events:
+            model(torch.ones(1, 256)).sum().backward()
+        gathers, frees, reduces, reduced, between = (
+            [event.nbytes for event in events if event.verb == verb and event.unit == "0"]
+            for verb in ("gather", "free", "reduce", "reduced", "all_reduce")
+        )
+        small = reduces[0]
+        assert whole / 4 < small < whole / 3.9 and reduced == [small]
+        assert gathers == frees == [small, whole if "mesh" not in how else small]
+        assert [nbytes // 100 for nbytes in between] == ([] if "mesh" not in how else [small // 200])
+
+
 @both_layouts
 def test_order_of_events(seen, layout):
     """Gathered before it may be used, freed after; reduced once its gather in backward is over."""

@@ -22,7 +22,8 @@ class Event:
             reduction buffer), "reduce" (a gradient reduction was issued), "all_reduce" (over the replicate axis),
             "wait_reduce" (the result of one of the two is needed now), "reduced" (gradients are in `.grad`).
         unit: name of the unit relative to the root ("(root)" for the root itself).
-        nbytes: bytes of the collective's gathered or reduced buffer, padding included (all ranks' slices together).
+        nbytes: bytes of all ranks' slices together, padding included, as the unit's gather or reduction sends them (in
+            8 bits, say); for "collect" those of the buffer, and for "all_reduce" those of one slice, as it is sent.
         rank: global rank of the process that recorded it.
         time: seconds, `time.perf_counter()` of that process.
         live: bytes of gathered units, staging and reduction buffers alive on this rank right after the event.

@@ -54,6 +54,7 @@ class GatherPlan:
         issued_bytes, live_bytes: allocated while the gather is in flight, and once it is over.
         counters: tensors whose versions count in-place changes of the gathered shards.
         keeps: whether the memory of unsharded parameters may be allocated already.
+        plain_bytes: those of `sent_bytes` that are known before the gather is issued.
     """
 
     comm: Any
@@ -79,6 +80,12 @@ class GatherPlan:
     live_bytes: int = 0
     counters: list[torch.Tensor] = field(default_factory=list)
     keeps: bool = False
+    plain_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all ranks' slices together, as the gather sends them."""
+        return self.plain_bytes + sum([full.nbytes for full in self.varying])
 
     def seal(self) -> None:
         """Complete the plan: join the calls of each moment, which a step then runs in C."""

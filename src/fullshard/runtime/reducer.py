@@ -259,9 +259,7 @@ class Reducer:
                     ledger.reducing += scratch
                     ledger.note()
         if stream.listeners:
-            unit.emit(
-                "reduce", sum([gradients.buffer_bytes for gradients in unit_gradients if gradients.state is REDUCING])
-            )
+            unit.emit("reduce", _sent_bytes(unit))
         in_flight.append((self, runner, None))
         self._use.reduced.add(index)
         plan_usual_reduction(runner)
@@ -317,13 +315,13 @@ class Reducer:
                 unit.ledger.note()
                 self._packs = True
             if stream.listeners:
-                unit.emit("all_reduce", gradients.running.out.nbytes)
+                unit.emit("all_reduce", gradients.running.replicated_bytes)
 
     @staticmethod
     def _tell_wait(unit: Unit) -> None:
         """Emit that the unit's collectives in flight are waited for."""
         if any([gradients.pending is not None for gradients in unit.gradients]):
-            unit.emit("wait_reduce", sum([gradients.buffer_bytes for gradients in unit.gradients]))
+            unit.emit("wait_reduce", _sent_bytes(unit))
 
     def _finish_unit(self, runner: Runner) -> None:
         """Deliver a unit's reductions in flight, so that its buffer is free."""
@@ -350,8 +348,10 @@ class Reducer:
         unit, rules = runner.unit, runner.settings.reduce
         ledger = unit.ledger
         receivers: list[torch.Tensor] = []
+        sent_bytes = 0
         if stream.listeners:
             self._tell_wait(unit)
+            sent_bytes = _sent_bytes(unit)
         for gradients in unit.gradients:
             if gradients.state is REDUCING:
                 running = gradients.running
@@ -363,7 +363,7 @@ class Reducer:
                 if running.scratch:
                     ledger.reducing -= running.scratch
         if stream.listeners:
-            unit.emit("reduced", sum([gradients.buffer_bytes for gradients in unit.gradients]))
+            unit.emit("reduced", sent_bytes)
         if receivers:
             self._run_hooks(receivers)
 
@@ -470,3 +470,8 @@ class Reducer:
         self._tokens = None
         if self.in_flight.finalizing is self:
             self.in_flight.finalizing = None
+
+
+def _sent_bytes(unit: Unit) -> int:
+    """Bytes of all ranks' slices together, as the unit's reductions in flight send them."""
+    return sum([gradients.running.sent_bytes for gradients in unit.gradients if gradients.state is REDUCING])

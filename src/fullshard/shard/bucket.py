@@ -232,7 +232,9 @@ class Bucket:
                     raise on_another_device(self.members[0].name, self.axes.device, self.device)
                 self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
+            sent_bytes = self.gathered_bytes if self.form.plain else 0
             if self.kept is not None and kept_axis is not None:
+                sent_bytes = kept_axis.size * self.kept_bytes
                 axis, source, to.comm, gather_dtype = kept_axis, self.kept, None, None  # kept as unpacked
             elif home is not None:
                 gathers = home.gathering(comm)
@@ -241,6 +243,7 @@ class Bucket:
                     to.passing_bytes += source.numel() * source.element_size()
                 else:
                     source = source.copied_by(home.to_device)
+            to.plain_bytes += sent_bytes
             over = apart_of(axis, comm) if apart else axis
             self.full.plan(to, gathers, over, source, gather_dtype)
 

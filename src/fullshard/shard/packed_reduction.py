@@ -74,6 +74,7 @@ class PackedReduction:
         residuals: for error feedback; None: without.
 
     Attributes:
+        sent_bytes: of all ranks' slices together, packed.
         nbytes: of the two buffers.
 
     Raises:
@@ -99,7 +100,7 @@ class PackedReduction:
         self._pack = _packer(dtype, self._slices, self._sent.tensor.view(world, -1), residuals, "gradients")
         self._unpack = Packing(dtype, self._slices, self._received.tensor.view(world, -1)).unpack
         self._pending: Pending | None = None
-        self.nbytes = 2 * numel
+        self.sent_bytes, self.nbytes = numel, 2 * numel
         self._free()
 
     def start(self) -> Pending:
@@ -150,6 +151,7 @@ class PackedAllReduce:
         residuals: for error feedback, of the slice and of the sum of this rank's piece; None: without.
 
     Attributes:
+        sent_bytes: of all ranks' pieces together, packed.
         nbytes: of the three buffers.
 
     Raises:
@@ -184,7 +186,7 @@ class PackedAllReduce:
         self._unpack = Packing(dtype, [self._rows], received).unpack
         self._pending: Pending | None = None
         self._gathers = False  # whether `_pending` is the gather of sums
-        self.nbytes = sum([buffer.nbytes for buffer in self._buffers])
+        self.sent_bytes, self.nbytes = self._sent.nbytes, sum([buffer.nbytes for buffer in self._buffers])
         self._free()
 
     def start(self) -> Pending:

@@ -214,6 +214,8 @@ class PlannedReduction:
     Attributes:
         start: starts the collectives over the shard axis.
         replicate: starts the all-reduce of the slice over the replicate axis, if there is one.
+        sent_bytes: of all ranks' slices together, as the collectives of `start` send them.
+        replicated_bytes: of the slice, as `replicate` sends it.
         received: bytes that the collectives of `start` allocate until they are waited for.
         between: the same of `replicate`.
         scratch: all bytes allocated until then besides the buffer and `between`.
@@ -231,18 +233,20 @@ class PlannedReduction:
         bucket = buffer.bucket
         axis, between = bucket.axes.shard, bucket.axes.replicate
         fed_back = residuals if bucket.error_feedback else None
+        self.sent_bytes, self.replicated_bytes = buffer.nbytes, out.nbytes
         if bucket.scatter_dtype is None:
             # Over one rank the sum is the average, and fast on every backend.
             self.start = reduction_of(comm, axis, parts, segments, mean and axis.size > 1)
             self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
         else:
             packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype, fed_back)
-            self.start, self.received = packed.start, packed.nbytes
+            self.start, self.sent_bytes, self.received = packed.start, packed.sent_bytes, packed.nbytes
         self.scratch, self.between = self.received, 0
         self.replicate: Callable[[], Pending] | None = None
         if bucket.all_reduce_dtype is not None and between is not None:
             packed_slice = PackedAllReduce(comm, between, out, mean, bucket.all_reduce_dtype, fed_back)
             self.replicate, self.between = packed_slice.start, packed_slice.nbytes
+            self.replicated_bytes = packed_slice.sent_bytes
         elif between is not None:
             mean = mean and between.size > 1
             plan = getattr(comm, "plan_all_reduce", None)

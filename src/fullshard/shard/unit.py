@@ -124,7 +124,7 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of all ranks' slices together."""
+        """Bytes of all ranks' slices together, as a gather of the shards sends them."""
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
     @property
@@ -172,7 +172,7 @@ class Unit:
         if ledger.gathered + ledger.reducing > ledger.peak:
             ledger.note()
         if stream.listeners:
-            self.emit("gather", self.gathered_bytes)
+            self.emit("gather", plan.sent_bytes)
 
     def _planned_gather(self, comm: Comm, apart: bool) -> GatherPlan:
         """Plan a gather of all buckets; store the plan if it can be reused."""
@@ -217,7 +217,7 @@ class Unit:
         assert self.state is GATHERING, f"unit {self.name!r} is {self.state.value}; there is no gather to wait for"
         plan, pending = self.gathered, self.pending
         if stream.listeners:
-            self.emit("wait_gather", self.gathered_bytes)
+            self.emit("wait_gather", plan.sent_bytes)
         try:
             self.pending = None
             if recording():
@@ -242,7 +242,7 @@ class Unit:
         ledger.note()
         ledger.gathered += plan.live_bytes - copied - plan.issued_bytes
         if stream.listeners:
-            self.emit("gathered", self.gathered_bytes)
+            self.emit("gathered", plan.sent_bytes)
 
     def keep_among(self, axis: Axis | None, axes: MeshAxes) -> None:
         """Keep slices among the ranks of `axis` from forward to backward; None: keep none.
@@ -277,7 +277,7 @@ class Unit:
             if self.keeps_storage:
                 self._note_idle()
         if stream.listeners and not failed:
-            self.emit("free", self.gathered_bytes)
+            self.emit("free", plan.sent_bytes)
 
     def is_plain(self) -> bool:
         """Whether the plans determine everything that a step compares and calls."""
