@@ -13,6 +13,7 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.agreement.log import Log
 from fullshard.runtime import runner_of
+from fullshard.runtime.trace import Period, Traces
 from fullshard.watcher import BACKWARD, FORWARD, GATHER, REDUCE, REGATHER, VERB_BITS
 
 BLOCKS = 4
@@ -256,3 +257,20 @@ def test_the_next_gathers_of_a_backward_are_those_beyond_its_reductions():
     assert differs.next_gathers(3) == []
     strays.stray(2, 1)
     assert strays.next_gathers(1) == []
+
+
+def test_a_backward_that_comes_back_to_an_earlier_pass_gathers_that_ones_units_ahead():
+    traces, passes = Traces(), []
+    for unit in (0, 2):
+        traces.begin(lambda: None)
+        periods = [Period.of(unit, traces.current), Period.of(unit + 1, traces.current)]
+        for period in periods:
+            traces.current.entered(period)
+            traces.current.left(period)
+        passes.append(periods)
+    (first, second), (third, fourth) = passes
+    for period, upcoming in ((fourth, [2]), (second, [0]), (third, [])):
+        assert not [*traces.back_to(period, True)]
+        traces.back_to(period, False)
+        assert traces.reached is period.trace and traces.reached.upcoming(1) == upcoming
+    assert traces.ahead == {first.unit: 1, second.unit: 0, third.unit: 0, fourth.unit: 0}

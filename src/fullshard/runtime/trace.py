@@ -165,10 +165,10 @@ class Traces:
                 oldest.count_in(defaultdict(int))
 
     def reach(self, trace: Trace) -> None:
-        """Note that the current backward reached a different trace."""
+        """Note that the current backward reached a different trace, for the first time or again."""
         if trace not in self._reached:
             self._reached.append(trace)
-            self.reached = trace
+        self.reached = trace
         if trace.ahead is not self.ahead:
             trace.count_in(self.ahead)
 
