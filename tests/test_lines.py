@@ -24,6 +24,7 @@ from fullshard.agreement import meet, meet_jointly
 from fullshard.agreement.exchange import ranks_of, rows_of_all, sum_over
 from fullshard.api.join import Count
 from fullshard.mesh import Axis, MeshAxes, lines, resolve_mesh
+from fullshard.shard import TokenCount
 from fullshard.torch_private import gloo_group
 from fullshard.watcher import RANK
 
@@ -293,6 +294,9 @@ def compared_at_once() -> bool:
     assert Count(rank != 1, axes, comm).read() == 3
     sum_over(total := torch.tensor([rank]), axes, comm)
     assert total.item() == 6
+    recording = fullshard.RecordingComm(comm)
+    assert TokenCount(torch.tensor([rank]), 1, axes, recording).total(torch.float32).item() == 6
+    assert len(recording.calls) == 1
     groups = [weakref.ref(joint.lines.data), weakref.ref(joint.lines.side)]
     opened = len(lines._opened)
     for axis in axes.all:

@@ -20,8 +20,8 @@ REDUCTIONS = ("mean", "sum", "tokens")
 class TokenCount:
     """A step's token count over all ranks of a mesh, and the number of backwards that it covers.
 
-    Costs one all-reduce of three integers per axis of the mesh, issued on construction and waited for by the first
-    reduction. The host never waits for an accelerator: the sum stays on the device.
+    Costs one all-reduce of three integers per axis of `MeshAxes.spanning`, issued on construction and waited for by the
+    first reduction. The host never waits for an accelerator: the sum stays on the device.
 
     Ownership: `_sums` is allocated here, on the current stream, and read under any stream.
 
@@ -44,7 +44,7 @@ class TokenCount:
         self._sums = torch.cat([own, *numbers])  # [3], int64: tokens, micro-batches, their square
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self._pending: Pending | None = None
-        for axis in axes.all:
+        for axis in axes.spanning:
             if axis.size > 1:
                 if self._pending is not None:
                     self._pending.wait()
