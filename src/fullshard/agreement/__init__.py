@@ -6,7 +6,7 @@ different units; `stale.py` when a pass begins with gathered units; `use.py` at 
 integers by `exchange.py`.
 """
 
-from .first_pass import FirstPass
+from .first_pass import FirstPass, largest_mesh
 from .log import LEAVE, NOTHING, VERB
 from .position import Every, Position, checked
 from .shared_order import SharedOrder

@@ -129,7 +129,7 @@ class FirstPass:
         """Return the flags set on any rank."""
         self.active = False  # stays so if this raises: it raises on all ranks, so nothing is left to compare
         RANK.talks("the first pass")
-        flags = agree_on(token, flags, largest(units), self.comm, self._differ)
+        flags = agree_on(token, flags, largest_mesh(units), self.comm, self._differ)
         self.active = True
         return flags
 
@@ -142,7 +142,7 @@ def is_frozen(unit: Unit) -> bool:
     return bool(unit.buckets) and not any([bucket.trains for bucket in unit.buckets])
 
 
-def largest(units: Sequence[Unit]) -> MeshAxes:
+def largest_mesh(units: Sequence[Unit]) -> MeshAxes:
     """The largest mesh over which these units are sharded; at least one of them has parameters."""
     return max([bucket.axes for unit in units for bucket in unit.buckets], key=lambda axes: axes.world)
 
@@ -156,6 +156,6 @@ def differing(units: Sequence[Unit], comm: Comm) -> list[list[Member]]:
     with torch.no_grad():
         flags = torch.cat([unit.differs() for unit in units]).to(torch.int32)
         if comm.communicates:
-            sum_over(flags, largest(units), comm)
+            sum_over(flags, largest_mesh(units), comm)
     counts = iter(flags.tolist())
     return [[member for member in unit.members if next(counts)] for unit in units]

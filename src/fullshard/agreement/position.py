@@ -39,6 +39,7 @@ from ..watcher import (
     word,
 )
 from .exchange import agree_on
+from .first_pass import largest_mesh
 from .log import MODEL, MOST_UNITS, NOTHING, SIZES, VERB, Log
 from .messages import compared_alone, goes_on_differently, other_forward_order
 
@@ -258,8 +259,7 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
 
 def _compared(units: Sequence[Unit], comm: Comm) -> MeshAxes | None:
     """The largest mesh of these units; None if there is no rank to compare with."""
-    meshes = [bucket.axes for unit in units for bucket in unit.buckets]
-    axes = max(meshes, key=lambda axes: axes.world, default=None)
+    axes = largest_mesh(units) if any([unit.buckets for unit in units]) else None
     if axes is None or axes.world == 1 or not comm.communicates or axes.shard.backend == "fake":
         return None
     return axes

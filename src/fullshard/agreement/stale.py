@@ -11,7 +11,7 @@ from ..comm import Comm, has_streams
 from ..forms import Member
 from ..shard import Unit
 from .exchange import LateSums, rows_of_all
-from .first_pass import differing, largest
+from .first_pass import differing, largest_mesh
 from .messages import changed_unseen
 
 
@@ -45,7 +45,7 @@ class Stale:
         Raises:
             UsageError: a unit's values changed without any host knowing; on an accelerator only.
         """
-        axes = largest(units)
+        axes = largest_mesh(units)
         if not self._on_device:
             by_unit = differing(units, self.comm)
             return [(bool(wrong), unit.written() if wrong else []) for unit, wrong in zip(units, by_unit, strict=True)]

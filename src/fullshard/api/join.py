@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from ..agreement import largest_mesh
 from ..comm import Comm, Pending
 from ..errors import invalid_argument
 from ..mesh import MeshAxes
@@ -54,12 +55,12 @@ class join(Generic[Batch]):
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, example: Batch | None = None) -> None:
         self._runners = runners_of(model, "join")
-        meshes = [bucket.axes for runner in self._runners for bucket in runner.unit.buckets]
-        if not meshes:
+        units = [runner.unit for runner in self._runners]
+        if not any([unit.buckets for unit in units]):
             raise messages.no_units("join", plain_class(model).__name__, has_parameters=False)
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
             raise invalid_argument("join(batches=)", batches, "this rank's batches, as an iterable")
-        self._axes: MeshAxes = max(meshes, key=lambda axes: axes.world)
+        self._axes: MeshAxes = largest_mesh(units)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example
         self.active, self.ranks = True, self._axes.world
