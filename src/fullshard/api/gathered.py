@@ -65,8 +65,7 @@ def _hold(module: nn.Module) -> list[Runner]:
     """Enter a context: the units of `module`, which stay gathered from now on."""
     runners = runners_of(module, "keep_gathered")
     for runner in runners:
-        if runner.root is not None:
-            runner.root.recover_if_broken()
+        runner.recover_if_broken()
         if runner.phase not in (Phase.IDLE, Phase.PARTLY) or runner.unit.showing.summoned:
             raise messages.entered_while_running(runner.unit.name, runner.unit.showing.summoned, runner.phase.name)
     _agree(runners)
@@ -91,8 +90,7 @@ def _release(runners: list[Runner]) -> list[Exception]:
     failures: list[Exception] = []
     for runner in runners:
         runner.held -= 1
-        if runner.root is not None:
-            runner.root.recover_if_broken()
+        runner.recover_if_broken()
         running = runner.phase in (Phase.FORWARD, Phase.RECOMPUTING, Phase.BACKWARD)
         if runner.held or running or runner.period.hides:  # freed when that ends
             continue

@@ -39,8 +39,7 @@ def refuse_running(runners: list[Runner], function: str) -> None:
         PhaseError: names the unit.
     """
     for runner in runners:
-        if runner.root is not None:
-            runner.root.recover_if_broken()
+        runner.recover_if_broken()
         if runner.is_running:
             raise messages.called_within_a_pass(function, runner.unit.name)
 

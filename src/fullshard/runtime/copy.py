@@ -38,8 +38,7 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
         return _copy_plain(module, memo)
     runners = runners_in(module)
     for runner in runners:
-        if runner.root is not None:
-            runner.root.recover_if_broken()
+        runner.recover_if_broken()
         if runner.is_running:
             raise copied_while_it_runs(plain_class(module).__name__)
     take_over_replaced(module)

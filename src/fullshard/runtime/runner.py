@@ -99,6 +99,11 @@ class Runner:
         """The root above this unit; if there is none yet, this unit becomes one. Collective then."""
         return self.root if self.root is not None else self.find_root(self)
 
+    def recover_if_broken(self) -> None:
+        """See `Root.recover_if_broken`; does nothing while there is no root."""
+        if self.root is not None:
+            self.root.recover_if_broken()
+
     def happens(self, happening: Happening) -> None:
         """Run the table's action, and enter the next phase."""
         action, following = ROWS[self.phase][happening]
@@ -297,8 +302,6 @@ class Runner:
             self._gather_and_show(REGATHER)
         if prefetch.late:
             self._late = True
-        elif prefetch.backward_units is None:
-            root.prefetch_back(prefetch.backward)
         else:
             self._prefetch_back()
 
@@ -459,8 +462,7 @@ class Runner:
     def gather_for_user(self) -> None:
         """See `unshard`."""
         unit = self.unit
-        if self.root is not None:
-            self.root.recover_if_broken()
+        self.recover_if_broken()
         if unit.state is not SHARDED and unit.changed_since_gather():
             unit.reshard()
         if unit.state is SHARDED:
