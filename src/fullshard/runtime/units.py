@@ -117,7 +117,8 @@ def find_root(top: Runner) -> Root:
     _check_alike(root, [entry for key, entry in named.items() if key in apart])
     root.take_units()
     for runner in units:
-        runner.leftovers = Leftovers(_own_modules(runner))
+        owners = {id(owner): owner for module in runner.modules for owner in own_modules(module)}
+        runner.leftovers = Leftovers([*owners.values()])
     return root
 
 
@@ -231,18 +232,6 @@ def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
 def left_alone_by_all() -> frozenset[int]:
     """Return `left_alone` of all units of this process that have run."""
     return left_alone(runner for root in all_roots() for runner in root.units if isinstance(runner, Runner))
-
-
-def _own_modules(runner: Runner) -> list[nn.Module]:
-    """Return the modules of a unit, and those below them that are in no other unit."""
-    modules: list[nn.Module] = []
-    ahead: list[nn.Module] = list(runner.modules)
-    while ahead:
-        module = ahead.pop()
-        if runner_of(module) in (None, runner):
-            modules.append(module)
-            ahead += module.children()
-    return list({id(module): module for module in modules}.values())
 
 
 def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
