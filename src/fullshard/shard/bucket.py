@@ -282,8 +282,7 @@ class Bucket:
 
     def counters(self) -> list[torch.Tensor]:
         """Return the tensors whose version counters register changes of the shard, as far as PyTorch counts them."""
-        shards = [self.shard] if self.form.plain else self.shard.tensors
-        return [*shards, *self.form.counters(self.members)]
+        return [*self.shard_tensors, *self.form.counters(self.members)]
 
     def drop_kept(self) -> None:
         """Release the slice kept by a reshard to fewer ranks."""

@@ -62,13 +62,13 @@ def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new.full = new.kept = None
     new.drop_plans()
     new.turns = turns_on(new.axes.device)
-    new.members = [_clone_member(new, bucket, member, memo) for member in bucket.members]
+    new.members = [_clone_member(new, member, memo) for member in bucket.members]
     if isinstance(new.form, FlatParameterForm):
         _clone_flat(new, bucket, memo)
     return new
 
 
-def _clone_member(new: Bucket, bucket: Bucket, member: Member, memo: dict[int, Any]) -> Member:
+def _clone_member(new: Bucket, member: Member, memo: dict[int, Any]) -> Member:
     old = member.sharded
     clone = Member(member.slot, member.part, [], old, new.part(new.shard, member), member.split)
     clone.qualified = member.qualified

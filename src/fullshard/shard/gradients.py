@@ -332,9 +332,8 @@ class Gradients:
     def give_up_parameters(self, parameters: set[int]) -> int:
         """Run `give_up` for these sharded parameters, or views over them, by id; return the bytes released."""
         bucket, live = self.bucket, self.live_bytes
-        whole = id(bucket.flat_parameter) in parameters
         viewed = {i for view in self.delivery.views if id(view.tensor) in parameters for i in view.members}
-        self.give_up([m for i, m in enumerate(bucket.members) if whole or i in viewed or id(m.sharded) in parameters])
+        self.give_up([m for i, m in enumerate(bucket.members) if i in viewed or id(m.sharded) in parameters])
         return live - self.live_bytes
 
     def give_up(self, members: Sequence[Member]) -> None:

@@ -193,9 +193,7 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
             bucket.form.point(bucket.members, shard)
             for member in bucket.members:
                 follow_local(member.sharded)
-            for view in gradients.delivery.views:
-                if (tensor := view.tensor) is not None:
-                    tensor.data = shard.narrow(0, view.offset, view.length)
+            gradients.delivery.point_views()
         _move_gradients(bucket, gradients, mover)
     bucket.turns.give()
     unit.touched.changes += before - unit.version()
