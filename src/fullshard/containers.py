@@ -235,9 +235,9 @@ class Borrowed:
 
 
 def _with_changes(new: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """`old` with the elements in which its copy `new` (of a different dtype or device) was changed in place.
+    """`original` with the elements in which its copy `new` (of a different dtype or device) was changed in place.
 
-    A new tensor if `old` needs a gradient, as autograd may have saved it, or if it cannot be changed in place.
+    A new tensor if `original` needs a gradient, as autograd may have saved it, or if it cannot be changed in place.
     """
     if new.shape != original.shape:
         return new

@@ -36,7 +36,8 @@ class Member:
         split: how it is split over tensor-parallel ranks, if at all.
         unsharded: the unsharded parameter; None until the first gather.
         stand_in: shown on modules instead of `sharded`, if the form has stand-ins.
-        trains: the `requires_grad` with which `unsharded` was created; if it differs there, the user has set it.
+        trains: the `requires_grad` of `unsharded` when it was created, or last followed (`Bucket.follow_requires_grad`,
+            `Bucket.take_requires_grad`); if it differs there, the user has set it since.
         qualified: its name relative to the root; None until the root is determined.
         birth: fingerprints of the whole value and of `local` at its creation, and the number of earlier writes to the
             original, to compare with other ranks.

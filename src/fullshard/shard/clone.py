@@ -33,7 +33,7 @@ from .views import FlatView
 
 
 def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
-    """Return a unit with shards equal to `unit`'s, and any gradients; not registered on any module yet.
+    """Return a unit with shards equal to `unit`'s, without gradients; not registered on any module yet.
 
     Args:
         unit: in any state; gathered memory is not copied.
