@@ -303,12 +303,11 @@ class Unit:
             self._note_idle()
 
     def leave_ledger(self) -> None:
-        """Move the bytes of this unit, which is sharded, from the root's ledger to one of its own."""
-        kept = self._idle_bytes + sum([bucket.kept_bytes for bucket in self.buckets])
+        """Move the bytes of this unit, which is sharded and keeps no slices, from the root's ledger to its own."""
         reducing = sum([gradients.live_bytes for gradients in self.gradients])  # accumulated without sync
-        self.ledger.gathered -= kept
+        self.ledger.gathered -= self._idle_bytes
         self.ledger.reducing -= reducing
-        self.ledger = Ledger(kept, reducing, model=self.ledger.model)
+        self.ledger = Ledger(self._idle_bytes, reducing, model=self.ledger.model)
 
     def _note_idle(self) -> None:
         kept = sum([b.full.live_bytes for b in self.buckets if b.full is not None]) if self.keeps_storage else 0
