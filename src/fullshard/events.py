@@ -23,7 +23,8 @@ class Event:
             "wait_reduce" (the result of one of the two is needed now), "reduced" (gradients are in `.grad`).
         unit: name of the unit relative to the root ("(root)" for the root itself).
         nbytes: bytes of all ranks' slices together, padding included, as the unit's gather or reduction sends them (in
-            8 bits, say); for "collect" those of the buffer, and for "all_reduce" those of one slice, as it is sent.
+            8 bits, say; a communication hook may send fewer); for "all_reduce" those of one slice, and for "collect"
+            those of the buffer.
         rank: global rank of the process that recorded it.
         time: seconds, `time.perf_counter()` of that process.
         live: bytes of gathered units, staging and reduction buffers alive on this rank right after the event.

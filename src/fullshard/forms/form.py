@@ -92,7 +92,7 @@ class Form(ABC):
 
         Raises:
             ConfigError: a replacement that is not this parameter's shard (wrong shape, mesh, placement or type), or a
-                different parameter of the bucket; or the locals are not on one device, or not of one dtype.
+                different parameter of the bucket; or only some of the locals are on meta, or they have several dtypes.
         """
         rank, parameters = self.axes.global_rank, [member.sharded for member in members]
         for index, member in enumerate(members):
