@@ -319,7 +319,7 @@ def test_only_a_pass_that_came_to_its_end_is_complete():
 
 def status(rank: int, **facts: Any) -> dict[str, Any]:
     known = {"gone": None, "state": "S", "raised": None, "waited": None, "waits_for": None, "last": None, "idle": False,
-             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "children": 0.0, "records": [], "stack": "here", "time": 0.0,
+             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "children": 0.0, "records": [], "stack": "here", "clock": 0.0,
              "samples": ["here"]}  # fmt: skip
     return {"rank": rank, **known, **facts}
 

@@ -301,6 +301,19 @@ def test_a_rank_that_gets_on_is_waited_for(world: Callable[..., World]) -> None:
     assert not ranks.raised.get(0), ranks.raised
 
 
+def test_a_clock_that_is_set_ends_no_job(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, over, wall = world(2, limit=10.0), threading.Event(), time.time
+    ranks.does(0, waits)
+    ranks.does(1, lambda rank: over.wait(60))
+    for jump in (5000.0, -5000.0):
+        time.sleep(2.5)
+        monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
+    time.sleep(2.5)
+    over.set()
+    assert not ranks.raised.get(0), ranks.raised
+    assert 7.0 < ranks.ranks[0].watcher.status(False)["waited"] < 60.0
+
+
 def test_one_that_reads_files_is_waited_for(world: Callable[..., World]) -> None:
     ranks, over = world(2, limit=0.5), threading.Event()
 

@@ -33,7 +33,7 @@ FORWARD = {"did": "ran the model's forward", "at": "train.py:80", "waits": False
 
 def status(rank: int, **known: Any) -> Status:
     """A rank that waits for a gather for longer than the limit; with `waited=None` one that is elsewhere."""
-    found = {"rank": rank, "host": "a", "pid": 100 + rank, "time": 0.0, "gone": None, "state": "S", "raised": None}
+    found = {"rank": rank, "host": "a", "pid": 100 + rank, "clock": 0.0, "gone": None, "state": "S", "raised": None}
     found |= {"idle": False, "waited": LIMIT + 1, "waits_for": POINT, "last": POINT, "count": 9, "steps": 3, "ticks": 0}
     found |= {"cpu": 1.0, "children": 0.0, "io": 5, "records": [POINT], "stack": "", "samples": ["line 1"]}
     return {**found, "call": None, "own": None, "runs": False, "wakes": 5, "silent": None, **known}
@@ -50,7 +50,7 @@ def still(rank: int, **known: Any) -> Callable[[int], Status]:
 
 def judged(*ranks: Callable[[int], Status]) -> list[Status] | None:
     """The second of two looks, a minute apart, if ranks are found stuck by then."""
-    before, now = ([{**rank(look), "time": 60.0 * look} for rank in ranks] for look in range(2))
+    before, now = ([{**rank(look), "clock": 60.0 * look} for rank in ranks] for look in range(2))
     return now if stuck(now, before, LIMIT, HARD) else None
 
 
@@ -175,7 +175,7 @@ def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands(watcher: Watcher
     inside, outside = call_of(frames_of(stack("train.py", OURS, MODEL))), call_of(frames_of(stack("train.py")))
     assert inside is not None and outside is not None and inside.in_pass and not outside.in_pass
     for call, waits in ((None, False), (outside, False), (inside, True)):
-        watcher._silence = Silence([], call, time.time() - 1000, rank.log[-1])
+        watcher._silence = Silence([], call, time.monotonic() - 1000, rank.log[-1])
         assert (watcher._waited() is not None) == waits, call
     rank.record(2 * issued.TURN)  # it goes on
     assert watcher._waited() is None

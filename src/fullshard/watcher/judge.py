@@ -36,7 +36,8 @@ def unheard(rank: int, last: Status | None, seconds: float = 0.0) -> Status:
     status: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last", "call", "own", "silent"))
     status |= {"rank": rank, "host": "", "state": "absent" if last is None else "unreachable", "idle": False, "pid": 0}
     status |= {"count": 0, "steps": 0, "ticks": 0, "cpu": 0.0, "children": 0.0, "io": 0, "records": [], "stack": ""}
-    status |= {"samples": [], "runs": False, "wakes": 0, "broken": False, "time": time.time(), "unheard": seconds}
+    status |= {"samples": [], "runs": False, "wakes": 0, "broken": False, "unheard": seconds}
+    status |= {"time": time.time(), "clock": time.monotonic()}
     constant = ("host", "pid", "machine", "start")
     return status | {name: last[name] for name in constant if last is not None and name in last}
 
@@ -158,7 +159,7 @@ def _moved(now: Status, before: Status | None, limit: float) -> bool:
         return now["state"] != before["state"] or now.get("unheard", limit) < limit
     if now["count"] != before["count"] or now.get("ticks") != before.get("ticks"):
         return True
-    seconds = now["time"] - before["time"]
+    seconds = now["clock"] - before["clock"]
     stands = now.get("own") is not None
     if now["steps"] == 0 and not stands:
         return now["cpu"] - before["cpu"] > 0.02 + 0.01 * seconds or now["io"] != before["io"]

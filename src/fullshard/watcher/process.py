@@ -269,7 +269,7 @@ def look_at(last: dict[str, Any]) -> dict[str, Any]:
     Args:
         last: the last status that it sent.
     """
-    pid, status = last["pid"], {"time": time.time(), "gone": None}
+    pid, status = last["pid"], {"time": time.time(), "clock": time.monotonic(), "gone": None}
     if not lives(last):
         ending = _ending(pid) or "killed, or ended by os._exit"
         return {**status, "state": "gone", "gone": "os._exit(0)" if ending == "exit code 0" else ending}

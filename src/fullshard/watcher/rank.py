@@ -62,7 +62,7 @@ class Wait:
 
     Attributes:
         word: the awaited event, as an integer of the log.
-        since: its start, seconds since the epoch.
+        since: its start, by `time.monotonic`: the wall clock may jump.
         thread: the waiting thread.
         broken: whether the collective has failed, and the rank only waits for the reason.
     """
@@ -215,7 +215,7 @@ class Rank:
 
     @contextlib.contextmanager
     def _waiting(self, label: int, broken: bool = False) -> Iterator[Wait]:
-        wait = Wait(label, time.time(), threading.get_ident(), broken)
+        wait = Wait(label, time.monotonic(), threading.get_ident(), broken)
         self.waits.append(wait)
         try:
             yield wait
@@ -227,7 +227,7 @@ class Rank:
         if self.verdict is not None:
             raise self._divergence()
         watcher, (limit, hard) = self.watcher, self.limits()
-        waited = time.time() - wait.since
+        waited = time.monotonic() - wait.since
         if watcher is not None and waited > (hard if watcher.is_alone else limit) and watcher.hears_nothing_for(limit):
             self.leave()
             raise messages.store_is_silent(waited, watcher.word_on_keeper())

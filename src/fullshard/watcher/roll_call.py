@@ -67,7 +67,7 @@ class Silence(NamedTuple):
     Attributes:
         frames: its stack.
         call: the call in that stack.
-        since: when this stack was first seen, unchanged and without new records since; seconds since the epoch.
+        since: when this stack was first seen, unchanged and without new records since; by `time.monotonic`.
         issued: the integer of the log that it issued last.
     """
 
@@ -180,7 +180,7 @@ class Watcher:
     def _tick(self) -> None:
         last = self.rank.log[-1]
         if last != self._issued:
-            self._issued, self._moved = last, time.time()
+            self._issued, self._moved = last, time.monotonic()
         if self.is_alone and time.monotonic() - self._tried_store > RETRY:
             self._come_back()
         if not self.is_alone:
@@ -289,7 +289,7 @@ class Watcher:
             self._collect(self._round)
             return
         waited = self._waited()
-        since = time.time() - (waited or 0.0)
+        since = time.monotonic() - (waited or 0.0)
         if since - self._since > 1.0:  # a new wait: looks during the previous wait do not count
             self._since, self._alike = since, 0
             self.before.clear()
@@ -403,7 +403,7 @@ class Watcher:
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
         if is_stuck and self.rank.settings.limit is None and may_sleep(statuses, hard):
             if self._warned < self._since:
-                self._warned = time.time()
+                self._warned = time.monotonic()
                 sys.stderr.write(messages.waits_long(statuses, hard))
             return ""
         if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
@@ -432,8 +432,8 @@ class Watcher:
             keeps: silent rank -> the neighbour that terminates it.
         """
         if self.rank.verdict is None:
-            self._condemned |= {int(rank): time.time() for rank, keeper in keeps.items() if keeper == self.number}
-            self._condemned[self.number] = time.time()
+            self._condemned |= {int(rank): time.monotonic() for rank, keeper in keeps.items() if keeper == self.number}
+            self._condemned[self.number] = time.monotonic()
             self.rank.condemn(report)
 
     # Ends.
@@ -451,7 +451,7 @@ class Watcher:
                 del self._condemned[rank]
                 continue
             grace = self.rank.settings.grace
-            late = time.time() - since - grace
+            late = time.monotonic() - since - grace
             if late <= 0:
                 continue
             self._print_once(rank, messages.ended_by_watcher(rank, grace, self.rank.verdict or ""))
@@ -501,13 +501,13 @@ class Watcher:
     def _in_own_collective(self) -> float | None:
         """Seconds for which the rank has been in a collective of the program's own; None if it is not."""
         silence = self._standing()
-        return time.time() - silence.since if silence is not None and silence.call and silence.call.waits else None
+        return time.monotonic() - silence.since if silence is not None and silence.call and silence.call.waits else None
 
     def _waited(self) -> float | None:
         """Seconds for which the rank has waited for other ranks in any way; None if it does not wait."""
         waiting, in_own = self._waiting(), self._in_own_collective()
         if waiting is not None:
-            return time.time() - waiting.since
+            return time.monotonic() - waiting.since
         if self._gone and (silent := self._silent_for()) is not None:
             return silent
         # Within the limit the program's own collectives report their failures themselves.
@@ -516,7 +516,7 @@ class Watcher:
     def _silent_for(self) -> float | None:
         """Seconds for which a rank whose device waits has been at the same position; None if it has not."""
         silence = self._standing()
-        return time.time() - silence.since if silence is not None and self.rank.idle else None
+        return time.monotonic() - silence.since if silence is not None and self.rank.idle else None
 
     def _pause(self, waited: float) -> float:
         """Seconds between two rounds."""
@@ -527,7 +527,7 @@ class Watcher:
 
     def _look_into_silence(self) -> None:
         """Sample the rank's position if it issues nothing."""
-        now = time.time()
+        now = time.monotonic()
         if self.rank.waits:
             self._silence = None
         elif now - max(self._looked, self._moved) > self._pause(0.0):
@@ -555,6 +555,7 @@ class Watcher:
         waiting, records = self._waiting(), records_of(rank.log, rank.steps)
         waits_for = next((record for record in records if waiting is not None and record.word == waiting.word), None)
         last, activity = records[-1] if records else None, process.activity(self._task, states, samples)
+        now, clock = time.time(), time.monotonic()  # the former is only printed: it may jump
         return {
             "rank": self.number,
             "host": socket.gethostname(),
@@ -562,18 +563,19 @@ class Watcher:
             "pid": pid,
             "start": process.started(pid),
             "stacks": self._stacks.fileno(),
-            "time": time.time(),
+            "time": now,
+            "clock": clock,
             "gone": None,
             "raised": rank.raised[1] if rank.raised is not None and rank.raised[0] == rank.log[-1] else None,
             "caught": self._caught(records),
             "idle": rank.idle,
-            "waited": time.time() - waiting.since if waiting is not None else None,
+            "waited": clock - waiting.since if waiting is not None else None,
             "waits_for": self._named(waits_for) if waits_for is not None else None,
             "broken": waiting is not None and waiting.broken,
-            "last": {**self._named(last), "time": self._moved} if last is not None else None,
+            "last": {**self._named(last), "time": now - (clock - self._moved)} if last is not None else None,
             "count": rank.log[-1],
             "steps": rank.steps,
-            "ticks": int(time.time() / SLICE) if rank.reading else 0,
+            "ticks": int(clock / SLICE) if rank.reading else 0,
             "cpu": process.cpu_seconds(pid) - time.thread_time(),
             "children": process.children_seconds(pid),
             "io": process.moved_bytes_of_others(),
