@@ -203,4 +203,6 @@ def test_gradients_of_sharded_parameters_are_not_given_directly(way: str, unused
     if hasattr(weight, "full_tensor"):  # part of a graph of its own
         (of_weight,) = torch.autograd.grad(weight.full_tensor().square().sum(), weight)
         torch.testing.assert_close(of_weight.full_tensor(), 2 * weight.full_tensor())
-    assert torch.autograd.grad(x.sum(), nn.Parameter(torch.ones(3)), allow_unused=True) == (None,)
+    unused = nn.Parameter(torch.ones(3))
+    assert torch.autograd.grad(x.sum(), unused, allow_unused=True) == (None,)
+    assert torch.autograd.grad(x.sum(), (each for each in [unused]), allow_unused=True) == (None,)

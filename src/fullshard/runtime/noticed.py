@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -253,11 +253,10 @@ def install() -> None:
 
     @functools.wraps(original_grad)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients: Any = None
+        outputs, inputs = [tuple(each) if isinstance(each, Iterator) else each for each in (outputs, inputs)]
         if splits_backward() and all([isinstance(tensor, torch.Tensor) for tensor in _as_tuple(inputs)]):
             grad_outputs = args[0] if args else kwargs.get("grad_outputs")
-            gradients = _of_inputs_and_parameters(outputs, _as_tuple(inputs), grad_outputs)
-            if gradients is not None:
+            if (gradients := _of_inputs_and_parameters(outputs, _as_tuple(inputs), grad_outputs)) is not None:
                 return gradients
         try:
             gradients = original_grad(outputs, inputs, *args, **kwargs)
