@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from contextlib import nullcontext
 from unittest import mock
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from fullshard.api.wrapper import summon
 from fullshard.checkpoint.whole import Batch
+from fullshard.forms import Place
 from ways import on_ranks
 
 SHARDED = fullshard.FullyShardedDataParallel
@@ -105,6 +108,43 @@ def test_a_rank_that_shows_nothing_keeps_no_whole_value(fake_world, orig: bool, 
     summoned = SHARDED.summon_full_params(model, rank0_only=True, writeback=False)
     with mock.patch.object(Batch, "pack", counted), summoned:
         assert [ref() is not None for ref in buffers] == [rank == 0] * 3
+
+
+@both
+@pytest.mark.parametrize("what", ["Place.register", "summon._point"])
+def test_memory_that_runs_out_while_parameters_are_shown(fake_world, orig: bool, what: str) -> None:
+    fake_world(2, 0)
+    _, model = build(orig)
+    before = [(name, p, p.shape, p.data_ptr()) for name, p in model.named_parameters()]
+    owner, name = (Place, "register") if what == "Place.register" else (summon, "_point")
+    call, calls = getattr(owner, name), itertools.count()
+
+    def fails(*args: object) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("planted")
+        call(*args)
+
+    raises = pytest.raises(torch.OutOfMemoryError, match="planted") if orig or owner is Place else nullcontext()
+    with mock.patch.object(owner, name, fails), raises, SHARDED.summon_full_params(model):
+        pass
+    after = [(name, p, p.shape, p.data_ptr()) for name, p in model.named_parameters()]
+    assert all(a[1] is b[1] and a[2:] == b[2:] for a, b in zip(after, before, strict=True))
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def test_a_refused_parameter_leaves_no_other_whole(fake_world) -> None:
+    """In another bucket of its unit: one trains, one is frozen."""
+    fake_world(2, 0)
+    layer = nn.Linear(8, 8)
+    layer.bias.requires_grad_(False)
+    model = SHARDED(layer, use_orig_params=True)
+    assert len(model._runner().unit.buckets) == 2
+    for name in ("weight", "bias"):
+        before = [p.shape for p in layer.parameters()]
+        with pytest.raises(fullshard.ConfigError, match=name), SHARDED.summon_full_params(model):
+            setattr(layer, name, nn.Parameter(torch.zeros(3)))
+        assert [p.shape for p in layer.parameters()] == before
+    model(torch.ones(2, 8)).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...comm import make_comm
 from ...errors import ArgumentTypeError, check_switch, invalid_argument
-from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
+from ...forms import FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...policies import Check, CPUOffloadPolicy, OffloadPolicy, Unused
 from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, own_modules, runners_in, unit_of
@@ -342,7 +342,7 @@ def holders_of(units: Iterable[Unit]) -> dict[int, nn.Module]:
         for bucket in unit.buckets:
             if isinstance(bucket.form, FlatParameterForm) and (holder := bucket.form.holder) is not None:
                 holders[id(unit)] = holder
-                holder._parameters.pop(ATTRIBUTE, None)
+                bucket.form.unregister()
     return holders
 
 

@@ -138,9 +138,9 @@ def _summoned(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, wi
     finally:
         runner.unit.showing.summon(False)
         _open.remove(instance)
-        if visible:
-            for whole in wholes:
-                whole.hide(writeback)
+        with ExitStack() as hiding:  # all of them, whatever one refuses
+            for whole in wholes if visible else ():
+                hiding.callback(whole.hide, writeback)
 
 
 def _refuse_gradient(grad: Any) -> None:
@@ -186,6 +186,8 @@ class _Summoned:
     Attributes:
         values: whole values, by member; views of the shard if it is not split and stays on its device.
         grads: whole gradients, by member; None without `with_grads`, or where no rank has one.
+        parameters, saved: the whole parameters, and what was in their `.grad`, of the members shown so far.
+        complete: whether all are shown: `show` did not raise.
     """
 
     def __init__(self, bucket: Bucket, to_cpu: bool, with_grads: bool, visible: bool) -> None:
@@ -215,6 +217,7 @@ class _Summoned:
         self.version = self._shard_version()
         self.parameters: list[nn.Parameter] = []
         self.saved: list[torch.Tensor | None] = []
+        self.complete = False
 
     def _shard_version(self) -> int:
         """A number that differs after the bucket's `FlatParameter` was changed; 0 for buckets without one."""
@@ -231,32 +234,35 @@ class _Summoned:
             if bucket.form.keeps_originals and split is None:
                 parameter = member.sharded
                 self.saved.append(parameter.grad)
+                self.parameters.append(parameter)
                 parameter.grad = None
                 _point(parameter, value)
             else:  # a tensor-parallel parameter is shown as a DTensor
-                self.saved.append(None)
                 shown = value if split is None else split.unsharded(value)
                 parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
                 parameter.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
+                self.saved.append(None)
+                self.parameters.append(parameter)
             if grad is not None:
                 parameter.grad = grad if split is None else split.unsharded(grad)
-            self.parameters.append(parameter)
             for place in member.places:
                 place.register(parameter)
+        self.complete = True
 
     def hide(self, writeback: bool) -> None:
-        """Show the sharded parameters again, and write changes back with `writeback`.
+        """Show the sharded parameters again, and write changes back with `writeback`; after a `show` that raised too.
 
         Raises:
             ConfigError: a parameter was replaced by one of a different shape; all others are restored.
             UsageError: the `FlatParameter` was changed too: changes of the whole values are dropped.
         """
-        bucket = self.bucket
+        bucket, writeback = self.bucket, writeback and self.complete
         stepped = self.is_copy and self._shard_version() != self.version
         error: ConfigError | None = None
-        for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
+        for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=self.complete)):
             try:
-                self._collect(i, parameter, writeback)
+                if self.complete:
+                    self._collect(i, parameter, writeback)
             except ConfigError as different_shape:
                 error = different_shape
             if bucket.form.keeps_originals and member.split is None:
@@ -270,7 +276,7 @@ class _Summoned:
             for place in member.places:
                 if place.outside:
                     place.withdraw()
-                place.show(member.sharded if member.stand_in is None else member.stand_in)
+                place.show(member.shown)
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.register_again()
         if writeback:
