@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import fullshard
 from fullshard import PhaseError, memory_use, park, resume
 from fullshard.forms import HiddenParameter
 from fullshard.shard import Mover, units_of
+from fullshard.shard.parking import Parking
 from fullshard.torch_private.local_tensor import around_local, plain_tensors
 from training import assert_same
 from ways import (
@@ -323,6 +326,59 @@ def wrong_uses() -> list[str]:
     resume(model, optimizer)
     optimizer.step()
     return problems
+
+
+@pytest.mark.parametrize("fails", ["park", "resume"])
+@some_ways
+def test_memory_that_runs_out_midway(run_ranks, way: str, fails: str) -> None:
+    assert_same(run_ranks(moved_again, way, fails))
+
+
+def moved_again(way: str, fails: str) -> list[str]:
+    """At each of the first moves in turn: `resume` restores the model, and it trains on."""
+    model, problems = sharded(way), list[str]()
+    optimizer = optimizer_of(model)
+    loss_of(model, mine(0)).backward()
+    optimizer.step()
+    for at in range(12):
+        want = held(model, optimizer)
+        if fails == "resume":
+            park(model, optimizer)
+        with _Forced(), _Short(at):
+            error = error_of(lambda: (park if fails == "park" else resume)(model, optimizer))
+        assert isinstance(error, torch.OutOfMemoryError), error
+        with _Forced():
+            resume(model, optimizer)
+        assert not any(type(bucket.home) is Parking for unit in units_of(model) for bucket in unit.buckets)
+        problems += alike(f"move {at}", held(model, optimizer), want)
+        loss_of(model, mine(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=at % 2 == 0)
+    return problems
+
+
+class _Short:
+    """Memory runs out in this thread at its move of this number."""
+
+    move, thread = Mover.move, threading.local()
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __enter__(self) -> None:
+        self.thread.left = self.at
+        Mover.move = _Short.counted
+
+    def __exit__(self, *_: Any) -> None:
+        self.thread.left = math.inf
+
+    @staticmethod
+    def counted(mover: Mover, plain: Tensor) -> Tensor:
+        left = getattr(_Short.thread, "left", math.inf)
+        _Short.thread.left = left - 1
+        if left == 0:
+            raise torch.OutOfMemoryError("planted")
+        return _Short.move(mover, plain)
 
 
 def test_wrappers_say_where_their_memory_is(run_ranks) -> None:

@@ -99,21 +99,22 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
         runner.unit.refresh()
     accelerated = any(bucket.axes.device.type != "cpu" for runner in runners for bucket in runner.unit.buckets)
     mover = Mover(torch.device("cpu"), pinned=pin_memory and accelerated)
+    # Before anything moves: if memory runs out, `resume` restores what has moved.
+    parked_model = _parked[model] = _Parked([weakref.ref(optimizer) for optimizer in optimizers], {})
     for runner in runners:
         runner.kept = False
         park_unit(runner.unit, mover)
-    parked_model = _Parked([weakref.ref(optimizer) for optimizer in optimizers], {})
     for tensor, _ in list(_outside_units(model, optimizers)):
         parked_model.devices |= {id(plain): (plain, plain.device) for plain in plain_tensors(tensor)}
         mover.move_inside(tensor)
-    _parked[model] = parked_model
     return _logged("park", Moved(mover.moved, mover.stayed))
 
 
 def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
     """Move a parked model, and the optimizers that were parked with it, back to their devices.
 
-    No communication; call it on every rank. Values are those that were parked, bit for bit, or those loaded since.
+    No communication; call it on every rank. Values are those that were parked, bit for bit, or those loaded since. If
+    `park` or `resume` runs out of memory, call `resume`: it moves what is not on its device.
 
     Args:
         model: the module that was passed to `park`.

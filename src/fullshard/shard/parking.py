@@ -165,10 +165,10 @@ def resume_unit(unit: Unit) -> tuple[int, int]:
         home, form = bucket.home, bucket.form
         if type(home) is not Parking:
             continue
-        bucket.home, form.apart = home.before, home.apart
         before = home.before
         mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
         _move_bucket(unit, bucket, gradients, mover)
+        bucket.home, form.apart = before, home.apart  # only now: a move that fails can be repeated
         nbytes = [nbytes[0] + mover.moved, nbytes[1] + mover.stayed]
     unit.drop_plans()
     return nbytes[0], nbytes[1]
@@ -181,22 +181,28 @@ def _move(unit: Unit, mover: Mover) -> None:
 
 
 def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
-    """Move values, then gradients. Versions continue unchanged: to the engine nothing has happened."""
+    """Move values, then gradients. Versions continue unchanged, also after an error: nothing was changed."""
     before = unit.version()
     bucket.turns.take()
-    with plain_access(), torch.no_grad():
-        if not bucket.form.plain:
-            for chunk in bucket.shard_tensors:
-                mover.move_inside(chunk)
-        elif (shard := mover.move(bucket.shard)) is not bucket.shard:
-            bucket.shard = shard
-            bucket.form.point(bucket.members, shard)
-            for member in bucket.members:
-                follow_local(member.sharded)
-            gradients.delivery.point_views()
-        _move_gradients(bucket, gradients, mover)
-    bucket.turns.give()
-    unit.touched.changes += before - unit.version()
+    try:
+        with plain_access(), torch.no_grad():
+            _move_values(bucket, gradients, mover)
+            _move_gradients(bucket, gradients, mover)
+    finally:
+        bucket.turns.give()
+        unit.touched.changes += before - unit.version()
+
+
+def _move_values(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
+    if not bucket.form.plain:
+        for chunk in bucket.shard_tensors:
+            mover.move_inside(chunk)
+    elif (shard := mover.move(bucket.shard)) is not bucket.shard:
+        bucket.shard = shard
+        bucket.form.point(bucket.members, shard)
+        for member in bucket.members:
+            follow_local(member.sharded)
+        gradients.delivery.point_views()
 
 
 def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
@@ -208,10 +214,11 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     holders: list[Any] = [member.sharded for member in bucket.members]
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
-    current, delivery.set = delivery.set, None
+    current = delivery.set
     reassigned = current is not None and current.reassigned()  # then users no longer see it
     for grad in grads:
         mover.move_inside(grad)
+    delivery.set = None
     if current is None or reassigned or not grads or not current.storage.nbytes():
         return
     for shows in (current.flat, *current.parts, *current.views):  # those shown as `.grad` have moved already
