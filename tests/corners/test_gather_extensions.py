@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import layers, shard, trains_as
+from drop_in import batch, layers, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 import fullshard
 import quantised
 from fullshard import fully_shard
+from fullshard.torch_private.local_tensor import local_of, plain_tensors
 from quantised import IN_PLACE, KEEPS, BlockInt8, StoredInt8
 from training import LAYOUTS
 from ways import on_ranks
@@ -345,6 +346,18 @@ def test_trains_as_unsharded_and_the_whole_weight_is_let_go(kind: str, layout: s
         assert len(model[0].weight.mantissa) == len(model[0].weight.scale) == WIDE
         model[0].reshard()
         trains_as(model, layers(width=WIDE))
+
+
+@on_ranks
+def test_a_weight_that_does_not_list_its_inner_tensors_is_parked() -> None:
+    model, x = network(Unlisted), batch(0, 0)
+    shard(model)
+    before = model(x)
+    local = local_of(model[0].weight)
+    assert [*map(id, plain_tensors(model[0].weight))] == [id(local.mantissa), id(local.scale)]
+    assert fullshard.park(model).stayed
+    fullshard.resume(model)
+    assert torch.equal(model(x), before)
 
 
 class Frozen(nn.Module):

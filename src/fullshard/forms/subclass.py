@@ -460,7 +460,7 @@ class _Gathered:
         if tuple(shown.shape) != shape:
             raise returned_another_shape(member.name, member.slot.shape, tuple(unsharded.shape))
         buffers = {out.storage.data_ptr() for out in self.received}
-        used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(unsharded))}
+        used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *plain_tensors(unsharded))}
         storages = {storage.data_ptr(): storage for storage in [tensor.untyped_storage() for tensor in inner]}
         self.inner = [(storage, storage.nbytes()) for at, storage in storages.items() if at not in buffers]
         self._keeps = [out.storage.data_ptr() in used for out in self.received]
@@ -535,14 +535,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     plain.copy_(tensor)
     return plain
-
-
-def _plain_parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors inside a subclass, at any depth; for a plain tensor itself."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return [tensor]
-    if hasattr(tensor, "__tensor_flatten__"):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    else:
-        inner = [value for value in tensor.__dict__.values() if isinstance(value, torch.Tensor)]
-    return [part for tensor in inner for part in _plain_parts(tensor)]

@@ -3,7 +3,8 @@
 Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` does not change),
 `DTensor.__new__` with these two (`with_spec`; `DTensor.from_local` is the public alternative, and takes longer),
 `Tensor._base`, `._is_view`, `._version`, `._backward_hooks`, `._post_accumulate_grad_hooks`,
-`torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
+`torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`, and that tensors of `_make_wrapper_subclass`
+raise a RuntimeError for the address of their storage.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
 identity could not be checked every step; and plain attribute access, 2 us instead of 0.1 if a class has a
 `__torch_function__`. `tests/test_private_api.py` fails when one is gone.
@@ -18,7 +19,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from .fake_tensors import is_fake
 
 plain_access = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called."""
@@ -100,13 +104,31 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 def plain_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors inside a tensor of any class, at any depth: the objects themselves; for a plain one itself."""
+    """The plain tensors inside a tensor of any class, at any depth: the objects themselves; for a plain one itself.
+
+    Of a class that has no memory and does not list its inner tensors: those among its attributes.
+    """
     if hasattr(tensor, "_local_tensor"):  # a DTensor, a FlatShard
         return plain_tensors(tensor._local_tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [plain for part in inner for plain in plain_tensors(part)]
-    return [tensor]
+    elif _has_memory(tensor):
+        return [tensor]
+    else:
+        inner = [value for value in tensor.__dict__.values() if isinstance(value, torch.Tensor)]
+    return [plain for part in inner for plain in plain_tensors(part)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory itself, as those of `_make_wrapper_subclass` have not. Fake ones count as if."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or is_fake(tensor):
+        return True
+    try:
+        with plain_access():
+            tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # "invalid python storage"
+        return False
+    return True
 
 
 def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
