@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
@@ -218,6 +219,29 @@ def with_memory_of_the_group() -> bool:
 
     close(gradients_of(fullshard, "gpt", Options(), use), gradients_of(fullshard, "gpt", Options()))
     return backend.allocated > 4
+
+
+def test_a_hook_does_not_silently_replace_another_reduction(fake_world) -> None:
+    fake_world(4)
+    flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    unit = fullshard.fully_shard(nn.Linear(8, 8), mesh=flat)
+    unit.set_custom_reduce_scatter(MyReduce())
+    with pytest.raises(fullshard.ConfigError, match="custom reduce-scatter"):
+        unit.register_comm_hook(None, print)
+    unit = fullshard.fully_shard(nn.Linear(8, 8), mesh=flat)
+    unit.set_custom_all_gather(MyGather())
+    unit.register_comm_hook(None, print)
+    with pytest.raises(fullshard.ConfigError, match="custom reduce-scatter"):
+        unit.set_custom_reduce_scatter(MyReduce())
+    with pytest.raises(fullshard.ConfigError, match="mutually exclusive"):  # behind the hook
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+
+    def apart(parameter: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(mesh=hybrid) if parameter.dim() == 1 else None
+
+    unit = fullshard.fully_shard(nn.Linear(8, 8), mesh=flat, shard_placement_fn=apart)
+    with pytest.raises(fullshard.errors.UsageError, match="hybrid"):  # the bias is, the unit is not
+        unit.register_comm_hook(None, print)
 
 
 def test_symmetric_memory_changes_nothing_and_says_so_once(fake_world, caplog, monkeypatch):

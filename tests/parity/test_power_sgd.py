@@ -204,6 +204,10 @@ def refusals() -> None:
     eight = fullshard.MixedPrecisionPolicy(all_reduce_dtype=torch.int8)
     with raises("ConfigError: A communication hook and MixedPrecisionPolicy(all_reduce_dtype=) both"):
         sharded("rows", (2, 2), mp_policy=eight).register_comm_hook(state, hook)
+    for shape, dtype in (((4,), "scatter_dtype"), ((4, 1), "all_reduce_dtype")):
+        eight = fullshard.MixedPrecisionPolicy(**{dtype: torch.int8})
+        with raises(f"ConfigError: A communication hook and MixedPrecisionPolicy({dtype}=) both"):
+            sharded("rows", shape, mp_policy=eight).register_comm_hook(None, print)
     with raises(
         "ConfigError: The process group of the communication hook's state is not that of the replicas. ... [0, 1, 2, 3]"
     ):

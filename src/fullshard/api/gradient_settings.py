@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import Comm, HookComm, PowerSGDState, powerSGD_hook
+from ..comm import Comm, HookComm, PowerSGDState, custom_of, powerSGD_hook
 from ..errors import invalid_argument
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount, Unit
@@ -179,7 +179,7 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
     Raises:
         UsageError: a hook is registered already; or the mesh is hybrid, and the hook is not PowerSGD.
         ConfigError: the hook is not callable; gradients are not averaged; PowerSGD has no replicas, a process group of
-            other ranks, or units with `all_reduce_dtype`.
+            other ranks; or the reduction that the hook replaces is in 8 bits, or a custom one.
     """
     if not callable(hook):
         raise invalid_argument(
@@ -195,15 +195,14 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
     for runner in runners:
         if isinstance(runner.settings.comm, HookComm):
             raise messages.second_hook()
-        axes = runner.settings.axes
-        if not between and axes.shard.size > 1 and axes.replicate is not None:
-            raise messages.hook_beside_hybrid(axes.shard.size, axes.copies)
+        if not between:
+            _check_replaced(runner)
         refuse_divisor(runner, "a communication hook, which scales gradients itself,")
         if runner.settings.reduce.divide_factor is not None or runner.settings.reduce.force_sum:
             raise messages.divisor_beside_hook("a custom divisor", runner.unit.name)
-        for bucket in runner.unit.buckets if between else ():
+        for bucket in runner.unit.buckets:
             if bucket.all_reduce_dtype is not None:
-                raise messages.hook_beside_all_reduce_dtype(bucket.members[0].name)
+                raise messages.hook_beside_8_bits(bucket.members[0].name, "all_reduce_dtype")
             replicate = bucket.axes.replicate
             ranks = dist.get_process_group_ranks(group) if group is not None else []
             if group is not None and replicate is not None and sorted(ranks) != sorted(replicate.ranks):
@@ -213,6 +212,18 @@ def register_hook(runners: Sequence[Runner], state: object, hook: Callable[..., 
         raise messages.no_replicas_to_hook()
     for runner in runners:
         runner.set(comm=HookComm(runner.settings.comm, state, hook))
+
+
+def _check_replaced(runner: Runner) -> None:
+    """Check the reduction of a unit that a communication hook, other than PowerSGD, replaces; see `register_hook`."""
+    for axes in (runner.settings.axes, *[bucket.axes for bucket in runner.unit.buckets]):
+        if axes.shard.size > 1 and axes.replicate is not None:
+            raise messages.hook_beside_hybrid(axes.shard.size, axes.copies)
+    if custom_of(runner.settings.comm).reduce_scatter is not None and not runner.settings.group_memory:
+        raise messages.hook_beside_collective(runner.unit.name)
+    for bucket in runner.unit.buckets:
+        if bucket.scatter_dtype is not None:
+            raise messages.hook_beside_8_bits(bucket.members[0].name, "scatter_dtype")
 
 
 def refuse_divisor(runner: Runner, what: str) -> None:

@@ -131,12 +131,21 @@ def hook_of_other_ranks(parameter: str, expected: Sequence[int], got: Sequence[i
     )
 
 
-def hook_beside_all_reduce_dtype(parameter: str) -> ConfigError:
-    """The error for a hook where an 8-bit all-reduce is set as well."""
+def hook_beside_8_bits(parameter: str, dtype: str) -> ConfigError:
+    """The error for a hook where the reduction that it replaces is in 8 bits; `dtype`: the policy's argument for it."""
     return ConfigError(
-        "A communication hook and MixedPrecisionPolicy(all_reduce_dtype=) both determine what replicas send.",
+        f"A communication hook and MixedPrecisionPolicy({dtype}=) both determine how gradients are sent.",
         got=f"both for {parameter!r}",
         remedy="omit one of the two",
+    )
+
+
+def hook_beside_collective(unit: str) -> ConfigError:
+    """The error for a unit with both a communication hook and a custom reduce-scatter, which the hook replaces."""
+    return ConfigError(
+        "A communication hook and a custom reduce-scatter both reduce gradients.",
+        got=f"both for unit {unit or '(root)'!r}",
+        remedy="call the custom reduce-scatter in the hook",
     )
 
 

@@ -1,6 +1,6 @@
 """Communication: the `Comm` protocol and its implementations."""
 
-from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
+from .custom import AllGather, ReduceScatter, custom, custom_of, separate_group
 from .group_memory import GatherInGroupMemory, ReduceInGroupMemory
 from .hook import HookComm
 from .lanes import (

@@ -150,7 +150,14 @@ def custom(comm: Comm, **changes: Any) -> Comm:
     """`comm` with the user's collectives or groups in front of it, behind a hook; see `CustomComm`."""
     if isinstance(comm, HookComm):
         return HookComm(custom(comm.inner, **changes), comm.state, comm.hook)
-    return (comm if isinstance(comm, CustomComm) else CustomComm(comm)).changed(**changes)
+    return custom_of(comm).changed(**changes)
+
+
+def custom_of(comm: Comm) -> CustomComm:
+    """The user's collectives in front of `comm`, or behind its hook; without any, one that replaces nothing."""
+    if isinstance(comm, HookComm):
+        return custom_of(comm.inner)
+    return comm if isinstance(comm, CustomComm) else CustomComm(comm)
 
 
 _separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]

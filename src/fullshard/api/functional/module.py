@@ -12,11 +12,12 @@ from torch import nn
 
 from ...comm import (
     AllGather,
-    CustomComm,
     GatherInGroupMemory,
+    HookComm,
     ReduceInGroupMemory,
     ReduceScatter,
     custom,
+    custom_of,
     separate_group,
 )
 from ...errors import ArgumentTypeError, ConfigError, invalid_argument
@@ -35,7 +36,7 @@ from ...runtime import (
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reduce_kept, reset_iteration
 from ...text import plain_class
 from ..gradient_settings import refuse_divisor, register_hook
-from ..messages import method_of_root
+from ..messages import hook_beside_collective, method_of_root
 from . import messages
 
 logger = logging.getLogger("fullshard")
@@ -263,7 +264,7 @@ class FSDPModule:
         Raises:
             UsageError: a hook is registered already, or the mesh is hybrid and the hook not PowerSGD.
             ConfigError: the hook is not callable; gradients are not averaged; or PowerSGD has no replicas, a process
-                group of other ranks, or units with `all_reduce_dtype`.
+                group of other ranks; or the reduction that the hook replaces is in 8 bits, or a custom one.
         """
         register_hook(list(self._units()), state, hook)
 
@@ -291,7 +292,10 @@ class FSDPModule:
         runner = self._runner()
         if runner.settings.group_memory:
             raise messages.collective_beside_group_memory()
-        runner.set(comm=custom(runner.settings.comm, **collective))
+        current = runner.settings.comm
+        if "reduce_scatter" in collective and isinstance(current, HookComm) and not current.between:
+            raise hook_beside_collective(runner.unit.name)
+        runner.set(comm=custom(current, **collective))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
@@ -310,7 +314,7 @@ class FSDPModule:
         comm = runner.settings.comm
         if runner.settings.group_memory or not runner.unit.buckets:
             return
-        if isinstance(comm, CustomComm) and comm.replaces:
+        if custom_of(comm).replaces:
             raise messages.collective_beside_group_memory()
         axes = runner.unit.buckets[0].axes
         gather, reduce = [kind(axes.shard, axes.device) for kind in (GatherInGroupMemory, ReduceInGroupMemory)]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.arguments import blocks_of
-from ...api.messages import hook_beside_all_reduce_dtype
+from ...api.messages import hook_beside_8_bits
 from ...comm import PowerSGDState
 from ...errors import FullshardError
 from ...forms import owner_of
@@ -477,7 +477,7 @@ class Planner:
         if self.hook is not None and strategy.replicate == 1:
             raise messages.hook_without_replicas(ranks)
         if self.hook is not None and (packed := [name for name, u in how.items() if u.policy.all_reduce_dtype]):
-            raise hook_beside_all_reduce_dtype(packed[0] or "the root")
+            raise hook_beside_8_bits(packed[0] or "the root", "all_reduce_dtype")
         step = self.profile(_policies(how), strategy.micro_batch, sequence, strategy.checkpointing)
         assert step is not None
         # Whether units are prefetched, freed or offloaded changes nothing in what they cost.
