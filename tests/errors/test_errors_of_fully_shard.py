@@ -103,6 +103,10 @@ CALLS = [
         lambda: unit(layout="columns"),
         "ConfigError: fully_shard(layout=) is invalid ... 'columns' ... rows ... flat",
     ),
+    (
+        lambda: fully_shard(nn.Linear(4, 4, **META), sync_module_states=True),
+        "ConfigError: sync_module_states=True needs modules with values ... weight of Linear ... meta ... to_empty",
+    ),
     (lambda: unit(prefetch=-1), "ConfigError: fully_shard(prefetch=) is invalid ... -1"),
     (
         lambda: unit(dp_mesh_dims=DataParallelMeshDims("dp")),

@@ -43,6 +43,18 @@ def split_over_these_ranks(parameter: str, placements: Any, mesh: Any) -> Config
     )
 
 
+def meta_in_place_of_values(name: str, module: str) -> ConfigError:
+    """The error for a tensor without values, of a module of that class, that would be sent or received."""
+    return ConfigError(
+        "sync_module_states=True needs modules with values, on every rank.",
+        parameter=f"{name} of {module}",
+        expected="tensors on the host or the device",
+        got="a tensor on the meta device",
+        remedy="call module.to_empty(device=...) first; or omit sync_module_states, and "
+        "initialize or load the sharded model after its to_empty",
+    )
+
+
 def _unlike(ranks: Sequence[int], more: int, count: int) -> str:
     return f"different values on ranks {ranks[0]} and {ranks[1]}, here and in {more} more of {count} parameters"
 

@@ -46,7 +46,7 @@ from ..torch_private.local_tensor import local_part
 from ..torch_private.store import StoreLine
 from ..watcher import RANK, start, users_level
 from .exchange import raise_on_all, ranks_of, rows_of_all, texts_of_all, value_from
-from .messages import different_models, drawn_apart, loaded_apart, split_over_these_ranks
+from .messages import different_models, drawn_apart, loaded_apart, meta_in_place_of_values, split_over_these_ranks
 
 _WATCHED = ("gloo", "nccl", "xccl", "hccl")
 """Backends whose ranks are processes, which can be watched."""
@@ -228,7 +228,7 @@ def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ig
     Of a DTensor (tensor parallelism) the local part is sent. Buffers of ignored modules are sent, too.
 
     Raises:
-        ConfigError: the parts of a DTensor differ between the ranks that would receive them.
+        ConfigError: the parts of a DTensor differ between the ranks that would receive them; or a tensor is on meta.
     """
     mesh_axes = axes.all
     for owner in owners:
@@ -238,6 +238,8 @@ def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ig
             if isinstance(tensor, DTensor):
                 _check_repeated(name, tensor, mesh_axes)
             local = local_part(tensor.detach())
+            if local.is_meta:
+                raise meta_in_place_of_values(name, type(owner).__name__)
             if not local.numel():
                 continue
             with torch.no_grad():
