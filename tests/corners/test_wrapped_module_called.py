@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.errors import PhaseError, UsageError
@@ -72,6 +73,38 @@ class Later(nn.Module):
         factor = yield x
         yield self.inner(x * (factor or 1.0))
         return "end"
+
+
+class Interrupted(nn.Module):
+    """Its forward returns a generator that can be thrown into, and closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.ended = nn.Linear(2, 2), False
+
+    def forward(self, x: torch.Tensor) -> Generator[str, None, None]:
+        word = "begun"
+        try:
+            while True:
+                try:
+                    yield word
+                except KeyError:
+                    word = "caught"
+        finally:
+            self.ended = True
+
+
+def test_a_generator_gets_what_is_thrown_into_it(fake_world) -> None:
+    fake_world(2)
+    model = fullshard.fully_shard(Interrupted())
+    results = model(torch.ones(1, 2))
+    assert [next(results), results.throw(KeyError("x")), next(results)] == ["begun", "caught", "caught"]
+    with pytest.raises(ValueError, match="thrown"):
+        results.throw(ValueError("thrown"))
+    results, model.ended = model(torch.ones(1, 2)), False
+    next(results)
+    results.close()
+    assert model.ended
 
 
 @on_ranks

@@ -52,20 +52,24 @@ def _run_later(generator: Generator[Any, Any, Any], unit: Unit) -> Generator[Any
 
     Parameters of other forms refuse computation by themselves.
     """
-    sent = None
+    resume: Callable[[Any], Any] = generator.send
+    sent: Any = None
     while True:
         whole = unit.showing.unsharded or unit.showing.whole_here
         places = [] if whole else [place for member in unit.members for place in member.places]
         owners = {id(module): module for place in places if (module := place.module) is not None}
         guards = [owner.register_forward_pre_hook(_refuse_parts) for owner in owners.values()]
         try:
-            value = generator.send(sent)
+            value = resume(sent)
         except StopIteration as end:
             return end.value
         finally:
             for guard in guards:
                 guard.remove()
-        sent = yield value
+        try:
+            resume, sent = generator.send, (yield value)
+        except BaseException as thrown:  # by `throw`, or `close`
+            resume, sent = generator.throw, thrown
 
 
 def _refuse_parts(module: nn.Module, args: Any) -> None:
