@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -65,6 +66,10 @@ def pickled() -> None:
         model = shard(layers(), way)
         again = copy.copy(model)
         assert again(batch(0)).shape == copy.deepcopy(model)(batch(0)).shape
+        del model
+        gc.collect()
+        with pytest.raises(PhaseError, match=r"copy\.deepcopy"):
+            again(batch(0))
 
 
 def test_errors_before_the_first_forward_name_parameters_from_the_model(run_ranks):

@@ -240,6 +240,17 @@ def copied_in_part(module: str) -> PhaseError:
     )
 
 
+def copied_from_a_module_that_is_gone(unit: str) -> PhaseError:
+    """The error for a forward of a shallow copy of a unit's module that no longer exists."""
+    return PhaseError(
+        f"A copy by copy.copy of unit {unit or '(root)'!r} was called after the module that it was copied from was "
+        "deleted.",
+        expected="that module, to which the unit belongs",
+        remedy="keep it, or copy by copy.deepcopy",
+        topic="copied-or-pickled",
+    )
+
+
 def no_unsharded_copy(parameter: str, why: str) -> NotSupportedError:
     """The error for a model whose unsharded copy cannot be planned."""
     return NotSupportedError(

@@ -22,7 +22,12 @@ from ..watcher import GATHER, REGATHER
 from .call import Forward
 from .inputs import inputs_of
 from .kept_graph import keep_from, keep_until, stays
-from .messages import not_while_it_runs, prefetches_another_model, root_is_gone
+from .messages import (
+    copied_from_a_module_that_is_gone,
+    not_while_it_runs,
+    prefetches_another_model,
+    root_is_gone,
+)
 from .outputs import FirstGradient, Leftovers
 from .phases import Happening, Phase, row
 from .root import Root
@@ -96,8 +101,16 @@ class Runner:
         return root is not None and (root.pass_top is not None or root.in_backward)
 
     def rooted(self) -> Root:
-        """The root above this unit; if there is none yet, this unit becomes one. Collective then."""
-        return self.root if self.root is not None else self.find_root(self)
+        """The root above this unit; if there is none yet, this unit becomes one. Collective then.
+
+        Raises:
+            PhaseError: the unit's modules are gone, and a shallow copy of one is called.
+        """
+        if self.root is not None:
+            return self.root
+        if not self.modules:
+            raise copied_from_a_module_that_is_gone(self.unit.name)
+        return self.find_root(self)
 
     def recover_if_broken(self) -> None:
         """See `Root.recover_if_broken`; does nothing while there is no root."""
@@ -117,7 +130,7 @@ class Runner:
         """Open the unit for the forward, or a method, of one of its modules; a pass may begin with it."""
         root = self.root
         if root is None:
-            root = self.find_root(self)
+            root = self.rooted()
         recomputing = root.backward is not None and root.in_backward
         if not recomputing and root.pass_top is None:
             self.begin_pass(root, args, kwargs)

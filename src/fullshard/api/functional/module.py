@@ -409,7 +409,8 @@ class FSDPModule:
     def __copy__(self) -> Any:
         """Copy as `copy.copy` copies any module: the same parameters, submodules and unit.
 
-        Needed because `__new__` would return an unsharded module.
+        The unit belongs to this module: the copy's forward raises a `PhaseError` once this module is gone. Needed
+        because `__new__` would return an unsharded module.
         """
         if (inherited := getattr(super(), "__copy__", None)) is not None:
             return inherited()
