@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import memory_use
+from fullshard.torch_private.local_tensor import plain_access
 from models import blocks_of
+from training import LAYOUTS
 from ways import alone, backward, gradient_problems, on_ranks, shard
 
 WIDE = 6
@@ -178,3 +180,20 @@ def test_unshard_before_the_first_forward_is_counted_once(fake_world, way):
         block.reshard()
         held = memory_use(block)
         assert held.gathered == 0 and held.total >= 0
+
+
+class Marked(nn.Parameter):
+    """A Parameter's subclass with memory of its own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_original_keeps_no_values(fake_world, layout, kind):
+    fake_world(2)
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = original = kind(torch.ones(8, 8))
+    values = original.untyped_storage()
+    fullshard.fully_shard(layer, layout=layout)
+    with plain_access():
+        assert original.untyped_storage().data_ptr() != values.data_ptr()
+        assert original.untyped_storage().nbytes() == 0

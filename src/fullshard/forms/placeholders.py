@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..torch_private.local_tensor import plain_access, set_local
+from ..torch_private.local_tensor import has_memory, plain_access, set_local, write_data
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, successor_of
 from .messages import hidden_now, replaced_in_sharding
 
@@ -56,10 +56,11 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
         set_local(original, torch.empty(0, dtype=original.dtype, device=original.device))
         original.__class__ = OriginalDTensor  # type: ignore[assignment]
     else:
-        if type(original) is nn.Parameter:
-            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
-        else:  # a subclass with inner tensors
+        if type(original) is not nn.Parameter:  # a subclass, which may have inner tensors
             original.__dict__.clear()
+        if has_memory(original):
+            with plain_access():
+                write_data(original, torch.empty(0, dtype=original.dtype, device=original.device))
         original.__class__ = OriginalParameter
     original.__dict__.update({NAME_KEY: name, SUCCESSOR_KEY: successor})
 

@@ -112,14 +112,14 @@ def plain_tensors(tensor: Any) -> list[torch.Tensor]:
         return plain_tensors(tensor._local_tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif _has_memory(tensor):
+    elif has_memory(tensor):
         return [tensor]
     else:
         inner = [value for value in tensor.__dict__.values() if isinstance(value, torch.Tensor)]
     return [plain for part in inner for plain in plain_tensors(part)]
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory itself, as those of `_make_wrapper_subclass` have not. Fake ones count as if."""
     if type(tensor) in (torch.Tensor, nn.Parameter) or is_fake(tensor):
         return True
