@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import has_memory, plain_access, set_local, write_data
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, successor_of
 from .messages import hidden_now, replaced_in_sharding
@@ -58,7 +59,7 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
     else:
         if type(original) is not nn.Parameter:  # a subclass, which may have inner tensors
             original.__dict__.clear()
-        if has_memory(original):
+        if has_memory(original) and not is_fake(original):
             with plain_access():
                 write_data(original, torch.empty(0, dtype=original.dtype, device=original.device))
         original.__class__ = OriginalParameter
