@@ -348,10 +348,8 @@ class Reducer:
         unit, rules = runner.unit, runner.settings.reduce
         ledger = unit.ledger
         receivers: list[torch.Tensor] = []
-        sent_bytes = 0
         if stream.listeners:
             self._tell_wait(unit)
-            sent_bytes = _sent_bytes(unit)
         for gradients in unit.gradients:
             if gradients.state is REDUCING:
                 running = gradients.running
@@ -363,7 +361,7 @@ class Reducer:
                 if running.scratch:
                     ledger.reducing -= running.scratch
         if stream.listeners:
-            unit.emit("reduced", sent_bytes)
+            unit.emit("reduced", _sent_bytes(unit))
         if receivers:
             self._run_hooks(receivers)
 
@@ -473,5 +471,6 @@ class Reducer:
 
 
 def _sent_bytes(unit: Unit) -> int:
-    """Bytes of all ranks' slices together, as the unit's reductions in flight send them."""
-    return sum([gradients.running.sent_bytes for gradients in unit.gradients if gradients.state is REDUCING])
+    """Bytes of all ranks' slices together, as the unit's reductions send them."""
+    buffers = [gradients.buffer for gradients in unit.gradients if gradients.bucket.trains]
+    return sum([buffer.sent_bytes for buffer in buffers if buffer is not None])

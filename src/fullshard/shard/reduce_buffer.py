@@ -40,12 +40,13 @@ class ReduceBuffer(Scratch):
 
     Attributes:
         segments: for each segment of the layout, its part of the buffer [world * slice_numel].
+        sent_bytes: of all ranks' slices together, as reductions send them.
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         layout = bucket.layout
         super().__init__(layout.gathered_numel, dtype, bucket.device)
-        self.bucket, tensor = bucket, self.tensor
+        self.bucket, self.sent_bytes, tensor = bucket, self.nbytes, self.tensor
         self.segments = [
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
@@ -214,7 +215,6 @@ class PlannedReduction:
     Attributes:
         start: starts the collectives over the shard axis.
         replicate: starts the all-reduce of the slice over the replicate axis, if there is one.
-        sent_bytes: of all ranks' slices together, as the collectives of `start` send them.
         replicated_bytes: of the slice, as `replicate` sends it.
         received: bytes that the collectives of `start` allocate until they are waited for.
         between: the same of `replicate`.
@@ -233,14 +233,14 @@ class PlannedReduction:
         bucket = buffer.bucket
         axis, between = bucket.axes.shard, bucket.axes.replicate
         fed_back = residuals if bucket.error_feedback else None
-        self.sent_bytes, self.replicated_bytes = buffer.nbytes, out.nbytes
+        self.replicated_bytes = out.nbytes
         if bucket.scatter_dtype is None:
             # Over one rank the sum is the average, and fast on every backend.
             self.start = reduction_of(comm, axis, parts, segments, mean and axis.size > 1)
             self.received = sum([comm.scratch_bytes(axis, segment) for segment in segments])
         else:
             packed = PackedReduction(comm, axis, parts, segments, mean, bucket.scatter_dtype, fed_back)
-            self.start, self.sent_bytes, self.received = packed.start, packed.sent_bytes, packed.nbytes
+            self.start, buffer.sent_bytes, self.received = packed.start, packed.sent_bytes, packed.nbytes
         self.scratch, self.between = self.received, 0
         self.replicate: Callable[[], Pending] | None = None
         if bucket.all_reduce_dtype is not None and between is not None:
