@@ -59,6 +59,16 @@ def test_loads_what_was_saved(tmp_path, case):
         close(loss_of(model), loss_of(plain))
 
 
+@pytest.mark.parametrize("how", [{}, {"quantise": lambda block: None}], ids=["plain", "by units"])
+def test_ties_without_a_process_group(tmp_path, how):
+    """The files hold a tied parameter under one of its names."""
+    plain = llama(tie_word_embeddings=True)
+    plain.save_pretrained(tmp_path)
+    model = hf.from_pretrained(type(plain), tmp_path, **how)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
 @on_ranks(by="run_clients")
 def test_other_dtypes_and_settings(tmp_path):
     from transformers import LlamaForCausalLM

@@ -147,11 +147,15 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
 
 
 def _allocate(model: nn.Module) -> None:
-    """Allocate parameters on the mesh's device, and move buffers there with their values."""
+    """Allocate parameters on the mesh's device, tied ones once, and move buffers there with their values."""
+    tied = _names_by_id(model.named_parameters(remove_duplicate=False)).values()
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     units = [runner.unit for runner in runners_in(model) if runner.unit.buckets]
     device = units[0].buckets[0].axes.device if units else torch.device("cpu")
     model.to_empty(device=device)
+    for first, *others in tied:  # to_empty() has made a tensor for each name
+        for path, _, name in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(path), name, model.get_parameter(first))
     moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers if buffer is not None}
     for module, name, buffer in buffers:
         module._buffers[name] = None if buffer is None else moved[id(buffer)]
