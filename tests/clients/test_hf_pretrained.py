@@ -69,6 +69,24 @@ def test_ties_without_a_process_group(tmp_path, how):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("how", [{}, {"quantise": lambda block: None}], ids=["plain", "by units"])
+def test_files_that_do_not_fit(tmp_path, how):
+    """Values that no cast converts, and different values under the names of a tied weight."""
+    from safetensors.torch import load_file, save_file
+
+    plain, file = llama(tie_word_embeddings=True), tmp_path / "model.safetensors"
+    plain.save_pretrained(tmp_path)
+    values, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
+    for changed, word in (
+        ({name: values[name].to(torch.float8_e4m3fn)}, "a different dtype"),
+        ({name: values[name].int()}, "a different dtype"),
+        ({"lm_head.weight": torch.zeros_like(plain.lm_head.weight)}, "tied in the model"),
+    ):
+        save_file({**values, **changed}, file, {"format": "pt"})
+        with pytest.raises(fullshard.CheckpointError, match=word):
+            hf.from_pretrained(type(plain), tmp_path, **how)
+
+
 @on_ranks(by="run_clients")
 def test_other_dtypes_and_settings(tmp_path):
     from transformers import LlamaForCausalLM

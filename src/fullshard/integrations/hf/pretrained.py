@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ...api.functional.fully_shard import fully_shard
 from ...api.wrapping import plan_wrapping
-from ...checkpoint.fit import check_shape
 from ...checkpoint.functions import set_model_state_dict
 from ...errors import CheckpointError, ConfigError, invalid_argument, message
 from ...runtime import runners_in
@@ -31,6 +30,7 @@ from ...store.formats.safetensors_folder import SafetensorsSource
 from ...store.hugging_face import load_safetensors
 from ...store.lora import adapted
 from ...store.names import MODEL
+from ...store.piece import whole_piece
 from ...store.ranks import Ranks
 from ..quantised import by_rows, replace_parameters
 from ..sharding import finish, plan_sharding, shard
@@ -318,7 +318,7 @@ def _read_by_units(
 
     Raises:
         ConfigError: `quantise` left weights that cannot be split; see `by_rows`.
-        CheckpointError: a shape differs from the files, or a parameter has no value.
+        CheckpointError: a shape, dtype or tie does not fit the files, or a parameter has no value.
     """
     initial = Ranks().share(initial)
     base_name: Callable[..., str | None] = adapted(model).base_name if has_adapter(model) else lambda name, unused: name
@@ -327,13 +327,13 @@ def _read_by_units(
     source.rename(rename)
 
     def value_of(parameter: nn.Parameter) -> torch.Tensor:
-        """From the files, or else from `initial`, under any of its names."""
+        """From the files, as `load_safetensors` reads it, or else from `initial`, under any of its names."""
         own = names[id(parameter)]
-        for file_name in [base_name(name, unused=True) for name in own]:
-            if file_name is not None and MODEL + file_name in source.entries:
-                value = source.read(MODEL + file_name)
-                check_shape(own[0], parameter.shape, value.shape)
-                return value.to(parameter.dtype, copy=True)
+        file_names = [MODEL + name for name in (base_name(name, unused=True) for name in own) if name is not None]
+        if present := [name for name in file_names if name in source.entries]:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            source.fill(source.copies_into(whole_piece(own[0], value, False), present, cast=True))
+            return value
         for name in own:
             if name in initial:
                 return initial[name]
