@@ -388,3 +388,26 @@ def test_ranks_whose_optimizers_hold_other_parameters_are_told_so(way: str, how:
         for error in errors:
             problems += named_error(error, name, kinds=fullshard.DivergenceError, where=kind)
     return problems
+
+
+# State in containers.
+
+
+@three_ways
+@on_ranks
+def test_parts_of_tensors_in_containers(tmp_path: Any, way: str) -> None:
+    """Refused by all that collect state: each rank has a part of them, and none knows how to put these together."""
+    model, optimizer = trained(way)
+    state = optimizer.state[next(p for p in model.parameters() if p.numel())]
+    state["history"] = [state["exp_avg"].clone()]
+    calls = [
+        lambda: fullshard.save(tmp_path, model, optimizer),
+        lambda: state_dict.get_optimizer_state_dict(model, optimizer, options=FULL),
+        *([lambda: saved_by(model, optimizer)] if way == "wrapper" else []),
+    ]
+    for call in calls:
+        error = error_of(call)
+        assert isinstance(error, fullshard.CheckpointError), error
+        assert "'history'" in str(error) and "keep each under a key of its own" in str(error)
+    state["history"] = [torch.ones(3, 1), 2.0]  # whole values, the same on every rank
+    fullshard.save(tmp_path, model, optimizer)

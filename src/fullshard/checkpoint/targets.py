@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ..comm import objects_of_all
+from ..containers import tensors_in
 from ..errors import CheckpointError, DivergenceError, FullshardError
 from ..forms import FlatShard
+from ..torch_private.local_tensor import inside
 from .table import Named, Table
 
 NOT_SETTINGS = ("params", "param_names")
@@ -40,6 +43,15 @@ class Target:
         """Whether the optimizer sees the parameter's whole shape, so that state of any shape keeps its meaning."""
         row = self.rows[0]
         return row.bucket is None or (self.view is None and (row.has_full_tensor or row.bucket.layout.world == 1))
+
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor seems to be this rank's part of one: it is a sharded tensor, or has this rank's shape."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return True
+        bucket = self.rows[0].bucket
+        if bucket is None or bucket.layout.world == 1 or not tensor.dim():
+            return False
+        return tuple(tensor.shape) == (tuple(inside(self.tensor).shape) if self.view is None else (self.view[1],))
 
     def local(self, row: Named, value: torch.Tensor) -> torch.Tensor:
         """The local part of `row` in state of the shape of `tensor`; shares memory."""
@@ -120,7 +132,7 @@ def kinds_of(target: Target, state: Mapping[str, Any]) -> Kinds:
     """The kind of each key of a target's state, for each of its parameters.
 
     Raises:
-        CheckpointError: state whose shape has no meaning for parts of parameters.
+        CheckpointError: state whose shape has no meaning for parts of parameters, or parts of tensors in containers.
     """
     kinds: Kinds = {}
     expected = tuple(target.tensor.shape) if target.view is None else (target.view[1],)
@@ -132,6 +144,16 @@ def kinds_of(target: Target, state: Mapping[str, Any]) -> Kinds:
 
 def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns: bool) -> Kind:
     if not isinstance(value, torch.Tensor):
+        if (part := next(filter(target.is_part, tensors_in(value)), None)) is not None:
+            raise CheckpointError(
+                f"Tensors that are split over ranks, in lists or dicts of optimizer state {key!r}, cannot be saved.",
+                parameter=", ".join(row.name for row in target.rows),
+                expected="such tensors as values of optimizer.state[parameter], not in containers there",
+                got=f"a {type(part).__name__} of shape {tuple(part.shape)}, in a {type(value).__name__}",
+                remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with "
+                "the lists or dicts in state=",
+                topic="optimizer-state",
+            )
         return Kind("parameter", owns, value=value)
     # A 0-d FlatShard is one element of a parameter; any other 0-d tensor is one value for the whole parameter.
     if tuple(value.shape) == expected and (value.dim() or isinstance(value, FlatShard)):

@@ -158,21 +158,11 @@ def _check_plain(name: str, value: Any) -> None:
     """Check that optimizer state that is not a tensor can be saved as one value for a whole parameter.
 
     Raises:
-        CheckpointError: it is not plain, or contains a tensor that is sharded, quantized or sparse.
+        CheckpointError: it is not plain, or contains a tensor that is quantized or sparse.
     """
     tensors: dict[str, torch.Tensor] = {}
     to_json(value, name, tensors)
     for path, tensor in tensors.items():
-        if not is_whole(tensor):
-            raise CheckpointError(
-                "Sharded tensors in lists or dicts of optimizer state cannot be saved in a checkpoint.",
-                parameter=path,
-                expected="sharded tensors as values of optimizer.state[parameter], not in containers there",
-                got=f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, in a {type(value).__name__}",
-                remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with "
-                "the lists or dicts in state=",
-                topic="optimizer-state",
-            )
         refuse_unsupported(path, tensor)
 
 
