@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -734,6 +736,23 @@ def test_names_are_plain_within_checkpoint_wrappers_and_buffers_may_be_complex()
         assert report.ok and report.compared > 8, report
     first = check(shard_fn=bent).first
     assert (first.kind, first.parameter, first.element) == ("buffer", "blocks.1.turn", (2,)), first
+
+
+class Scaled(nn.Module):
+    """By a random number of a library."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.inner, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (0.5 + self.draw())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_chosen_modules_draw_the_same_numbers_again(draw):
+    report = fullshard.verify(lambda: nn.Sequential(Scaled(draw)), vectors_of, square, steps=1, modules=["0"])
+    assert report.ok, report
 
 
 def adapted(model: nn.Module) -> nn.Module:

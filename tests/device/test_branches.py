@@ -48,7 +48,6 @@ BY_TYPE = {
     "insight/planner/planner.py: assumed_rates": "the device that a plan is for",
     "insight/planner/rates.py: _seconds": "whether a measured call is waited for",
     "insight/verify/rounding.py: exact": "a report",
-    "insight/verify/session.py: restore_generators": "random numbers of a report",
     "insight/verify/whole_trial.py: _global_batches": "a report",
     "mesh/axes.py: _device": "which device of its type",
     "optim/clip.py: checked_clipping": "whether a `max_norm` may be read: tests/device/test_host_waits.py",

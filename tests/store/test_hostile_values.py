@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import fullshard
 from forged import DOTS, ONE_HASH, STEP, Forged, ForgedDcp, outcome, save_small_dcp
 from fullshard import CheckpointError, DamagedCheckpointError
+from fullshard.generators import Generators
 from fullshard.store import entries, read
 from fullshard.store.formats import safetensors_folder
 from fullshard.store.formats.own import CheckpointSource
@@ -103,12 +104,12 @@ def test_a_sharded_state_that_is_not_there(tmp_path: Path, fake_world: Any) -> N
 
 def test_the_state_of_an_accelerators_generator(monkeypatch: Any) -> None:
     """Checked before anything is changed, as all others are."""
-    state = entries.Generators().state_dict()
+    state = Generators().state_dict()
     state["accelerator"] = torch.zeros(3, dtype=torch.uint8)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     with pytest.raises(RuntimeError, match="RNG state"):
-        entries.Generators().check(state)
+        Generators().check(state)
 
 
 def test_a_link_that_takes_a_files_place(tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from ..errors import CheckpointError
@@ -38,47 +36,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Restore the state that `state_dict` returned."""
-
-
-class Generators:
-    """The random generators of this process: Python's, NumPy's, torch's, and the accelerator's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        version, internal, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state: dict[str, Any] = {
-            "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
-            "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
-            "torch": torch.get_rng_state(),
-        }
-        if (device := _accelerator()) is not None:
-            state["accelerator"] = torch.get_device_module(device).get_rng_state()
-        return state
-
-    def check(self, state_dict: dict[str, Any]) -> None:
-        """Raise any exception if `load_state_dict` would."""
-        device = _accelerator()
-        of_device = None if device is None else torch.Generator(device).set_state
-        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator("cpu"), of_device)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        device = _accelerator()
-        of_device = None if device is None else torch.get_device_module(device).set_rng_state
-        self._fill(state_dict, random, np.random, torch.default_generator, of_device)
-
-    @staticmethod
-    def _fill(state_dict: dict[str, Any], python: Any, numpy: Any, of_torch: torch.Generator, of_device: Any) -> None:
-        version, internal, gauss = state_dict["python"]
-        python.setstate((version, tuple(internal.tolist()), gauss))
-        name, keys, position, has_gauss, cached = state_dict["numpy"]
-        numpy.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        of_torch.set_state(state_dict["torch"])
-        if of_device is not None and "accelerator" in state_dict:
-            of_device(state_dict["accelerator"])
-
-
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 Digest = tuple[str, int]

@@ -17,9 +17,10 @@ from torch import nn
 
 from ..checkpoint.table import settle
 from ..errors import CheckpointError, DamagedCheckpointError, DivergenceError, check_switch, message
+from ..generators import Generators
 from .background import settle_background
 from .contents import checked_count, checked_optimizers, contents_of, lacking_state
-from .entries import RNG, STATE, Generators, Stateful
+from .entries import RNG, STATE, Stateful
 from .folder import Folder
 from .names import MODEL
 from .piece import value_pieces

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError, invalid_argument
+from ..generators import Generators
 from ..torch_private.fake_group import is_pretended, unwritten
 from .background import WRITER, SavedPart, Saving, settle_background
 from .contents import checked_count, checked_optimizers
-from .entries import RNG, Generators
+from .entries import RNG
 from .folder import Folder
 from .names import MODEL
 from .plan import outline_of, plan_save

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ...generators import torch_states
 from ...text import plain_path
 from .findings import Finding
-from .session import Session, generator_states
+from .session import Session
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _DrawRecorder(TorchFunctionMode):
 
 
 def _states(generator: Any) -> list[torch.Tensor]:
-    return [generator.get_state()] if isinstance(generator, torch.Generator) else list(generator_states().values())
+    return [generator.get_state()] if isinstance(generator, torch.Generator) else list(torch_states().values())
 
 
 @contextmanager

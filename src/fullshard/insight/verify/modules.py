@@ -20,13 +20,14 @@ from torch import nn
 from ...checkpoint.table import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
+from ...generators import Generators
 from ...text import plain_name
 from ...torch_private.autograd_task import inside_backward
 from . import causes
 from .findings import Finding
 from .model_parts import ModelParts, buffers_of, modules_of
 from .rounding import difference, merged, rms
-from .session import Session, generator_states, restore_generators
+from .session import Session
 from .trial import Trial, TrialPlan, TrialStep, optimizers_in
 from .whole_trial import Structure, compare_structures
 
@@ -38,14 +39,14 @@ class ModuleCall:
     Attributes:
         inputs: (args, kwargs) as the module got them.
         buffers: before the call, by name.
-        generators: their states before the call, by device type.
+        generators: their state before the call.
         outputs: tensors in the module's output.
         output_gradients: of these tensors, by their number.
     """
 
     inputs: Any
     buffers: dict[str, torch.Tensor]
-    generators: dict[str, torch.Tensor]
+    generators: dict[str, Any]
     outputs: list[torch.Tensor] = field(default_factory=list)
     output_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -71,7 +72,7 @@ class _CallRecorder:
         elif not inside_backward() or self.without_grad:  # otherwise a checkpoint repeats a recorded call
             self.without_grad -= inside_backward()
             buffers = {name: _host_copy(buffer) for name, buffer in buffers_of(module).items()}
-            self.current = ModuleCall(map_tensors(_host_copy, (args, kwargs)), buffers, generator_states())
+            self.current = ModuleCall(map_tensors(_host_copy, (args, kwargs)), buffers, Generators().state_dict())
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self.current = self.current, None
@@ -238,7 +239,7 @@ class ModuleTrial(Trial):
         with torch.no_grad():
             for inner, buffer in buffers_of(module).items():
                 buffer.copy_(call.buffers[inner])
-        restore_generators(call.generators)
+        Generators().load_state_dict(call.generators)
         args, kwargs = map_tensors(lambda t: t.to(session.device), call.inputs)
         parameters = _computed(_prefix(name), module, step.parts)
         outputs = list(tensors_in(torch.func.functional_call(module, parameters, args, kwargs)))

@@ -23,26 +23,6 @@ from ...errors import ConfigError, FullshardError, class_to_catch
 from ...generators import restored_generators
 from ...mesh import device_of
 
-
-def _accelerator() -> torch.device | None:
-    """This machine's accelerator; None if it has none that can be used."""
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
-def generator_states() -> dict[str, torch.Tensor]:
-    """The states of torch's generators, by device type."""
-    states, device = {"cpu": torch.get_rng_state()}, _accelerator()
-    if device is not None:
-        states[device.type] = torch.get_device_module(device.type).get_rng_state()
-    return states
-
-
-def restore_generators(states: dict[str, torch.Tensor]) -> None:
-    """Set the states that `generator_states` returned."""
-    for kind, state in states.items():
-        torch.set_rng_state(state) if kind == "cpu" else torch.get_device_module(kind).set_rng_state(state)
-
-
 T = TypeVar("T")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 """The folders of PyTorch and of Fullshard."""
@@ -210,7 +190,7 @@ def _data_rank_in(mesh: DeviceMesh) -> int | None:
 
 
 def _start_group() -> None:
-    device = _accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     kind = None if device is None else device.type
     backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     if dist.is_torchelastic_launched():
