@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import optimizer_view
+from fullshard.optim.probe import treats_elements
 from training import compare_tensors, full_parameters, mesh_of
 from ways import batch, every_wrapper, on_ranks, shard, whole_state
 
@@ -116,6 +117,30 @@ class OwnSign(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad / (parameter.grad.abs() + 0.01), alpha=-group["lr"])
+
+
+def test_groups_that_differ_by_learning_rates_are_tried_once() -> None:
+    """Trials take a fraction of a second for each of an unknown optimizer's settings, in its first step."""
+    made: list[int] = []
+
+    class Mine(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, momentum: float) -> None:
+            made.append(1)
+            super().__init__(params, lr, momentum)
+
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def trials(*groups: dict[str, Any]) -> int:
+        optimizer = Mine([{**group, "params": [nn.Parameter(torch.ones(2))]} for group in groups], 1e-3, 0.9)
+        made.clear()
+        assert treats_elements(optimizer)
+        return len(made)
+
+    several = trials({"momentum": 0.5}, {"momentum": 0.6})
+    assert several > 0
+    rates = [{"momentum": 0.7, "lr": 0.1 * n, "initial_lr": 0.1 * n, "max_lr": n} for n in range(20)]
+    assert trials(*rates) == several / 2 and trials({"momentum": 0.7, "lr": 0.03}) == 0
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

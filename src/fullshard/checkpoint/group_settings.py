@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, message
-from .targets import NOT_SETTINGS, Target
+from ..optimizers import group_settings
+from .targets import Target
 from .value_forms import same
 
 
@@ -75,9 +76,7 @@ def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mappin
     settings: dict[str, Any] = {}
     parameter_of: dict[str, str | None] = {}
     for number, parameter in sources.items():
-        for key, value in saved[number].items():
-            if key in NOT_SETTINGS:
-                continue
+        for key, value in group_settings(saved[number]).items():
             if not same(settings.setdefault(key, value), value):
                 raise CheckpointError(
                     f"Parameters of optimizer group {group} were saved with different values of {key!r}; nothing was "

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import CheckpointError, MissingStateError
+from ..optimizers import NOT_SETTINGS, SCHEDULED
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
 from .fit import check_shape, rounding_error
 from .group_settings import is_compatible, put, settings_to_load
 from .table import Named, Table
-from .targets import NOT_SETTINGS, Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
+from .targets import Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
 from .value_forms import StateForm
 from .whole import Wanted, saved_values
 
@@ -69,14 +70,10 @@ def blank_states(
     return states
 
 
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Settings that torch's schedulers add to groups."""
-
-
 def _has_settings_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether saved groups have exactly this optimizer's settings, so that it would create the state that was saved."""
     own = set(optimizer.defaults)
-    return bool(groups) and all(set(group) - _SCHEDULED - set(NOT_SETTINGS) == own for group in groups)
+    return bool(groups) and all(set(group) - SCHEDULED - NOT_SETTINGS == own for group in groups)
 
 
 def _described_state(target: Target, described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

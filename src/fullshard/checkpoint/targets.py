@@ -14,11 +14,9 @@ from ..comm import objects_of_all
 from ..containers import tensors_in
 from ..errors import CheckpointError, DivergenceError, FullshardError
 from ..forms import FlatShard
+from ..optimizers import group_settings
 from ..torch_private.local_tensor import inside
 from .table import Named, Table
-
-NOT_SETTINGS = ("params", "param_names")
-"""The keys of a group that are not settings."""
 
 
 @dataclass(eq=False)
@@ -102,7 +100,7 @@ def targets_of(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Target
 def named_groups(targets: Sequence[Target], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An optimizer's groups in saved form: copies of their settings, and the names of their parameters."""
     return [
-        {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
+        {key: copy.copy(value) for key, value in group_settings(group).items()}
         | {"params": [row.name for target in targets if target.group == number for row in target.rows]}
         for number, group in enumerate(groups)
     ]

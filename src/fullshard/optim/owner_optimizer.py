@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.flat_shard import Run
 from ..mesh import Axis, device_of
+from ..optimizers import group_settings
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside
 from ..torch_private.step_hooks import needs_closure, step_part
@@ -47,7 +48,7 @@ from .owners import (
     refuse_duplicates,
     token_of,
 )
-from .probe import group_settings, steps_in_parts, treats_elements, treats_parameters
+from .probe import steps_in_parts, treats_elements, treats_parameters
 from .replicas import element_bounds, is_dense, like_order, run_of, spread
 
 State = dict[str, Any]  # of one parameter, by key

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..containers import tensors_in
 from ..generators import restored_generators
+from ..optimizers import SCHEDULED, group_settings
 from ..torch_private.local_tensor import plain_tensors
 from ..torch_private.step_hooks import step_part, without_step_hooks
 
@@ -63,7 +64,7 @@ def treats_elements(optimizer: torch.optim.Optimizer) -> bool | None:
     if (known := _known(kind)) is not None:
         return known
     tried = _tried.setdefault(kind, {})
-    if (settings := repr(_distinct(optimizer.param_groups))) not in tried:
+    if (settings := repr(list(_trials(kind, optimizer.defaults, optimizer.param_groups)[1]))) not in tried:
         tried[settings] = _verdict(kind, optimizer.defaults, optimizer.param_groups, _runs)
     return tried[settings]
 
@@ -133,11 +134,6 @@ def _in_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramete
     optimizer.step()
 
 
-def group_settings(group: Settings) -> dict[str, Any]:
-    """The settings of a parameter group."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def arguments_of(optimizer_class: type[torch.optim.Optimizer], defaults: Settings) -> dict[str, Any]:
     """The arguments with which a class makes an optimizer that has these `defaults`."""
     accepted: set[str] = set()
@@ -152,8 +148,18 @@ def arguments_of(optimizer_class: type[torch.optim.Optimizer], defaults: Setting
     return dict(defaults)
 
 
-def _distinct(groups: Sequence[Settings]) -> list[Settings]:
-    return list({repr(settings): settings for settings in map(group_settings, groups)}.values())
+def _trials(
+    optimizer_class: type[torch.optim.Optimizer], defaults: Settings, groups: Sequence[Settings]
+) -> tuple[Settings, dict[str, Settings]]:
+    """The arguments and the group settings of trials, the latter once each, by their text.
+
+    Learning rates, which may start at zero, and what schedulers add to groups do not make trials differ.
+    """
+    arguments = arguments_of(optimizer_class, defaults)
+    own = [{k: v for k, v in group_settings(g).items() if k in defaults or k not in SCHEDULED} for g in groups]
+    if isinstance(arguments.get("lr"), (float, int, torch.Tensor)):
+        arguments, own = {**arguments, "lr": LR}, [{**settings, "lr": LR} for settings in own]
+    return arguments, {repr(settings): settings for settings in own}
 
 
 def _verdict(
@@ -167,8 +173,8 @@ def _verdict(
         return known
     if "Distributed" in optimizer_class.__name__ or "ZeroRedundancy" in optimizer_class.__name__:
         return None  # they communicate
-    arguments = arguments_of(optimizer_class, defaults)
-    verdicts = [_of_group(optimizer_class, arguments, group, cut, take) for group in _distinct(groups)]
+    arguments, distinct = _trials(optimizer_class, defaults, groups)
+    verdicts = [_of_group(optimizer_class, arguments, group, cut, take) for group in distinct.values()]
     return None if None in verdicts else all(verdicts)
 
 
@@ -230,9 +236,6 @@ def _stepped(
     parameters = [nn.Parameter((all_values[at] if value is None else value).clone()) for at, value in enumerate(values)]
     arguments, group = tree_map_only(torch.Tensor, torch.clone, (dict(arguments), dict(group)))  # it may count in place
     with _unseen(seed):
-        if isinstance(arguments.get("lr"), (float, int, torch.Tensor)):
-            arguments = {**arguments, "lr": LR}  # it may start at zero
-            group = {**group, "lr": LR}
         optimizer = optimizer_class([{**group, "params": parameters}], **arguments)
         with without_step_hooks(optimizer):
             for each in gradients:

@@ -21,7 +21,8 @@ from ...forms import owner_of as unit_of
 from ...generators import restored_generators
 from ...optim import OwnerOptimizer
 from ...optim.in_backward import ON_HOST_KEY
-from ...optim.probe import arguments_of, group_settings
+from ...optim.probe import arguments_of
+from ...optimizers import group_settings
 from ...runtime import (
     CHANGES,
     Inputs,
