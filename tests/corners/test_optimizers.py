@@ -16,8 +16,9 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import optimizer_view
 from fullshard.optim.probe import treats_elements
+from fullshard.state_dict import get_optimizer_state_dict
 from training import compare_tensors, full_parameters, mesh_of
-from ways import batch, every_wrapper, on_ranks, shard, whole_state
+from ways import batch, every_wrapper, on_ranks, shard, whole, whole_state
 
 
 def network() -> nn.Sequential:
@@ -94,6 +95,22 @@ def test_asking_for_state_before_the_first_step_changes_nothing(kind: str, way: 
     model.zero_grad()
     take_steps(model, optimizers[0], range(3)), take_steps(other, optimizers[1], range(3))
     return compare_tensors("after asking, parameter", whole_state(model), whole_state(other), 0.0)
+
+
+@pytest.mark.parametrize("way", ["rows", "flat"])
+@pytest.mark.gloo("hooks of all optimizers, which a rank takes away while it makes state, belong to a process")
+@on_ranks
+def test_state_before_the_first_step_of_complex_parameters(way: str) -> None:
+    """Operations of AdamW on complex numbers exist for local tensors only: the state is that of a training step."""
+    model = shard(network().to(torch.complex64), way)
+    optimizer = torch.optim.AdamW(model.parameters())
+    blank = get_optimizer_state_dict(model, optimizer)["state"]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stepped = get_optimizer_state_dict(model, optimizer)["state"]
+    assert {name: state.keys() for name, state in blank.items()} == {name: s.keys() for name, s in stepped.items()}
+    assert not any(whole(state["exp_avg"]).any() for state in blank.values())
 
 
 # Optimizers that look at more than one element at a time.

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import CheckpointError, MissingStateError
+from ..optim.plain_step import after_step, on_local_tensors
 from ..optimizers import NOT_SETTINGS, SCHEDULED
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
@@ -33,9 +34,9 @@ def blank_states(
 ) -> list[dict[str, Any]]:
     """The state that a first step would create for each of `tensors`, zeroed; does not change them or the optimizer.
 
-    It is created by a step with learning rate 0 and zero gradients, which changes no parameter and runs no hooks. An
-    optimizer that computes losses itself (L-BFGS) cannot take such a step: the result is empty for every tensor. Frozen
-    tensors get state only with `frozen`.
+    It is created by a step on local tensors, as in training, if possible, with learning rate 0 and zero gradients, which
+    changes no parameter and runs no hooks. An optimizer that computes losses itself (L-BFGS) cannot take such a step:
+    the result is empty for every tensor. Frozen tensors get state only with `frozen`.
     """
     if needs_closure(type(optimizer)):
         return [{} for _ in tensors]
@@ -53,7 +54,9 @@ def blank_states(
     has_values = torch.get_default_device().type != "meta"  # step counts are created on the default device
     try:
         with torch.no_grad(), without_step_hooks(optimizer), nullcontext() if has_values else torch.device("cpu"):
-            type(optimizer).step(optimizer)
+            stepped = on_local_tensors(optimizer) or optimizer
+            type(optimizer).step(stepped)
+            after_step(optimizer, (stepped,), {})
             settle_state(optimizer)
     finally:
         for tensor, grad in grads:

@@ -57,6 +57,16 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """
     if is_compiling() or dynamo_is_active() or len(args) > 1 or kwargs or is_hooked(optimizer):
         return None
+    second = on_local_tensors(optimizer)
+    return None if second is None else ((second,), {})
+
+
+def on_local_tensors(optimizer: Optimizer) -> Optimizer | None:
+    """A second object, whose step without hooks is that of `optimizer` on local tensors, and ends by `after_step`.
+
+    Returns:
+        None if the step has to run on the sharded parameters.
+    """
     groups = optimizer.param_groups
     settings = {*map(type, chain.from_iterable(map(dict.values, groups)))}
     differentiable = any([group.get("differentiable") for group in groups])
@@ -68,7 +78,7 @@ def on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     parts = iter(step.parts)
     groups = [{**group, "params": [*islice(parts, len(group["params"]))]} for group in groups]
-    return (second_object(optimizer, param_groups=groups, state=step.state, **{_STEP: step}),), {}
+    return second_object(optimizer, param_groups=groups, state=step.state, **{_STEP: step})
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:
