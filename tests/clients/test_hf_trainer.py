@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,10 @@ def test_models_whose_files_have_other_names(tmp_path):
     config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2, tie_word_embeddings=False)
     torch.manual_seed(1)
     plain = MixtralForCausalLM(config).eval()
+    if dist.get_rank() == 0:
+        with mock.patch("torch.distributed.is_initialized", lambda: False):
+            hf.save_pretrained(plain, f"{tmp_path}/alone")  # not sharded, without a process group
+        assert MixtralForCausalLM.from_pretrained(f"{tmp_path}/alone").dtype == torch.float32
     model = hf.shard(plain)
     with torch.no_grad():
         expected = model(**batch()).logits
@@ -258,6 +263,10 @@ def test_models_whose_files_have_other_names(tmp_path):
         close(MixtralForCausalLM.from_pretrained(f"{tmp_path}/experts")(**batch()).logits, expected)
     with pytest.raises(fullshard.CheckpointError, match="experts"):
         hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/experts")
+    hf.save_pretrained(model, f"{tmp_path}/short", dtype=torch.bfloat16)
+    assert json.loads((Path(tmp_path) / "short" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(fullshard.ConfigError, match="floating-point dtype"):
+        hf.save_pretrained(model, f"{tmp_path}/integers", dtype=torch.int8)
     fullshard.save_safetensors(model, f"{tmp_path}/stacked")
     again = hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/stacked")
     with torch.no_grad():

@@ -138,6 +138,8 @@ def _meet(what: str) -> None:
     Raises:
         PhaseError: some have not after `PATIENCE` seconds.
     """
+    if not dist.is_initialized():
+        return
     store, world = default_store(), dist.get_world_size()
     if store is None or world == 1:
         return

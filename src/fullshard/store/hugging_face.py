@@ -104,7 +104,7 @@ def save_safetensors(
     def finish() -> None:
         if new is not None:
             if selected is None:
-                _save_configs(model, new[0], dtype, merge_lora)
+                save_configs(model, new[0], dtype, merge_lora)
             else:
                 selected.save_config(new[0])
         opened.close()
@@ -133,7 +133,7 @@ def _class_of(parameter: Any) -> str:
     return type(inside(parameter)).__name__
 
 
-def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
+def save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
     """Write the configuration of a transformers model, if the names in the folder are this model's."""
     prefix = adapted(model).prefix if merged else ""
     for path, module in model.named_modules():

@@ -14,7 +14,8 @@ from transformers.conversion_mapping import PrefixChange, get_model_conversion_m
 
 from ...api.save_pretrained import gathered
 from ...errors import invalid_argument
-from ...store.hugging_face import save_safetensors
+from ...store.full_parameters import check_dtype
+from ...store.hugging_face import save_configs, save_safetensors
 from ...store.in_place import put_weights
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
@@ -41,10 +42,12 @@ def save_pretrained(
         max_shard_size: size limit of one file, in bytes or as "5GB", "200MiB".
 
     Raises:
-        ConfigError: an invalid size.
+        ConfigError: an invalid size or dtype.
         CheckpointError: the folder cannot be written, on any rank.
     """
+    check_dtype(dtype)
     if converted(model):
+        size = bytes_of(max_shard_size)
         weights = gathered(model, "save_pretrained")
         transformers_model: Any = model
         if dtype is not None:
@@ -52,7 +55,8 @@ def save_pretrained(
 
         def save() -> None:
             if weights:
-                transformers_model.save_pretrained(str(folder), state_dict=weights, max_shard_size=max_shard_size)
+                transformers_model.save_pretrained(str(folder), state_dict=weights, max_shard_size=size)
+                save_configs(model, Path(folder), dtype, merged=False)  # its own says the dtype in memory
 
         Ranks().together("save_pretrained", save, files=True)
         return
