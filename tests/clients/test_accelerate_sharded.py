@@ -208,6 +208,10 @@ def test_two_models(tmp_path):
             accelerator.load_state(where)
     assert all(torch.equal(old, new.to_local()) for old, new in zip(before, weights, strict=True))
     assert (Path(tmp_path) / "fullshard_1").is_dir()
+    accelerator._models = [first]
+    accelerator.save_state(tmp_path)  # over a state of two
+    assert not (Path(tmp_path) / "fullshard_1").exists()
+    accelerator.load_state(tmp_path)
 
 
 class Factored(torch.optim.Optimizer):

@@ -10,6 +10,8 @@ Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`. T
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -190,6 +192,7 @@ class FullshardAccelerator(Accelerator):
             weights.clear()
             for name, model, optimizers in parts:
                 save(Path(folder) / name, model, optimizers, step=self.step, rng=False, keep_last=1)
+            Ranks().first("removing models of an earlier state", lambda: _keep(Path(folder), parts), files=True)
 
         with self._apart(self.register_save_state_pre_hook, save_parts) as parts:
             return super().save_state(output_dir, safe_serialization, **settings)
@@ -236,9 +239,23 @@ class FullshardAccelerator(Accelerator):
             self._saves_apart = False
 
 
+def _saved_in(folder: Path) -> list[Path]:
+    """The folders of models in a folder of `save_state`."""
+    paths = sorted(folder.glob(f"{FOLDER}*"))
+    return [path for path in paths if re.fullmatch(rf"{FOLDER}(_\d+)?", path.name) and path.is_dir()]
+
+
+def _keep(folder: Path, parts: list[Any]) -> None:
+    """Remove what an earlier `save_state` of more models left in a folder."""
+    names = [name for name, *_ in parts]
+    for path in _saved_in(folder):
+        if path.name not in names:
+            shutil.rmtree(path)
+
+
 def _check_count(folder: Path, models: int) -> None:
     """Refuse a folder of `save_state` that holds a different number of models, or none."""
-    saved = [path.name for path in sorted(folder.glob(f"{FOLDER}*")) if path.is_dir()]
+    saved = [path.name for path in _saved_in(folder)]
     if len(saved) != models:
         raise CheckpointError(
             "The state was saved with a different number of models than are prepared now; nothing was loaded.",
