@@ -64,6 +64,9 @@ def test_others_and_many_owners(fake_world):
     assert "mean over 4, between replicas by PowerSGD of rank 3 with error feedback" in said
     assert "multiplications are balanced, the largest load is 1.33 times the mean" in said
     assert said.endswith("SGD: each rank steps its shards")
+    by_name = dict(enumerate(optimizers))
+    assert fullshard.describe(model, optimizer=by_name.values()) == said
+    assert fullshard.memory_use(model, by_name.values()) == fullshard.memory_use(model, optimizers)
     model = sharded()
     elements = fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW, elementwise=True)
     assert "elements on this rank, the replicas step" in fullshard.describe(model, optimizer=elements)

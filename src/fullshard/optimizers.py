@@ -1,9 +1,11 @@
-"""What an optimizer's groups hold beside its parameters."""
+"""Optimizers as arguments, one or several, and what their groups hold beside parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 NOT_SETTINGS = frozenset({"params", "param_names"})
 """The keys of a group that are not settings."""
@@ -14,3 +16,9 @@ SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_m
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group."""
     return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+
+def as_list(optimizers: Any) -> list[Any]:
+    """An argument that is an optimizer or several, in any iterable but text, mappings and modules, as a list."""
+    is_several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
+    return list(optimizers) if is_several else [optimizers]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
+from ..optimizers import as_list
 from ..runtime import take_over_replaced
 from ..text import clean_path
 from . import optimizer_state, value_forms
@@ -215,7 +216,7 @@ def get_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     settle(model)
-    table, listed = _table(model, options), _listed(optimizers)
+    table, listed = _table(model, options), as_list(optimizers)
     if not table.sharded:
         return torch_get_optimizer_state_dict(model, listed, submodules=submodules, options=options)
     form, axes, rank = _form(options), table.axes, dist.get_rank()
@@ -310,7 +311,7 @@ def set_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     settle(model)
-    table, listed = _table(model, options), _listed(optimizers)
+    table, listed = _table(model, options), as_list(optimizers)
     saved = optim_state_dict
     if options.flatten_optimizer_state_dict and "state" not in saved and saved:
         saved = _unflattened(saved)
@@ -343,7 +344,7 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> Any:
     """`set_model_state_dict` and `set_optimizer_state_dict` together; returns the result of the former."""
-    listed = _listed(optimizers)
+    listed = as_list(optimizers)
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, listed, optim_state_dict, options=options)
     return keys
@@ -391,10 +392,6 @@ def _form(options: StateDictOptions) -> StateForm:
     # world), torch.distributed.checkpoint drops its key on that rank, and cannot load the checkpoint that it saved.
     whole, cpu = options.full_state_dict, options.cpu_offload
     return StateForm("whole" if whole else "sharded", dtensor=True, to_cpu=cpu, rank0_only=whole and cpu)
-
-
-def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def _chosen(

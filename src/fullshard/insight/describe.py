@@ -15,6 +15,7 @@ from ..forms import successor_of
 from ..mesh import MeshAxes
 from ..optim import Muon, OwnerOptimizer
 from ..optim.owners import Ownership, name_of
+from ..optimizers import as_list
 from ..runtime import Runner, left_alone, runner_of, runners_in
 from ..shard import Bucket, ReduceSettings, Unit, walk
 from ..text import clean_name, clean_path, counted, plain_class, size, table
@@ -195,7 +196,7 @@ def describe(
     rows.append(("in all", "", "", *_sizes([facts for _, facts in buckets])))
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
     plan_lines = [f"{_some(names)}: {plan}" for plan, names in plan_units.items()]
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    optimizers = [] if optimizer is None else as_list(optimizer)
     lines += table([header, *rows], left=(0, 2))
     return "\n".join([*lines, *_outside(model), *plan_lines, *map(_owners, optimizers)])
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..forms import Member, owner_of
 from ..optim import OwnerOptimizer
 from ..optim.guard import stepping
+from ..optimizers import as_list
 from ..runtime import (
     Account,
     Root,
@@ -35,7 +36,7 @@ from ..text import size
 from ..torch_private.local_tensor import inside, plain_tensors
 from .planner.live import plan_changes
 from .planner.messages import in_few_words, took_too_long
-from .planner.optimizer_costs import Optimizers, as_list, has_owners
+from .planner.optimizer_costs import Optimizers, has_owners
 from .planner.profile import Step
 from .planner.strategy import check_counts
 

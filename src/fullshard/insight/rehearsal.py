@@ -26,6 +26,7 @@ from ..torch_private.fake_group import pretended, unwritten
 from ..torch_private.root_mesh import ranks_around
 from .describe import describe
 from .memory import memory_use
+from .planner.profile import sent_around
 
 UNSEEN = """One process cannot show results of collectives (they are undefined: a loss of nan means nothing), hangs,
 differences between ranks, or the time that communication takes. Tensor-parallel collectives and the exchanges of an
@@ -69,8 +70,8 @@ class Steps:
         ranks = len(event.ranks)
         if event.verb in ("gather", "reduce", "all_reduce") and ranks > 1:
             self._since[event.verb, "calls"] += 1
-            twice = 2 if event.verb == "all_reduce" else 1
-            self._since[event.verb, "bytes"] += event.nbytes * (ranks - 1) // ranks * twice
+            rounds = 2 if event.verb == "all_reduce" else 1
+            self._since[event.verb, "bytes"] += sent_around(event.nbytes, ranks, rounds)
 
     def begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note that an optimizer begins to step; if it already has in this training step, the next one begins."""

@@ -44,7 +44,8 @@ def clip_grad_norm_(
     Args:
         parameters: any mix of sharded parameters, tensors from `optimizer_view`, and plain parameters (whole on every
             rank). A parameter passed together with a view of it counts once.
-        max_norm: the largest total norm allowed; `math.inf` only measures.
+        max_norm: the largest total norm allowed; `math.inf` only measures finite gradients: if their norm
+            is infinite, they become NaN, as in PyTorch.
         norm_type: 1, 2, ..., or `math.inf`.
         error_if_nonfinite: raise if the total norm is not finite.
 

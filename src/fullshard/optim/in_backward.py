@@ -95,7 +95,7 @@ class StepsInBackward:
     def measure(self) -> Iterator[None]:
         """A context for a first pass that measures gradients and discards them. Collective at its end.
 
-        The next pass must use the same batch. The random state (dropout) of the CPU and the current accelerator is
+        The next pass must use the same batch. The state of random generators (dropout), on every device, is
         restored at the end; buffers that a forward updates (batch statistics) are updated in both passes.
 
         Raises:

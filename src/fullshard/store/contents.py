@@ -22,6 +22,7 @@ from torch import nn
 from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError
+from ..optimizers import as_list
 from ..text import plain_name
 from .names import MODEL, OPTIMIZER
 from .piece import Piece, member_pieces, refuse_unsupported, value_pieces
@@ -40,8 +41,7 @@ def checked_optimizers(call: str, model: Any, optimizers: Any, state: Any) -> li
     Raises:
         ConfigError: an argument has an invalid type; the message names it.
     """
-    is_list = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
-    listed = list(optimizers) if is_list else [optimizers]
+    listed = as_list(optimizers)
     checked: list[tuple[str, Any, type]] = [("model", model, nn.Module)]
     checked += [("optimizers", optimizer, torch.optim.Optimizer) for optimizer in listed]
     checked += [("state", {} if state is None else state, Mapping)]

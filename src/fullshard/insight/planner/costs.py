@@ -32,7 +32,7 @@ from ...shard import (
 )
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
-from .profile import HOST, Tracker
+from .profile import HOST, Tracker, sent_around
 from .strategy import UnitStrategy
 
 Hook = tuple[object, Callable[..., object]]
@@ -40,10 +40,7 @@ Hook = tuple[object, Callable[..., object]]
 
 
 class SilentComm(TorchComm):
-    """Collectives that send nothing, and count what they would send.
-
-    A gather or a reduction around a ring of n ranks sends (n - 1) / n of the buffer from each rank, an all-reduce twice
-    that (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005, section 4).
+    """Collectives that send nothing, and count what they would send (`sent_around`).
 
     Attributes:
         sent: bytes that this rank would send, and collectives, by verb.
@@ -61,7 +58,7 @@ class SilentComm(TorchComm):
     def _count(self, verb: str, axis: Axis, buffer: torch.Tensor, times: int = 1) -> Pending:
         if axis.size > 1:
             count = self.sent.setdefault(self.counted_as or verb, [0, 0])
-            count[0] += times * buffer.numel() * buffer.element_size() * (axis.size - 1) // axis.size
+            count[0] += sent_around(buffer.numel() * buffer.element_size(), axis.size, times)
             count[1] += 1
         return DONE
 

@@ -22,7 +22,7 @@ from ...generators import restored_generators
 from ...optim import OwnerOptimizer
 from ...optim.in_backward import ON_HOST_KEY
 from ...optim.probe import arguments_of
-from ...optimizers import group_settings
+from ...optimizers import as_list, group_settings
 from ...runtime import (
     CHANGES,
     Inputs,
@@ -37,7 +37,7 @@ from ...runtime import (
 from ...text import plain_name
 from ..describe import named_runners
 from . import messages
-from .optimizer_costs import Optimizers, as_list
+from .optimizer_costs import Optimizers
 from .planner import Plan, Planner, RunSize
 from .profile import Step
 from .strategy import Strategy, node_size

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...containers import leaves_in
 from ...optim import Muon, OwnerOptimizer
 from ...optim.owners import Ownership, axes_of
+from ...optimizers import as_list
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import AbsentGroup
@@ -94,11 +95,6 @@ def takes_names(make: Callable[..., Any]) -> bool:
         return next(iter(inspect.signature(make).parameters), None) == "named_parameters"
     except ValueError:  # a builtin
         return False
-
-
-def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """The result of a `MakeOptimizer` as a list."""
-    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
 def optimizer_bytes(shards: Sequence[Shard], make: MakeOptimizer) -> tuple[int, int]:

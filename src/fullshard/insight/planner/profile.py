@@ -246,14 +246,20 @@ def _whole_sequences(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-SENT = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather_into_tensor": lambda ranks: ranks - 1,
-    "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
+def sent_around(nbytes: int, ranks: int, rounds: int = 1) -> int:
+    """The bytes that a rank sends while a buffer goes around a ring: once in a gather or a reduction, twice in an
+    all-reduce (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005, section 4)."""
+    return rounds * nbytes * (ranks - 1) // ranks
+
+
+SENT: dict[str, Callable[[int, int], int]] = {
+    "all_reduce": partial(sent_around, rounds=2),
+    "all_gather_into_tensor": lambda nbytes, ranks: sent_around(nbytes * ranks, ranks),
+    "reduce_scatter_tensor": sent_around,
+    "all_to_all_single": sent_around,
+    "broadcast": lambda nbytes, ranks: nbytes,
 }
-"""What a rank sends in a functional collective, over the bytes of its input: around a ring (see `SilentComm`)."""
+"""The bytes that a rank sends in a functional collective, from those of its input and the number of ranks."""
 
 
 HOST = torch.device("cpu", 1)
@@ -328,7 +334,7 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "_c10d_functional":
             share = SENT.get(func.overloadpacket.__name__)
             if share is not None:
-                self.sent += round(args[0].nbytes * share(self._ranks))
+                self.sent += share(args[0].nbytes, self._ranks)
                 self.collectives += 1
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device != HOST:

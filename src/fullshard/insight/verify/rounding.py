@@ -115,7 +115,7 @@ def index_of(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rms(tensors: Iterable[torch.Tensor]) -> float:
-    """Root mean square of all finite elements of these tensors; 0 if there are none."""
+    """Root mean square of all elements of these tensors, of which nonfinite ones count as 0; 0 if there are none."""
     total, count = 0.0, 0
     for tensor in tensors:
         finite = exact(tensor).nan_to_num(0.0, 0.0, 0.0)

@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_
 from ...optim.clip import STEPPED_KEY
+from ...optimizers import as_list
 from ...torch_private.step_hooks import closure_of, needs_closure, with_closure
 from . import causes
 from .causes import Observations, Weights
@@ -168,7 +169,7 @@ def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
     Raises:
         ConfigError: it returned something else.
     """
-    optimizers = list(result) if isinstance(result, (list, tuple)) else [result]
+    optimizers = as_list(result)
     for optimizer in optimizers:
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {optimizer!r}")

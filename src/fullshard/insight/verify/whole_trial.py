@@ -16,6 +16,7 @@ from torch import nn
 
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
+from ...optim.clip import clip_scale
 from ...torch_private.local_tensor import local_part
 from . import causes
 from .causes import Weights
@@ -74,8 +75,8 @@ class Reference:
                 losses[-1].append(float(loss.detach()))
             self._next_buffers.append(self._copy_of_buffers())
         if self.plan.max_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm))
-            self.clipped = min(1.0, self.plan.max_norm / (norm + 1e-6))  # as torch does
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
+            self.clipped = float(clip_scale(norm, self.plan.max_norm))
         return losses
 
     @torch.no_grad()
