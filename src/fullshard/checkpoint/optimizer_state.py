@@ -34,9 +34,9 @@ def blank_states(
 ) -> list[dict[str, Any]]:
     """The state that a first step would create for each of `tensors`, zeroed; does not change them or the optimizer.
 
-    It is created by a step on local tensors, as in training, if possible, with learning rate 0 and zero gradients, which
-    changes no parameter and runs no hooks. An optimizer that computes losses itself (L-BFGS) cannot take such a step:
-    the result is empty for every tensor. Frozen tensors get state only with `frozen`.
+    It is created by a step, on local tensors if possible, as in training, with learning rate 0 and zero gradients,
+    which changes no parameter and runs no hooks. An optimizer that computes losses itself (L-BFGS) cannot take such a
+    step: the result is empty for every tensor. Frozen tensors get state only with `frozen`.
     """
     if needs_closure(type(optimizer)):
         return [{} for _ in tensors]

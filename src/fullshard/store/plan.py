@@ -34,7 +34,7 @@ from torch import nn
 from ..checkpoint.targets import Kinds, merge_kinds, settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
-from .entries import Digest, Stateful, Values, common_names, is_whole, values_of
+from .entries import Digest, Stateful, Values, common_names, values_of
 from .manifest import Manifest, versions, without_collection
 from .names import OPTIMIZER, TensorEntry
 from .piece import Key, Piece, refuse_unsupported, whole_piece
