@@ -68,3 +68,8 @@ def as_summed(tensor: torch.Tensor) -> torch.Tensor:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A view of `tensor` as real numbers; for complex numbers their parts along an additional last dim of two."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -131,7 +131,9 @@ def _shape(tensor: TensorInfo) -> str:
 
 
 def _dtype(tensor: TensorInfo) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    from ..dtypes import dtype_name
+
+    return dtype_name(tensor.dtype)
 
 
 def _files(tensor: TensorInfo) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Comm, HookComm
+from ..dtypes import dtype_name
 from ..errors import ConfigError
 from ..forms import owner_of as unit_of
 from ..forms import successor_of
@@ -120,7 +121,7 @@ def plan_in_words(unit: Unit) -> str:
     reduced = [gradients for gradients in unit.gradients if gradients.bucket.trains]
     if not reduced:
         return f"{gather}; reduces nothing"
-    dtypes = dict.fromkeys(str(gradients.reduce_dtype).removeprefix("torch.") for gradients in reduced)
+    dtypes = dict.fromkeys(dtype_name(gradients.reduce_dtype) for gradients in reduced)
     reduce = f"reduces {size(sum(gradients.buffer_bytes for gradients in reduced))} of {' and '.join(dtypes)}"
     reduce += _sent_in(gradients.bucket.scatter_dtype for gradients in reduced)
     if any(gradients.bucket.axes.replicate is not None for gradients in reduced):
@@ -133,7 +134,7 @@ def plan_in_words(unit: Unit) -> str:
 
 def _sent_in(dtypes: Iterable[torch.dtype | None]) -> str:
     """The 8-bit dtypes in which something is sent, as the end of a phrase."""
-    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None})
+    names = sorted({dtype_name(dtype) for dtype in dtypes if dtype is not None})
     return f", sent in {' and '.join(names)}" if names else ""
 
 
@@ -259,7 +260,7 @@ def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:
 
 
 def _dtype(facts: BucketFacts) -> str:
-    stored, computed = (str(dtype).removeprefix("torch.") for dtype in (facts.storage_dtype, facts.compute_dtype))
+    stored, computed = (dtype_name(dtype) for dtype in (facts.storage_dtype, facts.compute_dtype))
     cast = f" as {computed}" if computed != stored else ""
     verbs = {
         "gathered": facts.gather_dtype,

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..agreement import Line, check_same_model, check_same_weights, meet, meet_jointly
 from ..comm import HookComm
+from ..dtypes import dtype_name
 from ..mesh import Axis
 from ..shard import Unit, check_ties, refuse_meta
 from ..text import clean_name, clean_path
@@ -144,8 +145,8 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
             device = bucket.axes.device
             axes |= {id(axis.group): axis for axis in bucket.axes.all}
             for member in bucket.members:
-                dtype = str(bucket.storage_dtype).removeprefix("torch.")
-                compute = str(bucket.compute_dtype).removeprefix("torch.")
+                dtype = dtype_name(bucket.storage_dtype)
+                compute = dtype_name(bucket.compute_dtype)
                 grad = "trainable" if member.sharded.requires_grad else "frozen"
                 facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
                 packed = (
@@ -158,9 +159,7 @@ def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> Non
                 facts += ", in keep_gathered" if runner.held else ""
                 lines.append(Line(member.name, str(member.slot.shape), facts, runner.unit.name))
         # After the parameters: a parameter of a different dtype is reported by its own line, not by this consequence.
-        if reduced := sorted(
-            {str(gradients.reduce_dtype).removeprefix("torch.") for gradients in runner.unit.gradients}
-        ):
+        if reduced := sorted({dtype_name(gradients.reduce_dtype) for gradients in runner.unit.gradients}):
             facts = f"gradients reduced in {', '.join(reduced)}{runner.settings.reduce.fact}"
             lines.append(Line("(gradients)", "none", facts, runner.unit.name))
     if device is not None:

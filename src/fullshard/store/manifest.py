@@ -36,12 +36,13 @@ from typing import Any
 
 import torch
 
+from ..dtypes import dtype_name
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
 from .names import TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
-from .tree import dtype_name, dtype_named, unique_keys
+from .tree import dtype_named, unique_keys
 
 VERSION = 3
 _LATEST_TIME = 1e11  # seconds since 1970, the year 5138: a later time is damage

@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..dtypes import dtype_name
 from ..errors import CheckpointError
 
 _MOST_DEEP = 64
@@ -192,11 +193,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{duplicate[:100]!r} is a duplicate key")
     return result
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from ...api.functional.arguments import LAYOUTS, reshard_of
+from ...dtypes import dtype_name
 from ...errors import ConfigError
 from ...layout import Blocks
 from ...policies import MixedPrecisionPolicy
@@ -160,7 +161,7 @@ class Strategy:
 
 def _precision(policy: MixedPrecisionPolicy) -> str:
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.gather_dtype, policy.scatter_dtype)
-    names = ["as stored" if dtype is None else str(dtype).removeprefix("torch.") for dtype in dtypes]
+    names = ["as stored" if dtype is None else dtype_name(dtype) for dtype in dtypes]
     return " and ".join([" and ".join(dict.fromkeys(names[:2])), *(n for n in names[2:] if n != "as stored")])
 
 
