@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ..dtypes import dtype_name
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from .changes import Untouched
@@ -109,7 +110,7 @@ class Form(ABC):
         meta = [member.name for member, local in zip(members, parts, strict=True) if local.is_meta]
         if meta and len(meta) < len(parts):
             raise partly_on_meta(meta)
-        dtypes = [str(local.dtype).removeprefix("torch.") for local in parts]
+        dtypes = [dtype_name(local.dtype) for local in parts]
         if len(set(dtypes)) > 1:
             raise several_dtypes([*zip([member.name for member in members], dtypes, strict=True)], rank)
         for member, parameter in zip(members, parameters, strict=True):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import Comm, Gathers, apart_of, packed, packed_bytes, rounded, turns_on
-from ..dtypes import dtype_name, fingerprint
+from ..dtypes import fingerprint
 from ..forms import (
     OWNER_KEY,
     Chunks,
