@@ -406,9 +406,9 @@ DCP: dict[str, tuple[Change, str]] = {
     "a long name": (long_name_in_metadata, "1000006 characters"),
     "keys of one hash": (
         lambda f: setattr(f.metadata, "planner_data", dict.fromkeys(ONE_HASH, ("model",))),
-        "more than 10000 integers"),
+        "10198 keys have the same hash"),
     "keys of one hash in a setting": (
-        setting("betas", lambda f: dict.fromkeys(ONE_HASH, 0)), "more than 10000 integers"),
+        setting("betas", lambda f: dict.fromkeys(ONE_HASH, 0)), "10198 keys have the same hash"),
 }  # fmt: skip
 """What is made of a folder of DCP's before its metadata is written, and a word in the error."""
 

@@ -131,6 +131,25 @@ def test_settings_of_other_types_that_mean_the_same(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["foreach"] is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_settings_are_compared_as_python_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever torch's default dtype, and beyond the integers of tensors."""
+    for first, second in ((1e-3, 1.001e-3), (1e-46, 0.0), (2**64 - 1, 2**64 - 2)):
+        groups = [(WEIGHTS, {"lr": 0.1, "more": first}), (BIASES, {"lr": 0.1, "more": second})]
+        fullshard.save(tmp_path, *trained(groups))
+        fullshard.load(tmp_path, *trained(groups))
+        model, optimizer = trained(ONE)
+        torch.set_default_dtype(dtype)
+        try:
+            with pytest.raises(CheckpointError, match="different values of 'more'"):
+                fullshard.load(tmp_path, model, optimizer)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    nan = [(names, {"lr": 0.1, "more": (float("nan"), 1)}) for names in (WEIGHTS, BIASES)]
+    fullshard.save(tmp_path, *trained(nan))
+    fullshard.load(tmp_path, *trained(ONE))
+
+
 def test_an_optimizer_that_keeps_no_state(tmp_path: Path) -> None:
     """Its settings load, by each way; state that another optimizer would need is missed, as before."""
 

@@ -87,6 +87,33 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path, monkeypatch: Any) -> None:
     assert len(fullshard.Folder(tmp_path).names()) == 1
 
 
+def test_many_keys_of_more_than_61_bits(tmp_path: Path) -> None:
+    """A loader's 64-bit hashes are loaded; integers that were chosen for equal hashes are refused when they are saved.
+
+    A number that a list repeats is one key at most.
+    """
+    model = torch.nn.Linear(2, 2)
+    state = {"seen": {n * 2**44 + n for n in range(2**20 - 11_000, 2**20)}, "list": [2**63] * 20_000}
+    state["count"] = dict.fromkeys(state["seen"], 1)
+    fullshard.save(tmp_path / "ours", model, state=state)
+    assert fullshard.load(tmp_path / "ours", model).state == state
+    for target in ("torch.pt", "dcp"):
+        fullshard.convert(tmp_path / "ours", tmp_path / target, to=target.removesuffix(".pt").removeprefix("torch."))
+        fullshard.convert(tmp_path / target, tmp_path / f"{target}-back")
+    with pytest.raises(CheckpointError, match=r"10198 keys have the same hash"):
+        fullshard.save(tmp_path / "refused", model, state={"set": set(ONE_HASH)})
+
+
+def test_what_would_be_refused_when_loaded_is_not_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="too long to be loaded"):
+        fullshard.save(tmp_path, model, state={"k" * 2500: torch.ones(2)})
+    fullshard.save(tmp_path, model, state={"k" * 2500: 1}, step=1)
+    with pytest.raises(fullshard.ConfigError, match=r"less than 2\*\*62"):
+        fullshard.save(tmp_path, model, step=2**62)
+    assert fullshard.load(tmp_path, model).step == 1 and len(fullshard.Folder(tmp_path).names()) == 1
+
+
 def test_a_sharded_state_that_is_not_there(tmp_path: Path, fake_world: Any) -> None:
     """A sharded tensor of an object, which the files lack: an error, rather than whatever memory holds."""
     fake_world(1)

@@ -7,6 +7,7 @@ whole    all ranks' parts together
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,14 +125,25 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 def same(first: Any, second: Any) -> bool:
     """Whether two values are equal: numbers, tensors, containers of them (NaN equals NaN), or any other objects."""
     pair = (first, second)
-    if all(isinstance(value, (torch.Tensor, int, float, complex)) for value in pair):
-        a, b = (torch.as_tensor(value, device="cpu").detach() for value in pair)
+    tensors = [value.detach().cpu() for value in pair if isinstance(value, torch.Tensor)]
+    if len(tensors) == 2:
+        a, b = tensors
         return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if tensors:
+        other = second if isinstance(first, torch.Tensor) else first
+        is_number = isinstance(other, (int, float, complex)) and tensors[0].dim() == 0
+        return is_number and same(tensors[0].item(), _rounded(other, tensors[0].dtype))
     if all(isinstance(value, Mapping) for value in pair):
         return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
     if all(isinstance(value, (list, tuple)) for value in pair):
         return len(first) == len(second) and all(map(same, first, second))
-    return not any(isinstance(value, torch.Tensor) for value in pair) and bool(first == second)
+    return bool(first == second) or all(isinstance(value, (float, complex)) and cmath.isnan(value) for value in pair)
+
+
+def _rounded(number: complex, dtype: torch.dtype) -> Any:
+    """A Python number as a tensor of `dtype` has it; ints unchanged."""
+    fits = isinstance(number, float) and dtype.is_floating_point
+    return torch.tensor(number, dtype=dtype, device="cpu").item() if fits else number
 
 
 def copied(value: torch.Tensor, form: StateForm) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_s
 from ..errors import CheckpointError, ConfigError, PhaseError
 from ..optimizers import as_list
 from ..text import plain_name
-from .names import MODEL, OPTIMIZER
+from .names import COUNTS, MODEL, OPTIMIZER
 from .piece import Piece, member_pieces, refuse_unsupported, value_pieces
 from .ranks import Ranks
 
@@ -64,15 +64,15 @@ def checked_count(call: str, argument: str, value: Any, least: int, otherwise: s
         otherwise: what else is valid, for the message.
 
     Raises:
-        ConfigError: it is not an integer of at least `least`.
+        ConfigError: it is not an integer of at least `least`, or too large for a manifest.
     """
     is_bool = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
     with suppress(TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
-        if not is_bool and (count := operator.index(value)) >= least:
+        if not is_bool and (count := operator.index(value)) >= least and count < COUNTS:
             return count
     raise ConfigError(
         f"{call}({argument}=) has an invalid value.",
-        expected=f"an int of at least {least}{otherwise}",
+        expected=f"an int of at least {least}, less than 2**62{otherwise}",
         got=repr(value),
         remedy=f"pass an int, as in {argument}={max(least, 1)}{', or omit it' if otherwise else ''}",
     )

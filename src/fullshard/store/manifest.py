@@ -40,7 +40,7 @@ from ..dtypes import dtype_name
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, KINDS, FileFacts
-from .names import TensorEntry, checked_name, checked_shape
+from .names import COUNTS, TensorEntry, checked_name, checked_shape
 from .storage import Stored, check_parts, checked_part
 from .tree import dtype_named, unique_keys
 
@@ -215,7 +215,7 @@ def _refuse_overlap(stored: Mapping[str, Sequence[Stored]]) -> None:
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < COUNTS:
         raise ValueError(f"{value!r} is not a count")
     return value
 

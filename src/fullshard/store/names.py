@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ def state_path(name: str, parameters: Container[str]) -> tuple[str, str] | None:
     return None
 
 
+COUNTS = 2**62
+"""Counts in a checkpoint, such as steps and bytes, are below it."""
 _MOST_DIMS = 64  # torch's limit
 MOST_NAME = 2000
 """The most characters in a tensor's name: names are split at their dots, which is slow for a million of them."""
@@ -55,6 +57,23 @@ def checked_name(name: object) -> str:
     return name
 
 
+def refuse_long(names: Iterable[str]) -> None:
+    """Refuse names of tensors to save that `checked_name` refuses when they are loaded.
+
+    Raises:
+        CheckpointError: a name is too long.
+    """
+    longest = max(names, key=len, default="")
+    if len(longest) > MOST_NAME:
+        raise CheckpointError(
+            "The name of a tensor is too long to be loaded; nothing was written.",
+            parameter=f"{longest[:100]}...",
+            expected=f"at most {MOST_NAME} characters, with all keys on the way to the tensor",
+            got=len(longest),
+            remedy="save it under shorter keys",
+        )
+
+
 def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     """The shape of a tensor.
 
@@ -66,7 +85,8 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     """
     extents = tuple(shape) if isinstance(shape, Sequence) else None
     are_counts = extents is not None and all(type(extent) is int and extent >= 0 for extent in extents)
-    if extents is None or not are_counts or len(extents) > _MOST_DIMS or math.prod(max(n, 1) for n in extents) >= 2**62:
+    are_counts = are_counts and math.prod(max(extent, 1) for extent in extents or ()) < COUNTS
+    if extents is None or not are_counts or len(extents) > _MOST_DIMS:
         # Not `str`: the text of nested tuples can take all memory.
         raise ValueError(f"{name[:100]!r} has shape {reprlib.repr(shape)}")
     return extents

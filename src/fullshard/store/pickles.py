@@ -26,6 +26,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ def look_through(data: bytes) -> bytearray:
         pickle.UnpicklingError: it has an instruction that is not allowed, or no end.
         ValueError: see `refuse_alike`.
     """
-    at, begin, size, huge = 0, 0, len(data), 0
+    at, begin, size = 0, 0, len(data)
+    huge: list[int] = []
     allowed = bytearray(_HEADER + bytes(8))
     octets = min(max(size.bit_length() - 1, 0) // 8, 3)
     fixed = _fixed(octets, min(max((size >> 8 * octets) - 1, 0), 255)).match
@@ -223,8 +225,8 @@ def look_through(data: bytes) -> bytearray:
         elif code in _COUNTED:
             start = at + 1 + _COUNTED[code]
             end = start + int.from_bytes(data[at + 1 : start], "little")
-            if code in _LONGS and abs(int.from_bytes(data[start:end], "little", signed=True)) >= HUGE:
-                refuse_alike(huge := huge + 1)
+            if code in _LONGS and abs(number := int.from_bytes(data[start:end], "little", signed=True)) >= HUGE:
+                huge.append(number)
             at = end
         elif code == _PUT:
             number = int.from_bytes(data[at + 1 : at + 5], "little")
@@ -239,6 +241,7 @@ def look_through(data: bytes) -> bytearray:
             allowed += data[begin:at]
             begin = at = at + 9
         elif code == _STOP:
+            refuse_alike([number for number, _ in groupby(sorted(huge))])
             allowed += data[begin : at + 1]
             allowed[len(_HEADER) : len(_HEADER) + 8] = (len(allowed) - len(_HEADER) - 8).to_bytes(8, "little")
             return allowed

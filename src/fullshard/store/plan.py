@@ -34,9 +34,9 @@ from torch import nn
 from ..checkpoint.targets import Kinds, merge_kinds, settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
-from .entries import Digest, Stateful, Values, common_names, values_of
+from .entries import Digest, Stateful, Values, common_names, name_of_rank, values_of
 from .manifest import Manifest, versions, without_collection
-from .names import OPTIMIZER, TensorEntry
+from .names import OPTIMIZER, TensorEntry, refuse_long
 from .piece import Key, Piece, refuse_unsupported, whole_piece
 from .ranks import Ranks
 from .tree import to_json
@@ -147,6 +147,9 @@ def outline_of(
                     _check_plain(f"{OPTIMIZER}{name}.{key}", scalar.value)
             packed = {key: replace(scalar, value=_packed(scalar.value)) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
+    of_scalars = [f"{OPTIMIZER}{name}.{key}" for name, own in scalars.items() for key in own]
+    of_values = [name_of_rank(2**20, name) for tensors in values.tensors.values() for name in tensors]
+    refuse_long([*entries, *contents.ties, *of_scalars, *of_values])
     settings = (step, json.dumps(groups))
     described = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
     listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
@@ -162,6 +165,7 @@ def _check_plain(name: str, value: Any) -> None:
     """
     tensors: dict[str, torch.Tensor] = {}
     to_json(value, name, tensors)
+    refuse_long(f"optimizer.scalars.{path.removeprefix(OPTIMIZER)}" for path in tensors)
     for path, tensor in tensors.items():
         refuse_unsupported(path, tensor)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -31,8 +31,8 @@ _MOST_DEEP = 64
 _OUTSIDE = 4  # levels of it that the manifest itself takes
 _MOST_BYTES = 2**16  # the longest bytes that are stored in JSON
 HUGE = 2**61 - 1
-"""The modulus of Python's hash: integers from here on can have equal hashes, and many of those as keys take hours."""
-_MOST_HUGE = 10_000
+"""The modulus of Python's hash: two integers have the same hash only if one is at least this large."""
+_MOST_ALIKE = 10_000  # the most keys with the same hash in one dict or set: many more take hours
 
 
 def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
@@ -42,7 +42,7 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
         path: the name of the value, in error messages and in the names of tensors.
 
     Raises:
-        CheckpointError: a value is not of a plain class, or is nested deeper than `from_json` reads.
+        CheckpointError: a value is not of a plain class, or `from_json` would refuse it.
     """
     if depth > _MOST_DEEP - _OUTSIDE:
         raise CheckpointError(
@@ -61,6 +61,8 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
         return _dict_out(value, path, tensors, depth)
     for kind, tag in _SEQUENCES.items():
         if type(value) is kind:
+            if kind in (set, frozenset):
+                _check_keys(cast(Any, value), path)
             items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
             items_as_json = [to_json(item, f"{path}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
             return items_as_json if tag is None else {tag: items_as_json}
@@ -85,6 +87,7 @@ def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict
 def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if type(value) is Counter or not plain:
+        _check_keys(value, path)
         tag = "$counter" if type(value) is Counter else "$pairs"
         return {
             tag: [
@@ -93,6 +96,19 @@ def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tens
             ]
         }
     return {key: to_json(item, f"{path}.{key}", tensors, depth + 1) for key, item in value.items()}
+
+
+def _check_keys(keys: Collection[Hashable], path: str) -> None:
+    try:
+        refuse_alike(keys)
+    except ValueError as error:
+        raise CheckpointError(
+            "A dict or set cannot be saved in a checkpoint: a load would refuse its keys.",
+            parameter=path,
+            expected=f"at most {_MOST_ALIKE} keys with the same hash",
+            got=str(error),
+            remedy="save the keys as a list",
+        ) from None
 
 
 def _refused(value: Any, path: str, expected: str) -> CheckpointError:
@@ -137,18 +153,18 @@ def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: s
         stored = tensor(str(inner))
         return stored if tag == "$tensor" else stored.numpy() if tag == "$array" else stored.numpy().tobytes()
     if tag in ("$pairs", "$counter"):
-        refuse_alike(sum(_is_huge(key) for key, _ in inner))
-        pairs = {
-            from_json(key, tensor, path, depth + 1): from_json(item, tensor, path, depth + 1) for key, item in inner
-        }
+        keys = [from_json(key, tensor, path, depth + 1) for key, _ in inner]
+        refuse_alike(keys)
+        pairs = {key: from_json(item, tensor, path, depth + 1) for key, (_, item) in zip(keys, inner, strict=True)}
         if len(pairs) != len(inner):
             raise ValueError("a duplicate key")
         return pairs if tag == "$pairs" else Counter(pairs)
-    if tag in ("$set", "$frozenset"):
-        refuse_alike(sum(map(_is_huge, inner)))
     for kind, kind_tag in _SEQUENCES.items():
         if tag == kind_tag:
-            return kind(from_json(item, tensor, path, depth + 1) for item in inner)
+            items = [from_json(item, tensor, path, depth + 1) for item in inner]
+            if kind in (set, frozenset):
+                refuse_alike(items)
+            return kind(items)
     for _, kind_tag, _, read in _ATOMS:
         if tag == kind_tag:
             return read(inner)
@@ -157,20 +173,15 @@ def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: s
     raise _unknown(path, {tag: inner})
 
 
-def _is_huge(value: Any) -> bool:
-    """Whether a key is, or contains, an integer so large that others may have the same hash."""
-    inner = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
-    return any(type(item) is int and abs(item) >= HUGE for item in (inner if isinstance(inner, list) else [inner]))
-
-
-def refuse_alike(count: int) -> None:
-    """Refuse so many integers of 61 bits and more that they must have been chosen for equal hashes.
+def refuse_alike(keys: Collection[Hashable]) -> None:
+    """Refuse different keys so many of which have the same hash that they must have been chosen for it.
 
     Raises:
-        ValueError: `count` is too large.
+        ValueError: there are too many.
     """
-    if count > _MOST_HUGE:
-        raise ValueError(f"more than {_MOST_HUGE} integers of 61 bits and more")
+    count = max(Counter(map(hash, keys)).values()) if len(keys) > _MOST_ALIKE else 0
+    if count > _MOST_ALIKE:
+        raise ValueError(f"{count} keys have the same hash")
 
 
 def _unknown(path: str, value: Any) -> CheckpointError:

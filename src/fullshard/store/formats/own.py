@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ..folder import Folder
 from ..in_place import new_folder, write_synced
 from ..manifest import Manifest, versions
-from ..names import MODEL, OPTIMIZER, TensorEntry
+from ..names import MODEL, OPTIMIZER, TensorEntry, refuse_long
 from ..plan import optimizer_json
 from ..read import Files
 from ..storage import MANIFEST, LocalStorage
@@ -110,6 +110,7 @@ def write_checkpoint(
         "state": to_json(values.get("state", {}), "state", tensors),
     }
     all_entries = dict(entries) | {n: TensorEntry(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    refuse_long(all_entries)
     parts = [(name, (0,) * len(entry.shape), entry) for name, entry in all_entries.items()]
     in_order = (tensors[n] if n in tensors else entries[n].checked(n, read(n)) for n in all_entries)
     with new_folder(path) as folder:
