@@ -21,6 +21,7 @@ from folder_checks import NAME, WORLD, check, model_of
 
 import fullshard
 from fullshard.store import background
+from fullshard.store.source import Source
 from ranks import PRELOADED
 
 LIMIT = 2.0  # seconds that a rank waits for another before it looks for what is wrong
@@ -96,9 +97,19 @@ def stopped(rank: Rank) -> None:
 
 
 def slow(rank: Rank) -> None:
-    """One call takes longer than ranks wait for each other."""
+    """One call takes longer than ranks wait for each other: of a save, and of writing and reading safetensors files."""
     with before("replace", lambda: time.sleep(2.5 * LIMIT)):
         rank.save(1)
+    with before("fsync", lambda: time.sleep(3 * LIMIT)):  # several times
+        fullshard.save_safetensors(rank.model, rank.folder / "safetensors")
+    fill = Source.fill
+
+    def slowly(*args: Any) -> None:
+        time.sleep(6 * LIMIT * rank.rank)
+        fill(*args)
+
+    with mock.patch.object(Source, "fill", slowly):
+        fullshard.load_safetensors(rank.model, rank.folder / "safetensors")
 
 
 def writers(rank: Rank) -> None:

@@ -111,7 +111,7 @@ def save_safetensors(
 
     with ExitStack() as opened:
         exports, new = ranks.together("planning the files", plan)
-        ranks.together("save_safetensors", write)
+        ranks.together("save_safetensors", write, files=ranks.is_first)  # the others only take part in gathers
         ranks.together("finishing save_safetensors", finish)  # no rank can fail after it
 
 

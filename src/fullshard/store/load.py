@@ -143,7 +143,7 @@ def load(
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
         find = partial(_candidates, request.folder, request.step, fall_back, missing_ok, removed)
-        candidates = ranks.first("looking for a checkpoint", find, files=True)
+        candidates = ranks.first("looking for a checkpoint", find)
         if not candidates:
             return Loaded(None, 0, 0)
         result = _first_intact(request, candidates)
@@ -216,7 +216,7 @@ def _first_intact(request: _Request, candidates: list[str]) -> Loaded | Checkpoi
         try:
             return _load(request, name)
         except DamagedCheckpointError as error:
-            if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
+            if not ranks.first("looking for a checkpoint", partial(where.has, name)):
                 return CheckpointError(
                     "The checkpoint was removed while it was being read; nothing was loaded.",
                     expected=f"{where.at(name)} to stay",
@@ -247,13 +247,13 @@ def _load(request: _Request, name: str) -> Loaded:
     lacking = lacking_state(request.optimizers, ranks)
     with ExitStack() as opened:
         reader, loaded = ranks.together(
-            "comparing a checkpoint with the model", lambda: _plan(request, opened, name, lacking), files=True
+            "comparing a checkpoint with the model", lambda: _plan(request, opened, name, lacking)
         )
         _compare_checkpoints(reader.files, loaded, ranks)
-        ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
+        ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies))
         with torch.no_grad():
             reading = "reading a checkpoint's files (the model may be partially loaded)"
-            ranks.together(reading, lambda: reader.files.fill(reader.copies), files=True)
+            ranks.together(reading, lambda: reader.files.fill(reader.copies))
             ranks.together("assigning a checkpoint's state", reader.take_over)
     return loaded
 

@@ -42,12 +42,12 @@ class Ranks:
         """Whether this is the first rank."""
         return self.rank == 0
 
-    def together(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
+    def together(self, action: str, fn: Callable[[], T], files: bool = True) -> T:
         """Run `fn` on every rank, and return its result; all raise if it raised on any.
 
         Args:
             action: the work, for error messages: "writing".
-            files: whether it reads or writes files: then the others wait, however slow the disk is.
+            files: whether this rank may read or write files: then the others wait, however slow the disk is.
 
         Raises:
             FullshardError: the error of the first rank that failed; of any other class, a `CheckpointError` that
@@ -62,7 +62,7 @@ class Ranks:
         self.meet(error, action)
         return result
 
-    def first(self, action: str, fn: Callable[[], T], files: bool = False) -> T:
+    def first(self, action: str, fn: Callable[[], T], files: bool = True) -> T:
         """Run `fn` on the first rank, and return its result on every rank; see `together`."""
         result: T = self.share(self.together(action, lambda: fn() if self.is_first else None, files))
         return result

@@ -127,21 +127,21 @@ def save(
         )
     settle_background(ranks)
     with ExitStack() as opened:
-        lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks), files=True)
+        lock = ranks.together("locking the folder", lambda: _lock(opened, where, patience, ranks))
         reading = "reading the model to save"
         outline = ranks.together(reading, lambda: outline_of(model, listed, number, values, ranks.is_first))
         pieces, manifest = plan_save(outline, number, ranks)
-        name = ranks.first("planning the save", lambda: where.begin(number), files=True)
+        name = ranks.first("planning the save", lambda: where.begin(number))
         order = Order(where, name, ranks.rank, ranks.size, manifest, last, every)
         try:
             looking = "looking for the folder that rank 0 created"
-            ranks.together(looking, lambda: _check_visible(where, name, ranks.rank), files=True)
+            ranks.together(looking, lambda: _check_visible(where, name, ranks.rank))
             if asynchronous:
                 until_step = asynchronous == "until_step"
                 part = ranks.together("copying to the snapshot", lambda: WRITER.start(order, pieces, lock, until_step))
                 return Saving(where, ranks, number, part)
-            of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces), files=True))
-            final = ranks.first("publishing", lambda: publish(order, of_ranks), files=True)
+            of_ranks: list[Written] = ranks.gather(ranks.together("writing", lambda: write(order, pieces)))
+            final = ranks.first("publishing", lambda: publish(order, of_ranks))
             return Saving(where, ranks, number, SavedPart(publishes=False, over=True, name=final))
         except BaseException:
             if ranks.is_first:
