@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard import state_dict as helpers
 from models import EXAMPLES
 from training import (
     FP64,
@@ -97,6 +101,30 @@ def test_full_state_dict_through_pytorch() -> list[str]:
     got = train_sharded(fullshard, EXAMPLES["odd_mlp"], options, model)
     want = reference("odd_mlp", Options(dtype=options.dtype), dist.get_world_size())
     return compare(got, want, FP64, "one process")
+
+
+@on_ranks
+def test_rank_0s_values_reach_ranks_that_are_not_in_the_first_mesh() -> list[str]:
+    """Its first unit is on a mesh of its own, as an expert's may be."""
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("expert", "shard"))["shard"]
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    whole = {name: torch.full((4, 4), 7.0) for name in model.state_dict()}
+    fullshard.fully_shard(model[0], mesh=alone)
+    fullshard.fully_shard(model[1])
+    settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    helpers.set_model_state_dict(model, whole if dist.get_rank() == 0 else {}, options=settings)
+    return [name for name, value in model.named_parameters() if not bool((value.full_tensor() == 7.0).all())]
+
+
+def test_rank_0_reaches_no_rank_of_another_mesh(fake_world: Any) -> None:
+    fake_world(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for dim, layer in zip("ab", model, strict=True):
+        fullshard.fully_shard(layer, mesh=mesh[dim])
+    settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(fullshard.CheckpointError, match=r"cannot send values to all ranks"):
+        helpers.set_model_state_dict(model, model.state_dict(), options=settings)
 
 
 @on_ranks

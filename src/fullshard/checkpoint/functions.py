@@ -272,7 +272,8 @@ def set_model_state_dict(
         Missing and unexpected keys, as from `load_state_dict`.
 
     Raises:
-        CheckpointError: shapes that do not fit; nothing was loaded.
+        CheckpointError: shapes that do not fit, or `broadcast_from_rank0` where no mesh of the model has all its ranks;
+            nothing was loaded.
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
@@ -281,7 +282,7 @@ def set_model_state_dict(
         return torch_set_model_state_dict(model, model_state_dict, options=options)
     state = dict(model_state_dict)
     if options.broadcast_from_rank0:
-        state = value_forms.from_rank0(state, table.axes)
+        state = value_forms.from_rank0(state, table.spanning_axes)
     for row in table.parameters:  # tied parameters: files of Hugging Face have one of the names
         saved = next((state[name] for name in row.names if name in state), None)
         state.update({name: saved for name in row.names if saved is not None and name not in state})
@@ -354,9 +355,9 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
     """Rank 0's optimizer state dict on every rank, whose tensors are sent when they are used. Collective.
 
     Raises:
-        CheckpointError: rank 0 has no state dict; on every rank.
+        CheckpointError: rank 0 has no state dict, on every rank; or no mesh of the model has all its ranks.
     """
-    result: dict[str, Any] = value_forms.from_rank0(saved or {}, table.axes)
+    result: dict[str, Any] = value_forms.from_rank0(saved or {}, table.spanning_axes)
     if not result:
         raise CheckpointError(
             "rank 0 has no optimizer state dict to send to the others",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import CheckpointError
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..readers import wait_for_readers
@@ -121,10 +122,28 @@ class Table:
 
     @property
     def axes(self) -> MeshAxes:
-        """The axes of the first bucket; without buckets, those of all ranks."""
-        for bucket in self.buckets():
-            return bucket.axes
-        return resolve_mesh(None)
+        """The axes of the bucket that is on the most ranks; without buckets, those of all ranks."""
+        of_buckets = [bucket.axes for bucket in self.buckets()]
+        return max(of_buckets, key=lambda axes: len(axes.ranks)) if of_buckets else resolve_mesh(None)
+
+    @property
+    def spanning_axes(self) -> MeshAxes:
+        """`axes`, over which rank 0 reaches all ranks of the model.
+
+        Raises:
+            CheckpointError: no mesh of the model has all these ranks.
+        """
+        axes = self.axes
+        apart = next((row for row in self.parameters if row.bucket and not row.bucket.axes.ranks <= axes.ranks), None)
+        if apart is not None and apart.bucket is not None:
+            raise CheckpointError(
+                "Rank 0 cannot send values to all ranks of the model: no mesh of its units has all of them.",
+                parameter=apart.name,
+                expected=f"a mesh within ranks {sorted(axes.ranks)}",
+                got=f"ranks {sorted(apart.bucket.axes.ranks)}",
+                remedy="omit broadcast_from_rank0, and pass the values on every rank",
+            )
+        return axes
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield the buckets of all units."""
