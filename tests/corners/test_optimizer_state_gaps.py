@@ -411,3 +411,38 @@ def test_parts_of_tensors_in_containers(tmp_path: Any, way: str) -> None:
         assert "'history'" in str(error) and "keep each under a key of its own" in str(error)
     state["history"] = [torch.ones(3, 1), 2.0]  # whole values, the same on every rank
     fullshard.save(tmp_path, model, optimizer)
+
+
+class Scaled(nn.Module):
+    """Has a 0-d parameter and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale + self.empty.sum()
+
+
+@pytest.mark.parametrize("way", ["flat", "wrapper"])
+@on_ranks
+def test_an_optimizer_of_a_scalar_or_an_empty_parameter(way: str) -> None:
+    """Nothing but the optimizer's own state shows which keys have one value per element."""
+    torch.manual_seed(0)
+    model: Any = Scaled()
+    model = FSDP(model, use_orig_params=True) if way == "wrapper" else fullshard.fully_shard(model, layout="flat")
+    named = {name.rpartition(".")[2]: parameter for name, parameter in model.named_parameters()}
+    for name in ("scale", "empty"):
+        optimizer = torch.optim.AdamW([named[name]], lr=0.1)
+        for stepped in (False, True):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            state = state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)
+            loading = optimizer if stepped else torch.optim.AdamW([named[name]], lr=0.1)
+            before = {key: type(value) for key, value in optimizer.state.get(named[name], {}).items()}
+            state_dict.set_optimizer_state_dict(model, loading, state, options=FULL)
+            if name == "scale" and named[name].numel():
+                assert {key: type(value) for key, value in loading.state[named[name]].items()} == before
+            model(torch.ones(2, 4)).sum().backward()
+            loading.step()

@@ -87,7 +87,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         raise optimizer_state.wrong_form(state, "a dict of 'state' and 'groups', as of optimizer_state_dict", remedy)
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
-    loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True)
+    loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True, optimizer=optimizer)
     groups = [
         {**{key: value.tolist() for key, value in settings.items()}, "params": _parameters(name, targets)}
         for name, settings in state.get("groups", {}).items()
@@ -325,7 +325,8 @@ def set_optimizer_state_dict(
     loaded = []
     for optimizer in listed:
         needs_all = options.strict and _needs_state(saved, optimizer)
-        loaded.append(optimizer_state.state_to_load(table, optimizer.param_groups, saved, needs_all=needs_all))
+        groups = optimizer.param_groups
+        loaded.append(optimizer_state.state_to_load(table, groups, saved, needs_all=needs_all, optimizer=optimizer))
     for optimizer, state in zip(listed, loaded, strict=True):
         optimizer_state.load_state(optimizer, state)
 

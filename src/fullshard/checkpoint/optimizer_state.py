@@ -284,7 +284,11 @@ def _as_shown(row: Named, target: Target, value: Any, form: StateForm, device: t
 
 
 def cut_states(
-    table: Table, targets: Sequence[Target], saved: Mapping[str, Mapping[str, Any]], needs_all: bool = False
+    table: Table,
+    targets: Sequence[Target],
+    saved: Mapping[str, Mapping[str, Any]],
+    needs_all: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[int, dict[str, Any]]:
     """The state of an optimizer's targets, by their numbers, from state by parameter name.
 
@@ -294,6 +298,8 @@ def cut_states(
     Args:
         saved: whole or sharded values and scalars; a tied parameter's state is under any of its names.
         needs_all: see `saved_rows`.
+        optimizer: of these targets. If all parameters in `saved` are 0-d, only its own state shows which keys have one
+            value per element; None: none has.
 
     Returns:
         The states; nothing for targets without state, or without elements on this rank.
@@ -304,6 +310,11 @@ def cut_states(
     """
     number = {row.name: i for i, row in enumerate(table.parameters)}
     per_element = {key for state in saved.values() for key, value in state.items() if value_forms.is_array(value)}
+    if not per_element and optimizer is not None and saved:
+        states = _states_of(table, targets, optimizer, None)
+        _add_blank_states(states, targets, optimizer)
+        kinds = _kinds(targets, states).values()
+        per_element = {key for of_row in kinds for key, kind in of_row.items() if kind.per == "element"}
     result: dict[int, dict[str, Any]] = {}
     for target in sorted(targets, key=lambda target: min(number[row.name] for row in target.rows)):
         state: dict[str, Any] = {}
@@ -323,14 +334,14 @@ def saved_rows(target: Target, saved: Mapping[str, _Keys], needs_all: bool = Fal
 
     Args:
         saved: by parameter name, state by key, or only its keys; a tied parameter's is under any of its names.
-        needs_all: require state, if the target requires a gradient.
+        needs_all: require state, if the target requires a gradient and is not empty.
 
     Raises:
         MissingStateError: a parameter lacks state, or a key of it, that others of the target have; or `needs_all`.
     """
     of_rows = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in target.rows]
     present = [row.name for row, keys in of_rows if keys]
-    unsaved = any(keys is None for _, keys in of_rows)
+    unsaved = any(keys is None and 0 not in row.shape for row, keys in of_rows)  # not every step updates empty ones
     if not present and not (unsaved and needs_all and target.tensor.requires_grad):
         return []
     remedy = "load it with use_orig_params=True" if present else "save a state that has it, or pass strict=False"
@@ -398,8 +409,8 @@ def _cut_into(
     """Add one key of a parameter's state to that of its target.
 
     Args:
-        per_element: whether the key has one value per element for other parameters. State of a 0-d parameter does not
-            show it: its average and its step count look alike.
+        per_element: whether the key has one value per element. State of a 0-d parameter does not show it: its average
+            and its step count look alike.
     """
     bucket, member, shape = row.bucket, row.member, value_forms.shape_of(value)
     is_element = row.shape == () and member is not None and per_element and shape == ()
@@ -466,7 +477,12 @@ def wrong_form(saved: Mapping[str, Any], expected: str, remedy: str | None = Non
 
 
 def state_to_load(
-    table: Table, groups: list[Any], saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
+    table: Table,
+    groups: list[Any],
+    saved: Mapping[str, Any],
+    named: bool = False,
+    needs_all: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """`saved`, in the form of `named_state`, in the form that `optimizer.load_state_dict` takes. Collective.
 
@@ -474,7 +490,7 @@ def state_to_load(
         groups: the optimizer's `param_groups`.
         saved: the state; without `param_groups`, the optimizer's own settings stay.
         named: use the model's own names of the tensors, wrapping included, as keys, not numbers.
-        needs_all: see `cut_states`.
+        needs_all, optimizer: see `cut_states`.
 
     Raises:
         MissingStateError: `saved` has no `state` on some rank; see also `cut_states`.
@@ -490,7 +506,7 @@ def state_to_load(
     if "state" not in saved:
         error = wrong_form(saved, "a dict with 'state'")
     merged_kinds(table, targets, len(groups), {}, error)
-    states = cut_states(table, targets, saved["state"], needs_all)
+    states = cut_states(table, targets, saved["state"], needs_all, optimizer)
     keys = {t.index: table.raw.get(id(t.tensor), t.rows[0].name) if named else t.index for t in targets}
     settings = settings_to_load(targets, groups, saved.get("param_groups", ()))
     return {

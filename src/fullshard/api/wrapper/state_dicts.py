@@ -244,7 +244,7 @@ class StateDictMethods:
                 `ValueError` too); nothing was loaded then.
         """
         sent = form_of(first_instance(model), optimizer=True).rank0_only
-        result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent)
+        result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent, optim)
         if load_directly:
             load_state(optim, result)
         return result
@@ -278,7 +278,7 @@ class StateDictMethods:
     ) -> dict[str, Any]:
         """Like `optim_state_dict_to_load`, from whole values on every rank. Deprecated in PyTorch."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict)
+        return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, optim=optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -286,7 +286,7 @@ class StateDictMethods:
     ) -> dict[str, Any]:
         """Like `optim_state_dict_to_load`, from sharded values. Deprecated in PyTorch."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(model, optim.param_groups, sharded_optim_state_dict)
+        return _to_load(model, optim.param_groups, sharded_optim_state_dict, optim=optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -298,7 +298,7 @@ class StateDictMethods:
     ) -> dict[str, Any]:
         """Like `shard_full_optim_state_dict`, from values on rank 0, which sends them. Deprecated in PyTorch."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, sent=True)
+        return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, sent=True, optim=optim)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -385,8 +385,14 @@ def _saved(model: nn.Module, optim: Any, form: StateForm, state: dict[str, Any] 
 
 
 def _to_load(
-    model: nn.Module, groups: list[Any], saved: dict[str, Any] | None, named: bool = False, sent: bool = False
+    model: nn.Module,
+    groups: list[Any],
+    saved: dict[str, Any] | None,
+    named: bool = False,
+    sent: bool = False,
+    optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     first_instance(model)._lazy_init()
     table = Table(model)
-    return state_to_load(table, groups, state_from_rank0(saved, table) if sent else saved or {}, named)
+    state = state_from_rank0(saved, table) if sent else saved or {}
+    return state_to_load(table, groups, state, named, optimizer=optim)
