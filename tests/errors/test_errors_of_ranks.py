@@ -33,7 +33,7 @@ CALLS = [  # by each rank, with its number and a folder that both see
     ),
     (
         lambda rank, folder: fullshard.save(folder, sharded(), step=100 + rank),
-        "DivergenceError: Ranks save different things: the step differs; nothing was written",
+        "DivergenceError: Ranks save different steps; nothing was written",
     ),
     (
         lambda rank, folder: fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False))),

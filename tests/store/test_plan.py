@@ -159,6 +159,49 @@ def test_tensors_that_only_some_ranks_have(tmp_path: Path) -> None:
         assert (loaded[f"stage-{rank}"].weight == rank + 1).all()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@on_ranks
+def test_ties_and_optimizers_of_stages(tmp_path: Path) -> None:
+    """Each of a pipeline's stages has its own; loaded as stages and as one model."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(world)]
+
+    def stages(ranks: Any, lr: float = 0.5) -> tuple[Any, Any]:
+        model = nn.ModuleDict({f"stage-{of_rank}": Tied() for of_rank in ranks})
+        if len(ranks) == 1:
+            fullshard.fully_shard(model[f"stage-{rank}"], mesh=meshes[rank])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for (name, parameter), of_rank in zip(model.named_parameters(), ranks, strict=True):
+            parameter.grad = torch.full_like(parameter, 1.0 + of_rank)
+            assert name.startswith(f"stage-{of_rank}")
+        return model, optimizer
+
+    model, optimizer = stages([rank])
+    optimizer.step()
+    fullshard.save(tmp_path, model, optimizer)
+    ties = manifest.parse((tmp_path / "step-000000000" / "manifest.json").read_bytes(), "").ties
+    assert ties == {f"model.stage-{r}.last.weight": f"model.stage-{r}.first.weight" for r in range(world)}
+    for ranks in ([rank], range(world)):
+        loaded, other = stages(ranks, lr=0.1)
+        fullshard.load(tmp_path, loaded, other, strict=len(ranks) == world)
+        assert other.param_groups[0]["lr"] == 0.5
+        averages = [state["exp_avg"] for state in other.state.values()]
+        sums = [float(getattr(average, "_local_tensor", average).sum()) for average in averages]
+        assert sums == pytest.approx([1.6 * (1 + r) for r in ranks])
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    with pytest.raises(fullshard.DivergenceError, match="different optimizer groups"):
+        fullshard.save(tmp_path, model, optimizer)
+
+
 @on_ranks
 def test_what_ranks_hold_without_knowing_of_each_other_is_written_once(tmp_path: Path) -> None:
     """A norm beside tensor-parallel layers is such a tensor; ranks write in turns."""

@@ -11,7 +11,9 @@ pieces are not exchanged beforehand. Ranks exchange one small message, and one n
 Only where digests or fingerprints differ, ranks send more:
 
     to the first rank   values of the user's state that differ between ranks, and scalars of optimizer state
-    to all              tensors that only some ranks have, such as those of a pipeline's stages
+    to all              tensors that only some ranks have, such as those of a pipeline's stages, with their ties and the
+                        layouts of their units; and the parameters that only some ranks' optimizers have, in groups of
+                        which all ranks have the same settings
     to all              rectangles that several ranks have without a common mesh, such as a norm beside tensor-parallel
                         layers, and hashes of their values: one of these ranks writes
 """
@@ -45,9 +47,17 @@ from .write import bytes_of
 
 class _Digests(NamedTuple):
     settings: bytes
-    entries: bytes
+    described: bytes
     scalars: bytes
     values: dict[str, Digest]
+
+
+class _Described(NamedTuple):
+    """Tensors by name; their further names, each with the first; and the layouts of units, by name."""
+
+    entries: dict[str, TensorEntry]
+    ties: dict[str, str]
+    layouts: dict[str, str]
 
 
 @dataclass
@@ -57,7 +67,7 @@ class Outline:
     Attributes:
         contents: of the model and the optimizers.
         settings: the step; and the optimizers' groups, as JSON, parameters sorted.
-        entries: all tensors that the rank knows of, whether or not it has any of their elements.
+        described: all tensors that the rank knows of, whether or not it has any of their elements.
         scalars: of optimizer state, by parameter and key.
         values: the user's.
         digests: of everything above.
@@ -65,7 +75,7 @@ class Outline:
 
     contents: Contents
     settings: tuple[int, str]
-    entries: dict[str, TensorEntry]
+    described: _Described
     scalars: Kinds
     values: Values
     digests: _Digests
@@ -80,9 +90,11 @@ def plan_save(outline: Outline, step: int, ranks: Ranks) -> tuple[list[Piece], M
         CheckpointError: the ranks do not have every element exactly once, or something cannot be saved.
     """
     digests: list[_Digests] = ranks.all(outline.digests)
+    groups = outline.contents.groups
     if len({of_rank.settings for of_rank in digests}) > 1:
-        _refuse_different(outline.settings, ranks)
-    entries = _entries_of_all(outline.entries, [of_rank.entries for of_rank in digests], ranks)
+        are_stages = len({of_rank.described for of_rank in digests}) > 1
+        groups = _groups_of_all(outline, are_stages, ranks)
+    entries, ties, layouts = _described_by_all(outline.described, [of_rank.described for of_rank in digests], ranks)
     same_scalars = len({of_rank.scalars for of_rank in digests}) == 1
     scalars = [outline.scalars] if same_scalars else ranks.gather(outline.scalars)
     common = common_names([of_rank.values for of_rank in digests])
@@ -99,21 +111,20 @@ def plan_save(outline: Outline, step: int, ranks: Ranks) -> tuple[list[Piece], M
     pieces += [piece for piece in (*common_pieces, *own_pieces) if piece.writes]
     if not ranks.is_first:
         return pieces, None
-    optimizer, tensors = _optimizer_values(outline.contents.groups, scalars)
+    optimizer, tensors = _optimizer_values(groups, scalars)
     optimizer_pieces = [whole_piece(name, tensor, True) for name, tensor in tensors.items()]
     pieces += optimizer_pieces
     for more in (_entries_of(common_pieces), *(of_rank for _, of_rank in owned), _entries_of(optimizer_pieces)):
         entries |= more
-    units = outline.contents.table.units
     manifest = Manifest(
         step=step,
         world=ranks.size,
         time=time.time(),
         tensors=entries,
-        ties=outline.contents.ties,
+        ties=ties,
         values={"optimizer": optimizer, "state": common_values},
         ranks=[own for own, _ in owned],
-        layouts={unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in units},
+        layouts=layouts,
         writer=versions(),
     )
     return pieces, manifest
@@ -151,10 +162,12 @@ def outline_of(
     of_values = [name_of_rank(2**20, name) for tensors in values.tensors.values() for name in tensors]
     refuse_long([*entries, *contents.ties, *of_scalars, *of_values])
     settings = (step, json.dumps(groups))
-    described = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
+    layouts = {u.name or "(root)": ", ".join(b.layout.name for b in u.buckets) for u, _ in contents.table.units}
+    tensors = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
     listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
-    digests = _Digests(_sha256(settings), _sha256(described), _sha256(listed), values.digests)
-    return Outline(contents, settings, entries, scalars, values, digests)
+    described = _sha256((tensors, sorted(contents.ties.items())))
+    digests = _Digests(_sha256(settings), described, _sha256(listed), values.digests)
+    return Outline(contents, settings, _Described(entries, contents.ties, layouts), scalars, values, digests)
 
 
 def _check_plain(name: str, value: Any) -> None:
@@ -200,20 +213,50 @@ def _packed(value: Any) -> Any:
 # Comparing ranks.
 
 
-def _refuse_different(settings: tuple[int, str], ranks: Ranks) -> None:
-    """Raise for the first rank whose step or groups differ from those of rank 0. Collective."""
-    of_ranks = ranks.all(settings)
-    for rank, of_rank in enumerate(of_ranks):
-        for what, own, first in zip(("step", "optimizer groups"), of_rank, of_ranks[0], strict=True):
-            if own != first:
-                raise DivergenceError(
-                    f"Ranks save different things: the {what} differs; nothing was written.",
-                    rank=rank,
-                    expected=f"as on rank 0: {_short(first)}",
-                    got=_short(own),
-                    remedy="call save() on all ranks after the same step, with the same optimizers",
-                    topic="ranks-differ",
-                )
+def _groups_of_all(outline: Outline, are_stages: bool, ranks: Ranks) -> list[dict[str, Any]]:
+    """The optimizers' groups, with the parameters of all ranks, whose settings differ. Collective.
+
+    Args:
+        are_stages: whether ranks have different tensors, and so may have different parameters in a group.
+
+    Raises:
+        DivergenceError: ranks have different steps or groups.
+    """
+    of_ranks = ranks.all(outline.settings)
+    groups = [{**group, "params": list(group["params"])} for group in outline.contents.groups]
+    group_of = {name: number for number, group in enumerate(groups) for name in group["params"]} if are_stages else {}
+    first_step, first_groups = of_ranks[0]
+    for rank, (step, text) in enumerate(of_ranks):
+        of_rank: list[dict[str, Any]] = json.loads(text)
+        if step != first_step:
+            raise _different("steps", rank, first_step, step)
+        if text != first_groups and not (
+            are_stages and _settings_in(of_rank) == _settings_in(json.loads(first_groups))
+        ):
+            raise _different("optimizer groups", rank, first_groups, text)
+        for number, group in enumerate(of_rank):
+            for name in group["params"]:
+                if are_stages and name not in group_of:
+                    groups[number]["params"].append(name)
+                if are_stages and group_of.setdefault(name, number) != number:
+                    raise _different(f"optimizer groups ({name} is in two)", rank, first_groups, text)
+    return groups
+
+
+def _settings_in(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _different(what: str, rank: int, first: Any, own: Any) -> DivergenceError:
+    return DivergenceError(
+        f"Ranks save different {what}; nothing was written.",
+        rank=rank,
+        expected=f"as on rank 0: {_short(first)}",
+        got=_short(own),
+        remedy="call save() on all ranks after the same step, with the same optimizers; stages of a pipeline need as "
+        "many groups as each other, with the same settings",
+        topic="ranks-differ",
+    )
 
 
 def _short(value: Any) -> str:
@@ -221,18 +264,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _entries_of_all(entries: dict[str, TensorEntry], digests: Sequence[bytes], ranks: Ranks) -> dict[str, TensorEntry]:
+def _described_by_all(own: _Described, digests: Sequence[bytes], ranks: Ranks) -> _Described:
     """All tensors that any rank knows of. Collective if digests differ.
 
     Raises:
         DivergenceError: ranks have different shapes or dtypes for a tensor.
     """
     if len(set(digests)) == 1:
-        return dict(entries)
+        return _Described(dict(own.entries), own.ties, own.layouts)
     reports = digests.index(digests[ranks.rank]) == ranks.rank  # the first of the ranks with the same entries
     union: dict[str, tuple[TensorEntry, int]] = {}
-    for rank, of_rank in enumerate(ranks.all(entries if reports else {})):
-        for name, entry in of_rank.items():
+    ties: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    for rank, of_rank in enumerate(ranks.all(own if reports else _Described({}, {}, {}))):
+        ties, layouts = {**of_rank.ties, **ties}, {**of_rank.layouts, **layouts}
+        for name, entry in of_rank.entries.items():
             expected, first = union.setdefault(name, (entry, rank))
             if expected != entry:
                 raise DivergenceError(
@@ -243,7 +289,8 @@ def _entries_of_all(entries: dict[str, TensorEntry], digests: Sequence[bytes], r
                     got=entry,
                     topic="models-differ",
                 )
-    return {name: entry for name, (entry, _) in union.items()}
+    entries = {name: entry for name, (entry, _) in union.items()}
+    return _Described(entries, {name: first for name, first in ties.items() if name not in entries}, layouts)
 
 
 PRIME = 2**47 - 115
