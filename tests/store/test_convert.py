@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -75,6 +77,24 @@ def test_a_whole_program_by_way_of_dcp(tmp_path: Path) -> None:
     assert "kept" in [own.get("note") for own in last["optimizer"]["state"].values()]
     (before,), (after,) = first["optimizer"]["param_groups"], last["optimizer"]["param_groups"]
     assert after["betas"] == before["betas"] and same(after["lr"], before["lr"])
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_values_of_classes_that_a_pickle_would_call(tmp_path: Path, kind: str) -> None:
+    """Arrays become tensors, others what they are read as; each is noted."""
+    values = {"array": np.arange(3), "in": [torch.device("cpu"), (torch.Size([2]),)], "count": Counter(a=1), "n": 1}
+    fullshard.save(tmp_path / "ours", torch.nn.Linear(2, 2), state={"v": values}, rng=False)
+    done = convert(tmp_path / "ours", tmp_path / NAMES[kind], to=kind)
+    assert not done.left_out and done.notes == (
+        "state.v.array is a NumPy array: written as a tensor",
+        "state.v.in.0 is a device: written as a str",
+        "state.v.in.1.0 is a Size: written as a tuple",
+        "state.v.count is a Counter: written as a dict",
+    )
+    assert not convert(tmp_path / NAMES[kind], tmp_path / "back").notes
+    loaded = fullshard.load(tmp_path / "back", torch.nn.Linear(2, 2), rng=False).state["v"]
+    assert loaded.pop("array").tolist() == [0, 1, 2] and type(loaded["count"]) is dict
+    assert loaded == {"in": ["cpu", ((2,),)], "count": {"a": 1}, "n": 1}
 
 
 def test_fullshard_loads_what_was_converted_and_converts_what_it_saved(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import CheckpointError
@@ -132,6 +134,8 @@ def _selected(source: Source, kind: str, dtype: torch.dtype | None, model_only: 
         left_out += [f"{name} (a tensor)" for name in skipped if not name.startswith(OPTIMIZER)]
     values, skipped_values = _values(source.values, kind, only_model)
     left_out += skipped_values
+    if kind in ("dcp", "torch"):
+        values = {key: _pickled(value, key, notes) for key, value in values.items()}
     if only_model and not names:
         raise CheckpointError(
             "The checkpoint contains no model.",
@@ -187,6 +191,26 @@ def _values(values: Mapping[str, Any], kind: str, only_model: bool) -> tuple[dic
         else:
             converted[key] = value
     return converted, skipped
+
+
+_READ_AS: dict[type, type] = {Counter: dict, torch.Size: tuple, torch.device: str}
+"""Classes, and those of which values are read from files of `torch.save`: without calling what a file names."""
+
+
+def _pickled(value: Any, path: str, notes: list[str]) -> Any:
+    """A value as files of `torch.save` are read; adds a note of each change."""
+    if isinstance(value, np.ndarray):
+        notes.append(f"{path} is a NumPy array: written as a tensor")
+        return torch.from_numpy(value)
+    for kind, read_as in _READ_AS.items():
+        if isinstance(value, kind):
+            notes.append(f"{path} is a {kind.__name__}: written as a {read_as.__name__}")
+            value = read_as(value)
+    if isinstance(value, Mapping):
+        return {key: _pickled(item, f"{path}.{key}", notes) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pickled(item, f"{path}.{i}", notes) for i, item in enumerate(value))
+    return value
 
 
 def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
