@@ -80,7 +80,25 @@ def cut_moments(state: dict[str, Any]) -> None:
     state["state"][name] = {**moments, "exp_avg": torch.ones(2, 2)}
 
 
+def with_state(value: Any) -> None:
+    """The state of an optimizer that holds something besides numbers."""
+    model = sharded()
+    optimizer = adam(model)
+    for state in optimizer.state.values():
+        state["more"] = value
+    fullshard.optimizer_state_dict(model, optimizer)
+
+
 CALLS = [
+    (
+        lambda: with_state(None),
+        "CheckpointError: optimizer_state_dict cannot return optimizer state 'more'",
+    ),
+    (lambda: with_state("x"), "CheckpointError: optimizer_state_dict cannot return optimizer state 'more'"),
+    (
+        lambda: with_state({1: 2}),
+        "CheckpointError: optimizer_state_dict cannot ... a dict ... get_optimizer_state",
+    ),
     (lambda: loaded_by_name(cut_moments), "CheckpointError: Values to load do not fit the model ... shape ... exp_avg"),
     (
         lambda: loaded_by_name(lambda state: state.update(param_groups=state.pop("groups"))),

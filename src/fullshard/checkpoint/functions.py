@@ -49,15 +49,15 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         is sharded as the parameter; scalars are plain tensors; numeric settings of its group are float64 tensors.
 
     Raises:
-        CheckpointError: state of a view that is neither a scalar nor one value per element, or a tensor that does not
-            belong to the model.
+        CheckpointError: state of a view that is neither a scalar nor one value per element, a value that is no number,
+            or a tensor that does not belong to the model.
     """
     table = _table_of_fully_shard(model)
     targets = targets_of(table, optimizer.param_groups)
     saved = optimizer_state.sharded_state(table, targets, optimizer)
     states = {row.name: saved.get(row.name, {}) for target in targets for row in target.rows}
-    for state in states.values():
-        state |= {key: torch.tensor(v, device="cpu") for key, v in state.items() if not isinstance(v, torch.Tensor)}
+    for name, state in states.items():
+        state |= {key: _as_tensor(name, key, v) for key, v in state.items() if not isinstance(v, torch.Tensor)}
     settings: dict[str, dict[str, torch.Tensor]] = {}
     for group in named_groups(targets, optimizer.param_groups):
         numbers = {
@@ -65,6 +65,25 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         }
         settings |= {name: {key: number.clone() for key, number in numbers.items()} for name in group["params"]}
     return {"state": states, "groups": settings}
+
+
+def _as_tensor(parameter: str, key: str, value: Any) -> torch.Tensor:
+    """A number, or a list of numbers, as a tensor.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        return torch.tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"optimizer_state_dict cannot return optimizer state {key!r} as a tensor.",
+            parameter=parameter,
+            expected="tensors, numbers, or lists of numbers",
+            got=f"{value!r:.80}, a {type(value).__name__}",
+            remedy="save it by fullshard.save(folder, model, optimizer), or return it from get_optimizer_state_dict",
+            topic="optimizer-state",
+        ) from error
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
