@@ -150,6 +150,14 @@ def test_settings_are_compared_as_python_numbers(tmp_path: Path, dtype: torch.dt
     fullshard.load(tmp_path, *trained(ONE))
 
 
+def test_what_no_int_or_float_equals_is_loaded_as_it_is(tmp_path: Path) -> None:
+    for saved, now in ((float("inf"), 1), (float("nan"), 1), (10**400, 1.0)):
+        fullshard.save(tmp_path, *trained([(WEIGHTS + BIASES, {"clip": saved})]))
+        model, optimizer = trained([(WEIGHTS + BIASES, {"clip": now})])
+        fullshard.load(tmp_path, model, optimizer)
+        assert str(optimizer.param_groups[0]["clip"]) == str(saved)
+
+
 def test_an_optimizer_that_keeps_no_state(tmp_path: Path) -> None:
     """Its settings load, by each way; state that another optimizer would need is missed, as before."""
 

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +36,17 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="cannot be saved"):
             fullshard.save(tmp_path, small(0)[0], step=2, state={"deep": value})
     assert fullshard.Folder(tmp_path).names() == ["step-000000001"]
+
+
+def test_numbers_of_numpy_and_those_that_are_not_finite(tmp_path: Path) -> None:
+    state = {"complex": complex("nan+infj"), "numpy": np.complex64(1 + 2j), "inf": float("-inf")}
+    fullshard.save(tmp_path, small(0)[0], state=state)
+    loaded = fullshard.load(tmp_path, small(1)[0]).state
+    assert repr(loaded["complex"]) == repr(state["complex"])
+    assert loaded["numpy"] == 1 + 2j and loaded["inf"] == float("-inf")
+    for dtype in (np.longdouble, ">f4"):
+        with pytest.raises(CheckpointError, match="torch has no such dtype"):
+            fullshard.save(tmp_path, small(0)[0], state={"array": np.zeros(3, dtype)})
 
 
 def error_of_one_rank(folder: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -136,8 +137,10 @@ def converted(current: Any, saved: Any) -> Any:
     if isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)) and len(current) == len(saved):
         return type(current)(map(converted, current, saved))
     number = saved.item() if isinstance(saved, torch.Tensor) and isinstance(current, (int, float)) else saved
-    if isinstance(current, (int, float)) and isinstance(number, (int, float)) and type(current)(number) == number:
-        return type(current)(number)
+    if isinstance(current, (int, float)) and isinstance(number, (int, float)):
+        with suppress(OverflowError, ValueError):  # infinity, NaN, an int too large for a float
+            if (as_current := type(current)(number)) == number:
+                return as_current
     return number
 
 

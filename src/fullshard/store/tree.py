@@ -76,7 +76,15 @@ def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
             raise _refused(value, path, "an array of numbers")
-        tensors[path] = torch.from_numpy(np.array(value, copy=True))
+        try:
+            tensors[path] = torch.from_numpy(np.array(value, copy=True))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "An array cannot be saved in a checkpoint: torch has no such dtype.",
+                parameter=path,
+                got=f"dtype {value.dtype}, of {value.dtype.itemsize} bytes, in {value.dtype.byteorder!r} order",
+                remedy="convert it, as in array.astype(numpy.float64)",
+            ) from error
         return {"$array": path}
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and not hasattr(value, "full_tensor"):
         raise _refused(value, path, "a plain or a sharded tensor")
@@ -168,8 +176,8 @@ def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: s
     for _, kind_tag, _, read in _ATOMS:
         if tag == kind_tag:
             return read(inner)
-    if tag == "$float" and inner in ("nan", "inf", "-inf"):
-        return float(inner)
+    if tag == "$float":
+        return _float_in({tag: inner})
     raise _unknown(path, {tag: inner})
 
 
@@ -224,6 +232,13 @@ def _float_out(value: Any) -> Any:
     return float(value) if math.isfinite(value) else {"$float": str(float(value))}
 
 
+def _float_in(value: Any) -> float:
+    """The reverse of `_float_out`; raises ValueError or KeyError for other values."""
+    if isinstance(value, dict) and value["$float"] not in ("nan", "inf", "-inf"):
+        raise ValueError("not a number")
+    return float(value["$float"] if isinstance(value, dict) else value)
+
+
 _SEQUENCES: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 _ATOMS: tuple[tuple[Any, str | None, Callable[[Any], Any], Any], ...] = (
     ((bool, str, type(None)), None, lambda v: v, None),
@@ -236,7 +251,12 @@ _ATOMS: tuple[tuple[Any, str | None, Callable[[Any], Any], Any], ...] = (
         lambda v: base64.b64encode(v).decode(),
         lambda v: base64.b64decode(v, validate=True),
     ),
-    (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    (
+        (complex, np.complexfloating),
+        "$complex",
+        lambda v: [_float_out(v.real), _float_out(v.imag)],
+        lambda v: complex(*map(_float_in, v)),
+    ),
     (torch.dtype, "$dtype", dtype_name, dtype_named),
     (torch.Size, "$size", list, lambda v: torch.Size([int(n) for n in v])),
     (torch.device, "$device", str, torch.device),
