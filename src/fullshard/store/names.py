@@ -85,8 +85,8 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     """
     extents = tuple(shape) if isinstance(shape, Sequence) else None
     are_counts = extents is not None and all(type(extent) is int and extent >= 0 for extent in extents)
-    are_counts = are_counts and math.prod(max(extent, 1) for extent in extents or ()) < COUNTS
-    if extents is None or not are_counts or len(extents) > _MOST_DIMS:
+    are_few = extents is not None and are_counts and len(extents) <= _MOST_DIMS
+    if extents is None or not are_few or math.prod(max(extent, 1) for extent in extents) >= COUNTS:
         # Not `str`: the text of nested tuples can take all memory.
         raise ValueError(f"{name[:100]!r} has shape {reprlib.repr(shape)}")
     return extents
