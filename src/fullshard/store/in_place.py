@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import re
@@ -52,6 +54,8 @@ def check_room(folder: Path, nbytes: int, path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which is renamed to `path` at the end of the `with`; if that raises, nothing is left of it.
 
+    What killed processes left of the same folder is removed then, too.
+
     Raises:
         CheckpointError: there is something at `path` other than an empty folder.
     """
@@ -63,15 +67,35 @@ def new_folder(path: Path) -> Iterator[Path]:
         for folder in reversed([folder for folder in (fresh, *fresh.parents) if not folder.exists()]):
             folder.mkdir()
             created.append(folder)
-        yield fresh
-        _refuse_existing(path)
-        put_in_place(fresh, path)
+        with _locked(fresh):  # as long as its writer lives
+            yield fresh
+            _refuse_existing(path)
+            put_in_place(fresh, path)
+        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.saving-????????"):
+            with contextlib.suppress(OSError), _locked(abandoned) as is_locked:
+                if is_locked:
+                    shutil.rmtree(abandoned, ignore_errors=True)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         for folder in reversed(created):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
         raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; yields whether that was possible: not if another process has, nor on some file systems."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:
+        is_locked = False
+    try:
+        yield is_locked
+    finally:
+        os.close(fd)
 
 
 def _refuse_existing(path: Path) -> None:
