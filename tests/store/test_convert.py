@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
 import fullshard
 from files import Awkward, program, same, trained
 from fullshard import CheckpointError, ConfigError, convert
-from fullshard.exchange.detect import open_source
+from fullshard.exchange.detect import kind_of, open_source
 
 NAMES = {"fullshard": "folder", "torch": "file.pt", "safetensors": "folder.safetensors", "dcp": "folder.dcp"}
 
@@ -77,6 +78,15 @@ def test_a_whole_program_by_way_of_dcp(tmp_path: Path) -> None:
     assert "kept" in [own.get("note") for own in last["optimizer"]["state"].values()]
     (before,), (after,) = first["optimizer"]["param_groups"], last["optimizer"]["param_groups"]
     assert after["betas"] == before["betas"] and same(after["lr"], before["lr"])
+
+
+def test_names_that_only_resemble_those_of_incomplete_checkpoints(tmp_path: Path) -> None:
+    file = tmp_path / "my.savings.pt"
+    torch.save({"w": torch.ones(2)}, file)
+    assert kind_of(file) == "torch"
+    for name in ("model", "lora-rank-0"):
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert kind_of(tmp_path) == "safetensors"
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])

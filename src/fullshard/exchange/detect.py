@@ -12,6 +12,7 @@ a folder      fullshard      manifest.json, rank-*.safetensors; or a folder of s
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
@@ -22,10 +23,12 @@ from ..store.formats.safetensors_folder import SafetensorsSource
 from ..store.formats.torch_file import SAVING, SUFFIXES, TorchFileSource, files_in
 from ..store.source import Source
 from ..store.storage import MANIFEST, METADATA
-from ..store.write import RANK_FILE, file_of
+from ..store.write import RANK_FILE
 
 WRITTEN = ("fullshard", "dcp", "torch", "safetensors")
 """The formats that can be written."""
+_UNFINISHED = re.compile(rf".+{re.escape(SAVING)}(-[0-9a-f]+)?")
+"""The names of files and folders that are still being written."""
 
 
 def path_from(argument: str, path: str | os.PathLike[str]) -> Path:
@@ -54,7 +57,7 @@ def kind_of(path: Path) -> str:
         raise CheckpointError(f"{path} does not exist.")
     if not path.is_dir() and not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder.")
-    if SAVING in path.name:
+    if _UNFINISHED.fullmatch(path.name):
         raise CheckpointError(f"{path} is an incomplete checkpoint: still being written, or writing was interrupted.")
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
@@ -89,8 +92,8 @@ def _kind_of_folder(path: Path) -> str:
         return "fullshard"
     if METADATA in names:
         return "dcp"
-    for ending, last in ((".distcp", METADATA), (file_of(0), MANIFEST)):
-        if any(name.endswith(ending) for name in names):
+    for file, last in ((r".+\.distcp", METADATA), (RANK_FILE, MANIFEST)):
+        if any(re.fullmatch(file, name) for name in names):
             raise CheckpointError(f"{path} is an incomplete checkpoint: it has no {last}, which is written last.")
     if is_deepspeed(path):
         return "deepspeed"
@@ -100,7 +103,7 @@ def _kind_of_folder(path: Path) -> str:
         return "safetensors"
     if files_in(path):
         return "fsdp1"
-    incomplete = [name for name in names if SAVING in name]
+    incomplete = [name for name in names if _UNFINISHED.fullmatch(name)]
     if incomplete:
         raise CheckpointError(f"{path} has no complete checkpoint, only {incomplete[0]}, which was not finished.")
     raise CheckpointError(f"{path} is not a checkpoint of a known format.", got=", ".join(sorted(names)[:5]))
