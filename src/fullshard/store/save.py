@@ -114,6 +114,14 @@ def save(
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
             )
+        kind = type(where)
+        if asynchronous and (kind.__module__ in ("__main__", "__mp_main__") or "<locals>" in kind.__qualname__):
+            raise ConfigError(
+                "asynchronous=True requires a class of the folder that the writing process can import.",
+                expected="a class at the top level of a module",
+                got=f"{kind.__module__}.{kind.__qualname__}",
+                remedy="move the class from the program's own file into a module that it imports",
+            )
         return where, number, last, every, listed, values | ({RNG: Generators()} if rng else {})
 
     where, number, last, every, listed, values = ranks.together("checking the arguments", check_arguments)
