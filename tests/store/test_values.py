@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -109,6 +111,31 @@ def test_a_save_in_the_background_that_cannot_start_leaves_nothing(
     fullshard.save(tmp_path, model, optimizer, step=2, asynchronous=True).wait()
     again, other = small(1)
     assert fullshard.load(tmp_path, again, other).step == 2 and same(all_of(again, other), before)
+
+
+def test_a_save_in_the_background_after_one_that_had_no_descriptor_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the answer to a job that was never sent."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", mock.Mock(side_effect=OSError(24, "Too many open files")))
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            fullshard.save(tmp_path, small(0)[0], step=1, asynchronous=True)
+    fullshard.save(tmp_path, small(0)[0], step=2, asynchronous=True).wait()
+    assert fullshard.Folder(tmp_path).names() == ["step-000000002"]
+
+
+def test_a_class_of_folders_that_the_writing_process_cannot_import(tmp_path: Path) -> None:
+    class Own(fullshard.Folder):
+        pass
+
+    for module in (Own.__module__, "__main__"):
+        Own.__module__ = module
+        with pytest.raises(fullshard.ConfigError, match=r"move the class .* into a module"):
+            fullshard.save(Own(tmp_path), small(0)[0], asynchronous=True)
+        Own.__qualname__ = "Own"
+    assert not list(tmp_path.iterdir())
+    fullshard.save(Own(tmp_path), small(0)[0])
 
 
 def save_and_load_without_tensors(folder: Path) -> list[Any]:

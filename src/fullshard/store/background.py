@@ -92,8 +92,8 @@ class Beside:
     """Copies of pieces that a thread makes during the next forward and backward, in which they are only read.
 
     Changes wait for the copies (`wait_for_readers`). A change that does not, because it was made through other tensors
-    over the same memory, is detected: in-place operations of torch by the version; others if they change the first
-    8 of some `GRAIN` bytes.
+    over the same memory, is detected: in-place operations of torch by the version; other changes only if they touch the
+    first 8 bytes of a block of 64 KiB.
 
     Args:
         memory: the snapshot.
@@ -187,9 +187,9 @@ class Writer:
         ]
         copied = lanes.copy_to_host(at_once, self._locked)
         del at_once
-        part = self.part = SavedPart(order.manifest is not None)
-        self._running, self._answer = order, None
         message, lock = MESSAGE.pack(len(text), begin + offsets[-1]), os.dup(lock) if lock >= 0 else -1
+        part = self.part = SavedPart(order.manifest is not None)
+        self._running, self._answer = order, None  # from here on an answer comes
         send = partial(self._send, order, message, lock, copied, beside)
         if not copied and beside is None:
             send()
