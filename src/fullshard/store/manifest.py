@@ -8,7 +8,7 @@
                                           "pieces": [[1, 840, 2, 0, 3, 4], ...]}, ...},
         "ties": {"model.head.weight": "model.embedding.weight"},
         "layouts": {"blocks.0": "rows", ...},
-        "values": {"optimizer": {...}, "state": {...}, "extra": {...}},      see tree.py
+        "values": {"optimizer": {...}, "state": {...}},                       see tree.py
         "ranks": [{"rng": ...}, ...],                                          the same, for each rank
         "files": {"rank-0.safetensors": {"bytes": 4096, "xxh3_128": [a hash per 16 MiB of the file]}, ...}}}
 
