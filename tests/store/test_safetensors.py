@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import files
 import fullshard
-from fullshard import CheckpointError
+from fullshard import CheckpointError, ConfigError
 from fullshard.errors import DamagedCheckpointError
 from fullshard.store import in_place
 from fullshard.store.formats import safetensors_folder
@@ -452,6 +452,27 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, left):
 
     with pytest.raises(DamagedCheckpointError, match=r"truncated(.|\n)*model\.safetensors"):
         fullshard.load_safetensors(model, tmp_path, rename=cut)
+
+
+def test_two_names_that_become_one(tmp_path):
+    model = nn.Linear(2, 2, bias=False)
+    save_file({"old.weight": torch.ones(2, 2), "new.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"two tensors in the files one name(.|\n)*old\.weight"):
+        fullshard.load_safetensors(model, tmp_path, rename=lambda name: name.partition(".")[2])
+    with pytest.raises(ConfigError, match="bucket_bytes must be"):
+        fullshard.save_safetensors(model, tmp_path / "other", bucket_bytes="1GB")
+
+
+def test_what_killed_saves_left_is_removed(tmp_path):
+    """By a later save of the same folder that is complete; but not what a process still writes."""
+    before = ".saved.saving-"
+    for name in (f"{before}01234567", f"{before}89abcdef", ".other.saving-01234567", f"{before}notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"1")
+    with in_place._locked(tmp_path / f"{before}89abcdef"):
+        fullshard.save_safetensors(nn.Linear(3, 2), tmp_path / "saved")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"saved", f"{before}89abcdef", ".other.saving-01234567", f"{before}notes"}
 
 
 @pytest.mark.parametrize("what", ["a write", "the last sync", "room"])

@@ -63,8 +63,7 @@ def full_parameters(
         CheckpointError: another rank stopped early or failed, or a parameter has no values.
     """
     check_dtype(dtype)
-    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes))
+    check_bucket_bytes(bucket_bytes)
     return _export(model, dtype, bucket_bytes, merge_lora, buffers, Ranks(process_group))
 
 
@@ -76,6 +75,16 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype))
+
+
+def check_bucket_bytes(bucket_bytes: int) -> None:
+    """Check the bytes of whole values to gather together.
+
+    Raises:
+        ConfigError: they are not a positive int.
+    """
+    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+        raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes))
 
 
 def _export(

@@ -23,7 +23,7 @@ from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
 from .contents import row_pieces, table_of
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSource, new_safetensors
-from .full_parameters import check_dtype, exports_of, stream
+from .full_parameters import check_bucket_bytes, check_dtype, exports_of, stream
 from .lora import Export, adapted, is_peft_model
 from .names import MODEL, TensorEntry
 from .ranks import Ranks
@@ -71,6 +71,7 @@ def save_safetensors(
         PhaseError: called in the middle of a step.
     """
     check_dtype(dtype)
+    check_bucket_bytes(bucket_bytes)
     if adapter and merge_lora:
         raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)

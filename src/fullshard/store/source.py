@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from ..checkpoint.fit import check_cast, check_memory, check_shape, check_tied
-from ..errors import DamagedCheckpointError
+from ..errors import ConfigError, DamagedCheckpointError
 from ..layout import dense_strides
 from .names import MODEL, TensorEntry
 from .piece import Piece
@@ -205,9 +205,21 @@ class Source:
         """Rename the entries of a model.
 
         Args:
-            new_name: maps a name, without `model.`, to the new one; must be injective.
+            new_name: maps a name, without `model.`, to the new one.
+
+        Raises:
+            ConfigError: it maps two names to one.
         """
-        renamed = {MODEL + new_name(name.removeprefix(MODEL)): name for name in self.entries}
+        renamed: dict[str, str] = {}
+        for name in self.entries:
+            first = renamed.setdefault(MODEL + (new := new_name(name.removeprefix(MODEL))), name)
+            if first != name:
+                raise ConfigError(
+                    "rename= gives two tensors in the files one name; nothing was loaded.",
+                    parameter=new,
+                    expected="a different new name for each name in the files",
+                    got=f"{first.removeprefix(MODEL)} and {name.removeprefix(MODEL)}",
+                )
         self.entries = {new: self.entries[name] for new, name in renamed.items()}
         self.stored = {new: self.stored[name] for new, name in renamed.items()}
 
