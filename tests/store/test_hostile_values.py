@@ -106,7 +106,7 @@ def test_many_keys_of_more_than_61_bits(tmp_path: Path) -> None:
 
 def test_what_would_be_refused_when_loaded_is_not_saved(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match="too long to be loaded"):
+    with pytest.raises(CheckpointError, match=r"too long to be loaded(.|\n)*parameter: +state\.kkk"):
         fullshard.save(tmp_path, model, state={"k" * 2500: torch.ones(2)})
     fullshard.save(tmp_path, model, state={"k" * 2500: 1}, step=1)
     with pytest.raises(fullshard.ConfigError, match=r"less than 2\*\*62"):

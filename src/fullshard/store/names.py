@@ -57,19 +57,22 @@ def checked_name(name: object) -> str:
     return name
 
 
-def refuse_long(names: Iterable[str]) -> None:
+def refuse_long(names: Iterable[str], prefix: str = "") -> None:
     """Refuse names of tensors to save that `checked_name` refuses when they are loaded.
+
+    Args:
+        prefix: under which they may be saved.
 
     Raises:
         CheckpointError: a name is too long.
     """
     longest = max(names, key=len, default="")
-    if len(longest) > MOST_NAME:
+    if len(prefix) + len(longest) > MOST_NAME:
         raise CheckpointError(
             "The name of a tensor is too long to be loaded; nothing was written.",
             parameter=f"{longest[:100]}...",
             expected=f"at most {MOST_NAME} characters, with all keys on the way to the tensor",
-            got=len(longest),
+            got=len(prefix) + len(longest),
             remedy="save it under shorter keys",
         )
 

@@ -159,8 +159,8 @@ def outline_of(
             packed = {key: replace(scalar, value=_packed(scalar.value)) for key, scalar in of_parameter.items()}
             scalars.setdefault(name, {}).update(packed)
     of_scalars = [f"{OPTIMIZER}{name}.{key}" for name, own in scalars.items() for key in own]
-    of_values = [name_of_rank(2**20, name) for tensors in values.tensors.values() for name in tensors]
-    refuse_long([*entries, *contents.ties, *of_scalars, *of_values])
+    refuse_long([*entries, *contents.ties, *of_scalars])
+    refuse_long((name for tensors in values.tensors.values() for name in tensors), prefix=name_of_rank(2**20, ""))
     settings = (step, json.dumps(groups))
     layouts = {u.name or "(root)": ", ".join(b.layout.name for b in u.buckets) for u, _ in contents.table.units}
     tensors = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
