@@ -409,6 +409,10 @@ def test_parts_of_tensors_in_containers(tmp_path: Any, way: str) -> None:
         error = error_of(call)
         assert isinstance(error, fullshard.CheckpointError), error
         assert "'history'" in str(error) and "keep each under a key of its own" in str(error)
+    if way != "wrapper":  # sharded tensors describe themselves
+        shown = state_dict.get_optimizer_state_dict(model, optimizer)["state"]
+        (history,) = next(entry["history"] for entry in shown.values() if "history" in entry)
+        assert type(history) is type(state["exp_avg"])
     state["history"] = [torch.ones(3, 1), 2.0]  # whole values, the same on every rank
     fullshard.save(tmp_path, model, optimizer)
 

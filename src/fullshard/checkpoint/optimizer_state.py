@@ -170,10 +170,10 @@ def named_state(
     """
     targets = targets_of(table, optimizer.param_groups)
     states = _states_of(table, targets, optimizer, None if saved is None else saved["state"])
-    kinds = _kinds_of_all_ranks(table, targets, states, optimizer)
+    kinds = _kinds_of_all_ranks(table, targets, states, optimizer, form)
     if zeros and not any(kinds.values()):
         _add_blank_states(states, targets, optimizer)
-        kinds = _kinds_of_all_ranks(table, targets, states, optimizer)
+        kinds = _kinds_of_all_ranks(table, targets, states, optimizer, form)
     state = _collect(table, targets, states, kinds, form, wanted)
     if not wanted:
         return {}
@@ -199,17 +199,17 @@ def _add_blank_states(states: list[Mapping[str, Any]], targets: Sequence[Target]
             states[target.index] = state
 
 
-def _kinds(targets: Sequence[Target], states: Sequence[Mapping[str, Any]]) -> Kinds:
-    return {name: kinds for target in targets for name, kinds in kinds_of(target, states[target.index]).items()}
+def _kinds(targets: Sequence[Target], states: Sequence[Mapping[str, Any]], shown: bool = False) -> Kinds:
+    return {name: kinds for target in targets for name, kinds in kinds_of(target, states[target.index], shown).items()}
 
 
 def _kinds_of_all_ranks(
-    table: Table, targets: Sequence[Target], states: Sequence[Mapping[str, Any]], optimizer: Any
+    table: Table, targets: Sequence[Target], states: Sequence[Mapping[str, Any]], optimizer: Any, form: StateForm
 ) -> Kinds:
     kinds: Kinds = {}
     error: CheckpointError | None = None
     try:
-        kinds = _kinds(targets, states)
+        kinds = _kinds(targets, states, form.kind == "sharded")
     except CheckpointError as caught:
         error = caught
     return merged_kinds(table, targets, len(optimizer.param_groups), kinds, error)

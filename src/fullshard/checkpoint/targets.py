@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..comm import objects_of_all
 from ..containers import tensors_in
@@ -126,8 +127,11 @@ class Kind:
 Kinds = dict[str, dict[str, Kind]]  # by parameter name and key
 
 
-def kinds_of(target: Target, state: Mapping[str, Any]) -> Kinds:
+def kinds_of(target: Target, state: Mapping[str, Any], shown: bool = False) -> Kinds:
     """The kind of each key of a target's state, for each of its parameters.
+
+    Args:
+        shown: whether sharded tensors are handed on as they are, so that they may lie in containers, too.
 
     Raises:
         CheckpointError: state whose shape has no meaning for parts of parameters, or parts of tensors in containers.
@@ -136,18 +140,21 @@ def kinds_of(target: Target, state: Mapping[str, Any]) -> Kinds:
     expected = tuple(target.tensor.shape) if target.view is None else (target.view[1],)
     for row in target.rows:
         owns = row.member is None or row.member.part.numel > 0
-        kinds[row.name] = {key: _kind(target, key, value, expected, owns) for key, value in state.items()}
+        kinds[row.name] = {key: _kind(target, key, value, expected, owns, shown) for key, value in state.items()}
     return kinds
 
 
-def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns: bool) -> Kind:
+def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns: bool, shown: bool) -> Kind:
     if not isinstance(value, torch.Tensor):
-        if (part := next(filter(target.is_part, tensors_in(value)), None)) is not None:
+        parts = [*filter(target.is_part, tensors_in(value))]
+        if shown and parts and all([isinstance(part, (DTensor, FlatShard)) for part in parts]):
+            return Kind("other", owns)
+        if parts:
             raise CheckpointError(
                 f"Tensors that are split over ranks, in lists or dicts of optimizer state {key!r}, cannot be saved.",
                 parameter=", ".join(row.name for row in target.rows),
                 expected="such tensors as values of optimizer.state[parameter], not in containers there",
-                got=f"a {type(part).__name__} of shape {tuple(part.shape)}, in a {type(value).__name__}",
+                got=f"a {type(parts[0]).__name__} of shape {tuple(parts[0].shape)}, in a {type(value).__name__}",
                 remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with "
                 "the lists or dicts in state=",
                 topic="optimizer-state",

@@ -192,7 +192,7 @@ class FullshardAccelerator(Accelerator):
             weights.clear()
             for name, model, optimizers in parts:
                 save(Path(folder) / name, model, optimizers, step=self.step, rng=False, keep_last=1)
-            Ranks().first("removing models of an earlier state", lambda: _keep(Path(folder), parts), files=True)
+            Ranks().first("removing models of an earlier state", lambda: _keep(Path(folder), parts))
 
         with self._apart(self.register_save_state_pre_hook, save_parts) as parts:
             return super().save_state(output_dir, safe_serialization, **settings)

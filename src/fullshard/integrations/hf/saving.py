@@ -58,7 +58,7 @@ def save_pretrained(
                 transformers_model.save_pretrained(str(folder), state_dict=weights, max_shard_size=size)
                 save_configs(model, Path(folder), dtype, merged=False)  # its own says the dtype in memory
 
-        Ranks().together("save_pretrained", save, files=True)
+        Ranks().together("save_pretrained", save)
         return
     write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size)
 
@@ -102,9 +102,9 @@ def write_weights(
         shutil.rmtree(fresh, ignore_errors=True)
         path.mkdir(parents=True, exist_ok=True)
 
-    ranks.first("creating a folder for weights", create_folder, files=True)
+    ranks.first("creating a folder for weights", create_folder)
     save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=has_adapter(model))
-    ranks.first("moving weights into place", lambda: put_weights(fresh, path), files=True)  # no rank returns earlier
+    ranks.first("moving weights into place", lambda: put_weights(fresh, path))  # no rank returns earlier
 
 
 def bytes_of(size: int | str) -> int:

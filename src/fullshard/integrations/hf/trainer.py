@@ -113,7 +113,7 @@ class ShardedTrainerMixin(Mixin):
                     part.save_pretrained(str(folder))
             replace_file(folder / ARGUMENTS, serialised(self.args))  # a full disk leaves the old file
 
-        Ranks().together("save_model", save_others, files=True)  # no rank returns before all files are written
+        Ranks().together("save_model", save_others)  # no rank returns before all files are written
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
