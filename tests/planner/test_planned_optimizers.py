@@ -378,7 +378,7 @@ def test_refused_hooks():
     with pytest.raises(ConfigError, match="comm_hook is invalid"):
         plan(build, **how, strategy=Strategy(), comm_hook=comm_hooks.bf16_compress_hook)
     packed = MixedPrecisionPolicy(all_reduce_dtype=torch.int8)
-    with pytest.raises(ConfigError, match="both determine what replicas send"):
+    with pytest.raises(ConfigError, match="both determine how gradients are sent"):
         plan(build, **how, strategy=Strategy(replicate=2), mp_policy=packed, comm_hook=power_sgd("rank 4", 0))
     plans = plan(build, **how, ranks_per_node=2, comm_hook=power_sgd("rank 4", 0))
     assert {p.strategy.replicate for p in plans.ranked} == {2}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..forms import ATTRIBUTE, Member
+from ..forms import ATTRIBUTE, Member, owner_of
 from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
 from ..text import WRAPPED, clean_name
@@ -276,7 +276,8 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
         value, bucket, member = state.get(name), row.bucket, row.member
         if bucket is None or member is None or value_forms.shape_of(value) is None:
             continue
-        if type(value) is not type(member.sharded) or not value_forms.is_part(value, member):  # an outer unit cut it
+        cut_by_outer_unit = type(value) is type(member.sharded) and owner_of(value) is None
+        if not cut_by_outer_unit or not value_forms.is_part(value, member):
             state[name] = bucket.shown(value_forms.local_of(bucket, value, member), member)
 
 

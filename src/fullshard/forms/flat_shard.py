@@ -11,7 +11,7 @@ raises an error with the parameter's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from ..readers import READERS, wait_for_readers
 from ..torch_private.foreach_types import works_in_lists
 from ..torch_private.local_tensor import delete_grad, inside, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import give_up_gradient, mark_view, note_change, written
+from .changes import OWNER_KEY, give_up_gradient, mark_view, note_change, written
 from .corrected import covers_all
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, reduced_in_trace, several_rectangles
@@ -276,7 +276,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     assert run is not None
     changed = written(func._schema.name, args, kwargs)
     if not all(map(_is_flat, changed)):
-        raise copied_into_whole(run.name)
+        _refuse_parameters((*args, *kwargs.values()))
     outputs = func(*[_local(a, run, func) for a in args], **{k: _local(v, run, func) for k, v in kwargs.items()})
     if changed:  # return the argument itself
         return changed[0]
@@ -286,9 +286,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lists = [a for a in args if isinstance(a, (list, tuple)) and any(map(_is_flat, a))]
     runs = [_first_run(column) for column in zip(*lists, strict=False)]
-    for tensor, run in zip(written(func._schema.name, args, kwargs), runs, strict=False):
-        if run is not None and not _is_flat(tensor):
-            raise copied_into_whole(run.name)
+    for tensor, column in zip(written(func._schema.name, args, kwargs), zip(*lists, strict=False), strict=False):
+        if not _is_flat(tensor):
+            _refuse_parameters(column)
 
     def local_list(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -301,6 +301,17 @@ def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if outputs is None:
         return None
     return [FlatShard(out, run) if run is not None else out for out, run in zip(outputs, runs, strict=True)]
+
+
+def _refuse_parameters(operands: Iterable[Any]) -> None:
+    """Refuse to change this rank's run of a whole tensor by parameters, as in averages of weights.
+
+    By gradients it is allowed: an optimizer may have loaded the state of one process, whose other elements do not
+    matter on this rank.
+    """
+    for operand in operands:
+        if _is_flat(operand) and OWNER_KEY in operand.__dict__:
+            raise copied_into_whole(operand._run.name)
 
 
 def _is_flat(value: Any) -> bool:

@@ -59,7 +59,7 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
     else:
         if type(original) is not nn.Parameter:  # a subclass, which may have inner tensors
             original.__dict__.clear()
-        if has_memory(original) and not is_fake(original):
+        if not hasattr(original, "__tensor_flatten__") and has_memory(original) and not is_fake(original):
             with plain_access():
                 write_data(original, torch.empty(0, dtype=original.dtype, device=original.device))
         original.__class__ = OriginalParameter

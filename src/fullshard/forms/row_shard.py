@@ -314,8 +314,10 @@ def _meet(tensor: DTensor) -> None:
     Over gloo only. What follows is a collective of torch's own, in which it would wait without a word.
     """
     mesh = tensor.device_mesh
+    if type(local_of(tensor)) is not torch.Tensor or mesh.get_coordinate() is None:
+        return
     for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate() or mesh.size(dim) == 1 or mesh.get_coordinate() is None:
+        if placement.is_replicate() or mesh.size(dim) == 1:
             continue
         group = mesh.get_group(dim)
         if can_open(group, mesh.size(dim), backend_of(group, mesh.device_type)):
