@@ -413,6 +413,9 @@ def test_parts_of_tensors_in_containers(tmp_path: Any, way: str) -> None:
         shown = state_dict.get_optimizer_state_dict(model, optimizer)["state"]
         (history,) = next(entry["history"] for entry in shown.values() if "history" in entry)
         assert type(history) is type(state["exp_avg"])
+    if way != "wrapper":
+        state["history"] = state["exp_avg"].to_local().clone()
+        assert "each rank has a part of its own" in str(error_of(lambda: fullshard.save(tmp_path, model, optimizer)))
     state["history"] = [torch.ones(3, 1), 2.0]  # whole values, the same on every rank
     fullshard.save(tmp_path, model, optimizer)
 

@@ -26,6 +26,9 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "out of a view": lambda weight: torch.add(weight.detach(), 1, out=weight.data),
     "foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
     "fill_": lambda weight: weight.fill_(0.0),
+    "init": lambda weight: nn.init.constant_(weight, 0.5),
+    "inplace": lambda weight: nn.functional.relu(weight, inplace=True),
+    "overload": lambda weight: torch.ops.aten.mul_.Tensor(weight, torch.tensor(0.5)),
 }
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "narrow": lambda weight: weight.narrow(1, 0, 2),

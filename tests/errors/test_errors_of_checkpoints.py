@@ -314,9 +314,7 @@ def test_an_argument_of_another_type_is_named(tmp_path, call, given):
 def test_sharded_tensors_in_containers_of_optimizer_state(tmp_path, fake_world, layout, container):
     fake_world(1)
     model, optimizer = with_state(lambda p: container([(0, p.detach().clone())]), sharded(layout=layout))
-    with raises(
-        "CheckpointError: Tensors that are split over ranks, in lists or dicts of optimizer state 'history' ... weight"
-    ):
+    with raises("CheckpointError: Optimizer state 'history' has tensors that are split over ranks ... weight"):
         fullshard.save(tmp_path, model, optimizer)
 
 

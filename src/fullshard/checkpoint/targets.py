@@ -43,12 +43,15 @@ class Target:
         row = self.rows[0]
         return row.bucket is None or (self.view is None and (row.has_full_tensor or row.bucket.layout.world == 1))
 
+    @staticmethod
+    def is_sharded(tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of a class of sharded ones, or any other that does not hold its elements itself."""
+        return type(tensor) not in (torch.Tensor, nn.Parameter)
+
     def is_part(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor seems to be this rank's part of one: it is a sharded tensor, or has this rank's shape."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            return True
+        """Whether a plain tensor seems to be this rank's part of one: it has the shape of this rank's part."""
         bucket = self.rows[0].bucket
-        if bucket is None or bucket.layout.world == 1 or not tensor.dim():
+        if bucket is None or bucket.layout.world == 1 or self.is_sharded(tensor):
             return False
         return tuple(tensor.shape) == (tuple(inside(self.tensor).shape) if self.view is None else (self.view[1],))
 
@@ -56,6 +59,8 @@ class Target:
         """The local part of `row` in state of the shape of `tensor`; shares memory."""
         assert row.bucket is not None and row.member is not None
         if self.view is None:
+            if row.has_full_tensor and row.bucket.layout.world > 1 and not self.is_sharded(value):
+                return row.bucket.cut(value, row.member)  # state of one process, of which this rank steps its part
             return row.bucket.local(value, row.member)
         part = row.member.part
         if not self.view[0] or type(value) is not torch.Tensor:
@@ -146,19 +151,12 @@ def kinds_of(target: Target, state: Mapping[str, Any], shown: bool = False) -> K
 
 def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns: bool, shown: bool) -> Kind:
     if not isinstance(value, torch.Tensor):
-        parts = [*filter(target.is_part, tensors_in(value))]
-        if shown and parts and all([isinstance(part, (DTensor, FlatShard)) for part in parts]):
+        tensors = [tensor for tensor in tensors_in(value) if tensor.dim()]
+        shards = [tensor for tensor in tensors if target.is_sharded(tensor)]
+        if shown and shards and all([isinstance(shard, (DTensor, FlatShard)) for shard in shards]):
             return Kind("other", owns)
-        if parts:
-            raise CheckpointError(
-                f"Tensors that are split over ranks, in lists or dicts of optimizer state {key!r}, cannot be saved.",
-                parameter=", ".join(row.name for row in target.rows),
-                expected="such tensors as values of optimizer.state[parameter], not in containers there",
-                got=f"a {type(parts[0]).__name__} of shape {tuple(parts[0].shape)}, in a {type(value).__name__}",
-                remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with "
-                "the lists or dicts in state=",
-                topic="optimizer-state",
-            )
+        if shards or (tensors and all(map(target.is_part, tensors))):
+            raise _split_state(target, key, (shards or tensors)[0], f"in a {type(value).__name__}")
         return Kind("parameter", owns, value=value)
     # A 0-d FlatShard is one element of a parameter; any other 0-d tensor is one value for the whole parameter.
     if tuple(value.shape) == expected and (value.dim() or isinstance(value, FlatShard)):
@@ -166,6 +164,8 @@ def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns:
     if value.dim() == 0:
         return Kind("parameter", owns, value=value.detach().cpu())
     if target.takes_any_shape:
+        if target.is_part(value):
+            raise _split_state(target, key, value, "where each rank has a part of its own")
         return Kind("other", owns)
     raise CheckpointError(
         f"Optimizer state {key!r} does not have one value per element, so it has no meaning for parts of parameters.",
@@ -174,6 +174,18 @@ def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns:
         got=f"shape {tuple(value.shape)}",
         remedy="use this optimizer on sharded parameters that keep their shape (fully_shard's, or NO_SHARD), "
         "or an element-wise optimizer (SGD, Adam, AdamW, ...)",
+    )
+
+
+def _split_state(target: Target, key: str, tensor: torch.Tensor, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"Optimizer state {key!r} has tensors that are split over ranks, in a form in which they cannot be saved.",
+        parameter=", ".join(row.name for row in target.rows),
+        expected="sharded tensors, such as torch.zeros_like(parameter), as values of optimizer.state[parameter]",
+        got=f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {where}",
+        remedy="keep each under a key of its own; or save without this optimizer: save(folder, model), with the "
+        "tensors in state=",
+        topic="optimizer-state",
     )
 
 

@@ -142,12 +142,16 @@ def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) ->
     """The tensors whose values an operation changes.
 
     Args:
-        name: of the operation: `mul_`, `_foreach_add_`, `aten::copy_`; the last two of these change their first
-            argument, which may be a list. Any operation changes its `out`.
+        name: of the operation: `mul_`, `_foreach_add_`, `aten::copy_`, `mul_.Tensor`, `constant_` change their first
+            argument, which may be a list. Any operation changes its `out`, and `relu` its input with `inplace`.
     """
     if kwargs and "out" in kwargs:
         target = kwargs["out"]
-    elif name[-1:] == "_" and (name[-2:] != "__" or name in _WRITE) and name not in _KEEP_VALUES and args:
+    elif name[-1:] == "_" and (name[-2:] != "__" or name in _WRITE) and name not in _KEEP_VALUES:
+        target = args[0] if args else kwargs.get("tensor", ()) if kwargs else ()  # `torch.nn.init` calls it so
+    elif "." in name:
+        return written(name.partition(".")[0], args, kwargs)
+    elif kwargs and kwargs.get("inplace") and args:
         target = args[0]
     else:
         return ()
