@@ -164,3 +164,15 @@ def test_each_value_is_cut_once(monkeypatch):
         model = nn.Sequential(fully_shard(model))
     fully_shard(model).load_state_dict(whole)
     assert len(cuts) == len(whole)
+
+
+def test_what_migration_says_of_hooks_and_missing_keys():
+    model, seen = two_layers("rows"), []
+    model[0].register_forward_hook(lambda module, *_: seen.append(type(module.weight)))
+    model(torch.randn(2, 8))
+    assert seen == [nn.Parameter]
+    part, options = {"0.bias": torch.zeros(8)}, StateDictOptions(full_state_dict=True)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        set_model_state_dict(model, part, options=options)
+    options.strict = False
+    assert "0.weight" in set_model_state_dict(model, part, options=options).missing_keys

@@ -43,15 +43,10 @@ class Target:
         row = self.rows[0]
         return row.bucket is None or (self.view is None and (row.has_full_tensor or row.bucket.layout.world == 1))
 
-    @staticmethod
-    def is_sharded(tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of a class of sharded ones, or any other that does not hold its elements itself."""
-        return type(tensor) not in (torch.Tensor, nn.Parameter)
-
     def is_part(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor seems to be this rank's part of one: it has the shape of this rank's part."""
         bucket = self.rows[0].bucket
-        if bucket is None or bucket.layout.world == 1 or self.is_sharded(tensor):
+        if bucket is None or bucket.layout.world == 1 or not is_whole(tensor):
             return False
         return tuple(tensor.shape) == (tuple(inside(self.tensor).shape) if self.view is None else (self.view[1],))
 
@@ -59,7 +54,7 @@ class Target:
         """The local part of `row` in state of the shape of `tensor`; shares memory."""
         assert row.bucket is not None and row.member is not None
         if self.view is None:
-            if row.has_full_tensor and row.bucket.layout.world > 1 and not self.is_sharded(value):
+            if row.has_full_tensor and row.bucket.layout.world > 1 and is_whole(value):
                 return row.bucket.cut(value, row.member)  # state of one process, of which this rank steps its part
             return row.bucket.local(value, row.member)
         part = row.member.part
@@ -67,6 +62,11 @@ class Target:
             return row.bucket.part(value, row.member)
         offset = value.storage_offset() + (part.offset - self.view[0] if part.numel else 0)
         return value.as_strided(part.shape, part.stride, offset)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds its elements itself: it is of no class of sharded or other special tensors."""
+    return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def settle_state(optimizer: torch.optim.Optimizer) -> None:
@@ -152,7 +152,7 @@ def kinds_of(target: Target, state: Mapping[str, Any], shown: bool = False) -> K
 def _kind(target: Target, key: str, value: Any, expected: tuple[int, ...], owns: bool, shown: bool) -> Kind:
     if not isinstance(value, torch.Tensor):
         tensors = [tensor for tensor in tensors_in(value) if tensor.dim()]
-        shards = [tensor for tensor in tensors if target.is_sharded(tensor)]
+        shards = [tensor for tensor in tensors if not is_whole(tensor)]
         if shown and shards and all([isinstance(shard, (DTensor, FlatShard)) for shard in shards]):
             return Kind("other", owns)
         if shards or (tensors and all(map(target.is_part, tensors))):

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..checkpoint.targets import is_whole
 from ..errors import CheckpointError
 from .piece import Piece, refuse_unsupported, value_pieces, whole_piece
 from .tree import to_json
@@ -100,11 +101,6 @@ def values_of(getters: Mapping[str, Callable[[], Any]], first: bool) -> Values:
 def name_of_rank(rank: int, name: str) -> str:
     """The name under which a rank's own tensor is saved."""
     return f"ranks.{rank}.{name}"
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is whole on this rank, not sharded."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def common_names(digests: Sequence[Mapping[str, Digest]]) -> set[str]:
