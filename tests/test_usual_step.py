@@ -191,6 +191,47 @@ def evaluation_between_steps(run: Program, number: int) -> None:
 
 
 @program
+def evaluations(run: Program, number: int) -> None:
+    """Several in a row, in both modes, one of which raises, writes, or builds a graph within."""
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            run.seen.append(run.model(torch.ones(2, WIDE)))
+            run.seen.append([block.up.weight.shape for block in run.blocks])
+    if number == 3:
+        hook = run.net.blocks[2].register_forward_pre_hook(planted)
+        with torch.no_grad(), contextlib.suppress(ZeroDivisionError):
+            run.model(torch.ones(2, WIDE))
+        hook.remove()
+    if number == 4:
+        run.blocks[1].writes = True
+        with torch.no_grad(), pytest.raises(PhaseError, match=r"up\.weight"):
+            run.model(torch.ones(2, WIDE))
+        run.blocks[1].writes = False
+    if number == 5:
+        run.net.run = lambda block, x: with_graph(block, x) if block is run.net.blocks[1] else block(x)
+        with torch.no_grad():
+            run.seen.append(run.model(torch.ones(2, WIDE)))
+        run.net.run = lambda block, x: block(x)
+    run.step(number)
+
+
+@torch.enable_grad()
+def with_graph(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+@program
+def part_of_a_forward_builds_no_graph(run: Program, number: int) -> None:
+    def apart(block: nn.Module, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(block is not run.net.blocks[0]):
+            return block(x)
+
+    if number > 2:
+        run.net.run = apart
+    run.step(number)
+
+
+@program
 def a_forward_without_backward(run: Program, number: int) -> None:
     run.model(torch.ones(2, WIDE))
     run.step(number)
@@ -420,6 +461,18 @@ def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.M
     assert not long_ways.total()
     assert counted["open_unit"] == 1 + 2 * BLOCKS - (BLOCKS if way == "kept after forward" else 0)
     assert counted["replicate"] == (BLOCKS + 1 if way == "replicated" else 0)
+    if way == "kept after forward":  # also after an evaluation, so that the next passes have nothing to gather
+        return
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(2):  # the first pass of a kind is compared
+            long_ways.clear()
+            counted.clear()
+            with mode():
+                run.model(torch.ones(2, WIDE))
+        assert counted["open_unit"] == 1 + BLOCKS
+        assert not long_ways.total()
+    run.step(4)
+    assert not long_ways.total()
 
 
 def test_reductions_are_usual_again_after_a_change(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

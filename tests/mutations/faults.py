@@ -328,6 +328,13 @@ FAULTS = (
         test="tests/test_usual_step.py -k switched",
     ),
     Fault(
+        "usual: forwards of passes without a graph end the long way",
+        "runtime/step.py",
+        "        end = usual.evaluation\n",
+        "        end = usual\n",
+        test="tests/test_usual_step.py -k goes",
+    ),
+    Fault(
         "usual: what is copied out of as a gather ends is not counted",
         "runtime/step.py",
         "gathered + ledger.reducing + usual.copied > ledger.peak:",

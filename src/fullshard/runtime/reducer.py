@@ -10,7 +10,7 @@ rank used has a `.grad` on all, one that no rank used has none, and optimizer st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, call, is_, is_not, methodcaller
@@ -132,24 +132,23 @@ class Reducer:
         """Note that a unit's weights changed between a forward and its backward, which runs now."""
         self._use.note_changed(runner.index)
 
-    def close(self, runner: Runner, comes_again: bool) -> None:
+    def close(self, runner: Runner, reduction: UsualReduction | None, comes_again: bool) -> None:
         """Reduce or set aside a unit's gradients at the end of its backward for one call: if possible, as last time.
 
         Args:
             runner: the unit's runner.
+            reduction: the unit's usual reduction; None: unknown.
             comes_again: whether more gradients of the unit are expected.
         """
-        unit = runner.unit
-        usual = unit.usual
-        reduction = None if usual is None or comes_again else usual.reduction
         if (
             reduction is None
+            or comes_again
             or (REDUCES(runner), [*map(GRADIENTS, reduction.every)]) != reduction.before
             or reduction.set.storage.nbytes()  # was not released: somebody else may hold it, or a `.grad` shows it
         ):
             self._close(runner, comes_again)
             return
-        in_flight, position, ledger = self.in_flight, self.position, unit.ledger
+        in_flight, position, ledger = self.in_flight, self.position, runner.unit.ledger
         log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
@@ -172,8 +171,7 @@ class Reducer:
                 log.expected = next(log.ahead, NOTHING)
             else:
                 position.issue(REDUCE, runner.index)
-            starts: Iterable[Any] = map(call, reduction.starts)
-            *_, gradients.pending = starts
+            *_, gradients.pending = map(call, reduction.starts)
         ledger.reducing = reducing = ledger.reducing + scratch_bytes
         if ledger.gathered + reducing > ledger.peak:
             ledger.note()

@@ -91,8 +91,9 @@ class Root:
         ahead: units gathered ahead in the current pass and not opened yet, by index; the value is whether they were
             gathered because they are known to come next.
         recomputed: the last recomputed unit; its backward comes next.
-        usual_forward, usual_backward: whether such a pass is running with no comparison of ranks, no profiler's range,
-            and no `create_graph`, so that units may be opened and closed the usual way; see `step.py`.
+        usual_forward: None, or, in a pass with no comparison of ranks and no profiler's range, whether it builds a
+            graph: units may then be opened and closed the usual way; see `step.py`.
+        usual_backward: whether such a backward is running, without `create_graph`.
         position: compares what is issued next with the other ranks.
         reducer: reduces gradients.
         finalizing: handle of the finalization in flight; see `reduce_kept.py`.
@@ -119,7 +120,8 @@ class Root:
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runner | None = None
         self.reducer = Reducer(comm, top.settings.in_flight)
-        self.usual_forward = self.usual_backward = False
+        self.usual_forward: bool | None = None
+        self.usual_backward = False
         self._list_units()
         self._thread = get_ident()  # the last forward's thread
         self.finalizing: object = None
@@ -240,7 +242,8 @@ class Root:
         self.guide.begin(kind, first)
         if with_grad:
             self.traces.begin(weakref.ref(self))
-            self.usual_forward = not self.guide.active and not self._every and not recording()
+        if not self.guide.active and not self._every and not recording():
+            self.usual_forward = with_grad
 
     def pass_over(self, verb: int, index: int) -> None:
         """Enter or leave a unit that only other ranks run: this rank takes part in its collectives without using it."""
@@ -301,7 +304,7 @@ class Root:
         return compress(units, map(or_, busy, map(is_not, map(_STATE, units), _SHARDED)))
 
     def _settle(self) -> None:
-        self.usual_forward = False
+        self.usual_forward = None
         for runner in self._open_among(self.units):
             runner.happens(Happening.PASS_END)
         self.reducer.settle()
@@ -342,7 +345,7 @@ class Root:
         # A backward that reduces other buckets, since `requires_grad` changed, is of a different kind.
         trains = crc32(bytes(map(_TRAINS, chain.from_iterable(map(_BUCKETS, self._unit_list)))))
         self.position.begin(BACKWARD, settings.reduce.sync | trains << 1, self._gathered())
-        self.usual_forward = False
+        self.usual_forward = None
         self.usual_backward = (
             self.guide.in_step is None and not self._every and not recording() and not torch.is_grad_enabled()
         )
@@ -490,7 +493,7 @@ class Root:
         Drops gradients of the broken step that were not reduced yet, and those accumulated without sync.
         """
         self.backward = self.finalizing = None
-        self.usual_forward = self.usual_backward = False
+        self.usual_forward, self.usual_backward = None, False
         self.reducer.reset()
         self.traces.forget()
         self.position.lose()

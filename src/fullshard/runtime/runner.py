@@ -399,7 +399,8 @@ class Runner:
         self.release()
         root = self.root
         assert root is not None
-        root.reducer.close(self, bool(root.traces.ahead.get(self.index)))
+        usual = self.unit.usual
+        root.reducer.close(self, usual and usual.reduction, bool(root.traces.ahead.get(self.index)))
 
     def release(self, prefetches: bool = True) -> None:
         """Show the sharded parameters, free the unit unless it stays gathered, then do a delayed prefetch."""

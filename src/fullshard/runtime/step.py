@@ -74,12 +74,11 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
     root: Any = runner.root
     forward, unit, settings = Forward(), runner.unit, runner.settings
     usual, trains = unit.usual, is_grad_enabled()
-    if runner.is_top and usual is not None and trains and root.pass_top is root.backward is None:
+    if runner.is_top and usual is not None and root.pass_top is root.backward is None:
         usual = begin_pass(runner, root, args, kwargs)
     if (
         usual is not None
-        and BEFORE_FORWARD(runner) == usual.before_forward
-        and trains
+        and BEFORE_FORWARD(runner) == (usual if trains else usual.evaluation).before_forward
         and sum(map(read_version, usual.counters), unit.touched.changes) == unit.gathered_version
         and all(map(is_, map(call, usual.read), usual.sharded))
     ):
@@ -89,8 +88,9 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         trace, ahead, depth = root.traces.current, root.ahead, settings.prefetch.forward
         runner.phase, runner.period = FORWARD, (period := Period())
         period.unit, period.trace = index, trace
-        trace.steps.append((period, False))
-        trace.ahead[index] += 1
+        if trains:
+            trace.steps.append((period, False))
+            trace.ahead[index] += 1
         ahead.pop(index, None)
         token = root.position.log.expected
         if len(ahead) < depth and token & VERB == GATHER and gather_ahead(root, token):
@@ -125,6 +125,7 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noq
     forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
     borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
+    end: Any = usual
     plain = borrowed is None and type(output) is Tensor
     if usual is not None and plain and output.layout is strided:
         owned = output.untyped_storage().data_ptr() in map(call, usual.addresses)
@@ -148,23 +149,26 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noq
                 forward.watch(left.tensors())
         else:
             runner.watch_outputs(forward, output)
+    elif usual is not None:
+        end = usual.evaluation
     if settings.outputs_dtype is not None:
         output = cast_floating(settings.outputs_dtype, output, borrowed)
     forwards.pop()
     if (
         usual is not None
         and usual is unit.usual
-        and AFTER_FORWARD(runner) == usual.after_forward
+        and AFTER_FORWARD(runner) == end.after_forward
         and [*map(read_version, usual.watched)] == usual.numbers
         and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
-        drain(map(call, usual.leaves))
-        unit.ledger.gathered -= usual.left_bytes
-        unit.state, unit.gathered, unit.showing.unsharded = usual.left
-        period: Any = runner.period
-        period.trace.steps.append((period, True))
-        runner.phase, runner.kept = IDLE, runner.kept and usual.stays
+        drain(map(call, end.leaves))
+        unit.ledger.gathered -= end.left_bytes
+        unit.state, unit.gathered, unit.showing.unsharded = end.left
+        if watching is not None:
+            period: Any = runner.period
+            period.trace.steps.append((period, True))
+        runner.phase, runner.kept = IDLE, runner.kept and end.stays
         if runner.is_top and (root := runner.root) is not None and root.pass_top is runner:
             root.end_forward()
     elif not forwards:
@@ -199,7 +203,7 @@ def begin_pass(runner: Runner, root: Root, args: tuple[Any, ...], kwargs: dict[s
     usual, token = runner.unit.usual, root.position.log.expected
     if (
         usual is not None
-        and BEFORE_FORWARD(runner) == usual.before_pass
+        and BEFORE_FORWARD(runner) == (usual if root.pass_grad else usual.evaluation).before_pass
         and token == GATHER | runner.index << VERB_BITS
     ):
         gather_ahead(root, token)
@@ -324,12 +328,8 @@ class Call:
                 open_unit(unit, usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
-            follows_trace = depth == 1 and len(steps) > 1 and steps[usual.below][1]
-            if (
-                not follows_trace
-                or token != REGATHER | steps[usual.below][0].unit << VERB_BITS
-                or not gather_ahead(root, token)
-            ):
+            follows_trace = depth == 1 and len(steps) > 1 and (below := steps[usual.below])[1]
+            if not follows_trace or token != REGATHER | below[0].unit << VERB_BITS or not gather_ahead(root, token):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self, gradient)
@@ -357,7 +357,7 @@ class Call:
             unit.ledger.gathered -= usual.gather.live_bytes
             unit.state, unit.gathered, unit.showing.unsharded = SHARDED, None, False
             runner.phase, runner.kept = IDLE, False
-            root.reducer.close(runner, ahead > 0)
+            root.reducer.close(runner, usual.reduction, ahead > 0)
         else:
             runner.after_backward(self, gradient)
 

@@ -39,22 +39,48 @@ GRADIENTS = attrgetter(
 )
 
 
-class UsualStep:
+class UsualForward:
+    """How a unit's forward begins and ends in the usual case, in passes that build a graph or in passes that do not.
+
+    Args:
+        runner: the unit's runner; the unit is gathered by a reusable plan, and shown.
+        graph: whether passes build a graph.
+
+    Attributes:
+        stays: whether the unit stays gathered after its forward.
+        leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
+            `gathered` and `showing.unsharded` are then.
+        before_pass: the usual values when the root's own unit begins a pass.
+        before_forward, after_forward: the usual values at these moments.
+    """
+
+    __slots__ = ("after_forward", "before_forward", "before_pass", "leaves", "left", "left_bytes", "stays")
+
+    def __init__(self, runner: Any, graph: bool) -> None:
+        gather, shown = runner.unit.gathered, runner.unit.showing.plan
+        self.stays = not runner.reshards_as_set(graph)
+        self.leaves: list[Callable[[], object]] = shown.hide if self.stays else [*shown.hide, *gather.frees]
+        self.left_bytes = 0 if self.stays else gather.live_bytes
+        self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
+        self.before_pass: Any = graph, Phase.IDLE, State.SHARDED, None, True, [], []
+        self.before_forward: Any = graph, Phase.IDLE, State.GATHERING, gather, True, [], []
+        self.after_forward: Any = graph, Phase.FORWARD, State.GATHERED, gather, True, [], [], 0, graph, False
+
+
+class UsualStep(UsualForward):
     """See the module's docstring. Holds no memory of its own.
 
     Args:
         runner: the unit's runner; the unit is gathered by a reusable plan, and shown.
 
     Attributes:
+        evaluation: its forward in passes that build no graph.
         gather: that plan.
         opens: calls that finish a gather, then show the unsharded parameters.
         closes: calls that show the sharded parameters, then free.
         shows: calls that show the unsharded parameters of a unit that stayed gathered.
-        stays: whether the unit stays gathered from its forward to its backward.
         below: in the rest of the trace once this unit's backward has begun, the index of the step that begins the next
             unit's: -2, below the end of this unit's; -1 for the root's own unit, whose backward ends last.
-        leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
-            `gathered` and `showing.unsharded` are then.
         copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
         settles: bytes alive after the gather, minus those alive while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
@@ -62,29 +88,24 @@ class UsualStep:
             `pointers`).
         pointers, places: calls that return the addresses of sharded parameters whose form does not notice a move
             itself, and the usual addresses.
-        before_pass: the usual values when the root's own unit begins a pass.
-        before_forward, after_forward, before_backward, after_backward: the usual values at these moments.
+        before_backward, after_backward: the usual values at these moments.
         reduction: how gradients are reduced; None: unknown, or not the usual way.
     """
 
     __slots__ = (
-        *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward", "below"),
-        *("before_forward", "before_pass", "closes", "copied", "counters", "gather", "leaves", "left"),
-        *("left_bytes", "numbers", "offsets", "opens"),
-        *("places", "pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
+        *("addresses", "addresses_of", "after_backward", "bases", "before_backward", "below", "closes", "copied"),
+        *("counters", "evaluation", "gather", "numbers", "offsets", "opens", "places", "pointers", "read"),
+        *("reduction", "settles", "sharded", "shows", "unsharded", "watched"),
     )
 
     def __init__(self, runner: Any) -> None:
+        super().__init__(runner, graph=True)
         unit = runner.unit
         gather, shown = unit.gathered, unit.showing.plan
-        self.gather = gather
+        self.gather, self.evaluation = gather, UsualForward(runner, graph=False)
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.shows, self.stays = shown.show, not runner.reshards_as_set(True)
-        self.below = -1 if runner.is_top else -2
-        self.leaves = shown.hide if self.stays else self.closes
-        self.left_bytes = 0 if self.stays else gather.live_bytes
-        self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
+        self.shows, self.below = shown.show, -1 if runner.is_top else -2
         self.copied, self.settles = gather.copied_bytes, gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
         self.counters, self.addresses = gather.counters, gather.addresses
@@ -93,9 +114,6 @@ class UsualStep:
         counted = [tensor for bucket in unit.counting for tensor in bucket.form.counters(bucket.members)]
         self.pointers: list[Callable[[], int]] = [tensor.data_ptr for tensor in counted]
         self.places = [pointer() for pointer in self.pointers]
-        self.before_pass: Any = True, Phase.IDLE, State.SHARDED, None, True, [], []
-        self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, [], []
-        self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], [], 0, True, False
         begins = State.GATHERED if self.stays else State.GATHERING
         self.before_backward: Any = True, Phase.IDLE, begins, gather, True, [], []
         self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], [], 0, 1
@@ -143,7 +161,7 @@ class UsualReduction:
         self.takes: list[Callable[[], object]] = [bucket.turns.take] if streams else []
         gives: list[Callable[[], object]] = [bucket.turns.give] if streams else []
         self.collects: list[Callable[[], object]] = [*self.takes, planned.buffer.take]
-        self.starts: list[Callable[[], object]] = [*gives, current.take, planned.start]
+        self.starts: list[Callable[[], Any]] = [*gives, current.take, planned.start]
         self.ends: list[Callable[[], object]] = [planned.buffer.free, *gives]
         self.nbytes = planned.buffer.nbytes, planned.scratch, planned.buffer.nbytes + planned.scratch
         self.most = settings.reduce.max_in_flight

@@ -24,7 +24,7 @@ from .messages import not_dense
 from .packed_reduction import PackedAllReduce, PackedReduction
 from .scaling import MEAN, ReduceSettings
 
-_FORM = attrgetter("layout", "dtype")
+_FORM, _STRIDED = attrgetter("layout", "dtype"), torch.strided
 _MOST_ZEROS = 2**16
 """Bytes of padding up to which zeros are copied along with gradients. They are kept; more is zeroed by itself."""
 
@@ -108,12 +108,13 @@ class ReduceBuffer(Scratch):
         if everyone and (self._copies if first else self._adds):
             forms = set(map(_FORM, grads))
             layout, dtype = forms.pop()
-            if layout is torch.strided and not forms:
+            if layout is _STRIDED and not forms:
                 if not first:
                     for indices, add in self._adds:
                         add([*map(grads.__getitem__, indices)])
                     return True
-                drain(map(call, self._zeroes))
+                if self._zeroes:
+                    drain(map(call, self._zeroes))
                 for indices, copy, zeros in self._copies:
                     copy([*map(grads.__getitem__, indices), *zeros[dtype]])
                 return True
@@ -136,7 +137,7 @@ class ReduceBuffer(Scratch):
             member = place.member
             if member.split is not None:
                 grad = member.split.local_gradient(grad, self.tensor.dtype)
-            if grad.layout is not torch.strided:
+            if grad.layout is not _STRIDED:
                 raise not_dense(member.name)
             parts = [grad] if place.whole else place.cut(grad)
             for target, source, alike in zip(place.targets, parts, place.alike, strict=True):
