@@ -1,4 +1,4 @@
-"""Host cost: processor time that sharding adds to a block's forward and backward, with little arithmetic in it.
+"""Host cost: processor time that sharding adds to a block's step, and to its evaluation, with little arithmetic in it.
 
 64 blocks of LayerNorm(16) and two Linear(16, 16), each block a unit and the root too, on the fake group at world 64.
 Its collectives return at once, so what remains over plain PyTorch is the engine's own work, and the fake group's, which
@@ -32,9 +32,9 @@ METHOD = (
 )
 
 
-def cost(model: nn.Module, x: Tensor, steps: int) -> tuple[float, float]:
-    """Microseconds of processor time per block, of forward and of backward; dropping gradients is not timed."""
-    forward = backward = 0.0
+def cost(model: nn.Module, x: Tensor, steps: int) -> tuple[float, float, float]:
+    """Microseconds of processor time per block: of forward, of backward, and of a forward without a graph."""
+    forward = backward = evaluation = 0.0
     for _ in range(steps):
         start = time.process_time()
         loss = model(x).sum()
@@ -44,7 +44,12 @@ def cost(model: nn.Module, x: Tensor, steps: int) -> tuple[float, float]:
         forward += between - start
         del loss
         model.zero_grad(set_to_none=True)
-    return forward / (steps * BLOCKS) * 1e6, backward / (steps * BLOCKS) * 1e6
+        start = time.process_time()
+        with torch.no_grad():
+            model(x)
+        evaluation += time.process_time() - start
+    forward, backward, evaluation = (spent / (steps * BLOCKS) * 1e6 for spent in (forward, backward, evaluation))
+    return forward, backward, evaluation
 
 
 def collectives(mesh: DeviceMesh) -> Callable[[int], float]:
@@ -66,7 +71,7 @@ def collectives(mesh: DeviceMesh) -> Callable[[int], float]:
 
 
 def measure(quick: bool) -> list[Quantity]:
-    """Host cost of each peer over plain: of a step, and of its phases."""
+    """Host cost of each peer over plain: of a step, of its phases, and of a forward without a graph."""
     names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS, *WRAPPERS])
     torch.set_num_threads(1)
     mesh = fake_world(WORLD)
@@ -77,7 +82,7 @@ def measure(quick: bool) -> list[Quantity]:
     alone = collectives(mesh)
     gc.collect()
     gc.freeze()  # so that no peer pays for scanning what the others hold
-    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of forward and backward
+    samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)  # of forward, backward and evaluation
     bare: list[float] = []
     steps = 1 if quick else 3
     for name in interleaved([*names, ALONE], 4 if quick else 24, BUDGET, least=4):
@@ -90,7 +95,13 @@ def measure(quick: bool) -> list[Quantity]:
         *(Target(name, "flat", 1.05) for name in WRAPPERS),
     )
     found = []
-    for phase, part in (("", sum), ("forward ", itemgetter(0)), ("backward ", itemgetter(1))):
+    phases: dict[str, Callable[[tuple[float, float, float]], float]] = {
+        "": lambda spent: spent[0] + spent[1],
+        "forward ": itemgetter(0),
+        "backward ": itemgetter(1),
+        "evaluation ": itemgetter(2),
+    }
+    for phase, part in phases.items():
         values = {name: tuple(map(part, samples[name])) for name in names}
         plain = values["plain"]
         series = [Series(name, values[name], baseline=plain) for name in names if name != "plain"]
