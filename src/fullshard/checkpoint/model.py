@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..forms import ATTRIBUTE, Member, owner_of
+from ..forms import ATTRIBUTE, SHARDED_TYPES, Member, owner_of
 from ..runtime import Phase, Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit, refuse_undoable
 from ..text import WRAPPED, clean_name
@@ -301,9 +301,10 @@ def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
                     continue  # the user replaced it
                 for path in paths.get(id(place.module), ()):
                     name = path + place.name
-                    for key in (prefix + name, prefix + clean_name(name)):  # checkpoint wrappers remove their part
-                        if isinstance(state_dict.get(key), torch.Tensor):
-                            keeps = isinstance(state_dict[key], nn.Parameter)
+                    for key in {prefix + name, prefix + clean_name(name)}:  # checkpoint wrappers remove their part
+                        value = state_dict.get(key)
+                        if isinstance(value, torch.Tensor) and type(value) not in SHARDED_TYPES:
+                            keeps = isinstance(value, nn.Parameter)
                             state_dict[key] = member.sharded if keeps else member.sharded.detach()
 
 

@@ -3,7 +3,7 @@
 from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
 from .elementwise import SPLIT_OF_ROWS
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParameterForm, FlatParamShardMetadata, shard_metadata
-from .flat_shard import FlatShard
+from .flat_shard import SHARDED_TYPES, FlatShard
 from .form import Form
 from .full import Full, GatherPlan
 from .local import LocalForm

@@ -34,7 +34,7 @@ from .changes import OWNER_KEY, give_up_gradient, mark_view, note_change, writte
 from .corrected import covers_all
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, reduced_in_trace, several_rectangles
-from .row_shard import assign_data, deep_copy
+from .row_shard import RowShard, assign_data, deep_copy
 
 aten = torch.ops.aten
 _INT = torch.iinfo(torch.int64)
@@ -580,3 +580,7 @@ class _FullOfRun(torch.autograd.Function):
             if axis is not None and axis.size > 1:
                 total, world = reduce_value(total, dist.ReduceOp.SUM, axis.group), world * axis.size
         return FlatShard(run.cut(total.div_(world)).clone(), run)
+
+
+SHARDED_TYPES = {RowShard, FlatShard}
+"""The classes of sharded parameters, and of tensors sharded like them (gradients, state, values in state dicts)."""

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..containers import NONES, drain
 from ..errors import PhaseError
-from ..forms import WHOLE_KEY, FlatShard, Member, RowShard, owner_of
+from ..forms import SHARDED_TYPES, WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.local_tensor import plain_access, write_grad
@@ -38,7 +38,6 @@ from .out_of_memory import is_out_of_memory
 from .root import all_roots
 
 _installed: list[Any] = []
-_SHARDED = {RowShard, FlatShard}
 
 
 def give_up(parameters: Iterable[Any], shown: bool) -> None:
@@ -52,7 +51,7 @@ def give_up(parameters: Iterable[Any], shown: bool) -> None:
     parameters = [*parameters]
     if shown:  # at once, in place of the setter of each
         with plain_access():
-            drain(map(write_grad, compress(parameters, map(_SHARDED.__contains__, map(type, parameters))), NONES))
+            drain(map(write_grad, compress(parameters, map(SHARDED_TYPES.__contains__, map(type, parameters))), NONES))
     units = [runner.unit for root in all_roots() for runner in root.units]
     if not any([g.accumulates or g.delivery.views for unit in units for g in unit.gradients]):
         return
