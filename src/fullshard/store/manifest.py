@@ -7,7 +7,6 @@
         "tensors": {"model.head.weight": {"shape": [5, 4], "dtype": "float32",
                                           "pieces": [[1, 840, 2, 0, 3, 4], ...]}, ...},
         "ties": {"model.head.weight": "model.embedding.weight"},
-        "layouts": {"blocks.0": "rows", ...},
         "values": {"optimizer": {...}, "state": {...}},                       see tree.py
         "ranks": [{"rng": ...}, ...],                                          the same, for each rank
         "files": {"rank-0.safetensors": {"bytes": 4096, "xxh3_128": [a hash per 16 MiB of the file]}, ...}}}
@@ -66,7 +65,6 @@ class Manifest:
     ranks: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
     stored: dict[str, list[Stored]] = field(default_factory=dict)
-    layouts: dict[str, str] = field(default_factory=dict)
     writer: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> bytes:
@@ -185,7 +183,6 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
         ranks=ranks,
         files=files,
         stored=stored,
-        layouts={str(k): str(v) for k, v in inner.get("layouts", {}).items()},
         writer={str(k): str(v) for k, v in inner.get("writer", {}).items()},
     )
 

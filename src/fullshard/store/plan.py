@@ -11,9 +11,9 @@ pieces are not exchanged beforehand. Ranks exchange one small message, and one n
 Only where digests or fingerprints differ, ranks send more:
 
     to the first rank   values of the user's state that differ between ranks, and scalars of optimizer state
-    to all              tensors that only some ranks have, such as those of a pipeline's stages, with their ties and the
-                        layouts of their units; and the parameters that only some ranks' optimizers have, in groups of
-                        which all ranks have the same settings
+    to all              tensors that only some ranks have, such as those of a pipeline's stages, with their ties; and
+                        the parameters that only some ranks' optimizers have, in groups of which all ranks have the same
+                        settings
     to all              rectangles that several ranks have without a common mesh, such as a norm beside tensor-parallel
                         layers, and hashes of their values: one of these ranks writes
 """
@@ -53,11 +53,10 @@ class _Digests(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """Tensors by name; their further names, each with the first; and the layouts of units, by name."""
+    """Tensors by name; and their further names, each with the first."""
 
     entries: dict[str, TensorEntry]
     ties: dict[str, str]
-    layouts: dict[str, str]
 
 
 @dataclass
@@ -94,7 +93,7 @@ def plan_save(outline: Outline, step: int, ranks: Ranks) -> tuple[list[Piece], M
     if len({of_rank.settings for of_rank in digests}) > 1:
         are_stages = len({of_rank.described for of_rank in digests}) > 1
         groups = _groups_of_all(outline, are_stages, ranks)
-    entries, ties, layouts = _described_by_all(outline.described, [of_rank.described for of_rank in digests], ranks)
+    entries, ties = _described_by_all(outline.described, [of_rank.described for of_rank in digests], ranks)
     same_scalars = len({of_rank.scalars for of_rank in digests}) == 1
     scalars = [outline.scalars] if same_scalars else ranks.gather(outline.scalars)
     common = common_names([of_rank.values for of_rank in digests])
@@ -124,7 +123,6 @@ def plan_save(outline: Outline, step: int, ranks: Ranks) -> tuple[list[Piece], M
         ties=ties,
         values={"optimizer": optimizer, "state": common_values},
         ranks=[own for own, _ in owned],
-        layouts=layouts,
         writer=versions(),
     )
     return pieces, manifest
@@ -162,12 +160,11 @@ def outline_of(
     refuse_long([*entries, *contents.ties, *of_scalars])
     refuse_long((name for tensors in values.tensors.values() for name in tensors), prefix=name_of_rank(2**20, ""))
     settings = (step, json.dumps(groups))
-    layouts = {u.name or "(root)": ", ".join(b.layout.name for b in u.buckets) for u, _ in contents.table.units}
     tensors = [(name, entry.shape, str(entry.dtype)) for name, entry in sorted(entries.items())]
     listed = [(name, key, own[key].value) for name, own in sorted(scalars.items()) for key in sorted(own)]
     described = _sha256((tensors, sorted(contents.ties.items())))
     digests = _Digests(_sha256(settings), described, _sha256(listed), values.digests)
-    return Outline(contents, settings, _Described(entries, contents.ties, layouts), scalars, values, digests)
+    return Outline(contents, settings, _Described(entries, contents.ties), scalars, values, digests)
 
 
 def _check_plain(name: str, value: Any) -> None:
@@ -271,13 +268,12 @@ def _described_by_all(own: _Described, digests: Sequence[bytes], ranks: Ranks) -
         DivergenceError: ranks have different shapes or dtypes for a tensor.
     """
     if len(set(digests)) == 1:
-        return _Described(dict(own.entries), own.ties, own.layouts)
+        return _Described(dict(own.entries), own.ties)
     reports = digests.index(digests[ranks.rank]) == ranks.rank  # the first of the ranks with the same entries
     union: dict[str, tuple[TensorEntry, int]] = {}
     ties: dict[str, str] = {}
-    layouts: dict[str, str] = {}
-    for rank, of_rank in enumerate(ranks.all(own if reports else _Described({}, {}, {}))):
-        ties, layouts = {**of_rank.ties, **ties}, {**of_rank.layouts, **layouts}
+    for rank, of_rank in enumerate(ranks.all(own if reports else _Described({}, {}))):
+        ties = {**of_rank.ties, **ties}
         for name, entry in of_rank.entries.items():
             expected, first = union.setdefault(name, (entry, rank))
             if expected != entry:
@@ -290,7 +286,7 @@ def _described_by_all(own: _Described, digests: Sequence[bytes], ranks: Ranks) -
                     topic="models-differ",
                 )
     entries = {name: entry for name, (entry, _) in union.items()}
-    return _Described(entries, {name: first for name, first in ties.items() if name not in entries}, layouts)
+    return _Described(entries, {name: first for name, first in ties.items() if name not in entries})
 
 
 PRIME = 2**47 - 115

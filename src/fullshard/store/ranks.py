@@ -62,9 +62,9 @@ class Ranks:
         self.meet(error, action)
         return result
 
-    def first(self, action: str, fn: Callable[[], T], files: bool = True) -> T:
+    def first(self, action: str, fn: Callable[[], T]) -> T:
         """Run `fn` on the first rank, and return its result on every rank; see `together`."""
-        result: T = self.share(self.together(action, lambda: fn() if self.is_first else None, files))
+        result: T = self.share(self.together(action, lambda: fn() if self.is_first else None))
         return result
 
     def meet(self, error: Exception | None = None, action: str = "going on") -> None:

@@ -225,8 +225,8 @@ def most_listed(storage: Storage, listing: str) -> int:
     """The most bytes that a manifest or metadata describing these files can have.
 
     Its description of a piece is shorter than the piece's record, or than its entry in the header of its file; a
-    manifest repeats names of parameters in settings, layouts and ties. Holes in sparse files do not count: a short file
-    could otherwise claim all memory.
+    manifest repeats names of parameters in settings and ties. Holes in sparse files do not count: a short file could
+    otherwise claim all memory.
     """
     others = sum(nbytes for name, nbytes in storage.allocated.items() if name != listing)
     return min(4 * others, 4 * storage.allocated[listing])  # the disk may compress
