@@ -231,11 +231,26 @@ def test_settings_of_parameters_in_our_own_state_dict() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.2 and torch.equal(optimizer.param_groups[1]["lr"], torch.tensor(0.1))
     with pytest.raises(CheckpointError, match=r"different values of 'lr'(.|\n)*lr=0.1, as 0.weight"):
         ours(saved, trained("rows", adamw(), 0))
-    by_number = {"0": {"lr": torch.tensor(0.5)}, "1": {"lr": torch.tensor(0.75)}}  # as they were saved once
-    fullshard.load_optimizer_state_dict(
-        model, optimizer, fullshard.optimizer_state_dict(*saved) | {"groups": by_number}
-    )
-    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[1]["lr"] == 0.75
+
+
+class Listed(nn.ParameterList):
+    def forward(self) -> torch.Tensor:
+        return self[0].sum() + self[1].sum()
+
+
+def test_settings_of_parameters_whose_names_are_numbers(fake_world) -> None:
+    """They were taken for the numbers of groups: both had the settings of the wrong parameters, or none."""
+    fake_world(1)
+    model = fullshard.fully_shard(Listed([torch.ones(2), torch.ones(3)]))
+
+    def optimizer(*rates: float) -> torch.optim.Optimizer:
+        pairs = zip(reversed([*model.parameters()]), rates, strict=True)
+        return torch.optim.AdamW([{"params": [parameter], "lr": rate} for parameter, rate in pairs])
+
+    into = optimizer(1.0, 1.0)
+    state = fullshard.optimizer_state_dict(model, optimizer(0.1, 0.2))
+    fullshard.load_optimizer_state_dict(model, into, state)
+    assert [group["lr"] for group in into.param_groups] == [0.1, 0.2]
 
 
 @on_ranks

@@ -7,7 +7,7 @@ models they call PyTorch's, imported here by reference because programs may repl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +108,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     targets = targets_of(table, optimizer.param_groups)
     loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True, optimizer=optimizer)
     groups = [
-        {**{key: value.tolist() for key, value in settings.items()}, "params": _parameters(name, targets)}
+        {**{key: value.tolist() for key, value in settings.items()}, "params": [name]}
         for name, settings in state.get("groups", {}).items()
     ]
     settings_by_group = settings_to_load(targets, optimizer.param_groups, groups)
@@ -136,13 +136,6 @@ def _as_before(target: Target, previous: dict[str, Any], loaded: dict[str, Any])
         key: converted(previous[key], value) if key in numbers and not value_forms.is_array(value) else value
         for key, value in loaded.items()
     }
-
-
-def _parameters(name: str, targets: Sequence[Target]) -> list[str]:
-    """The parameters whose settings are saved under `name`: their own; in old states a group's, under its number."""
-    if name.isdecimal():
-        return [row.name for target in targets if str(target.group) == name for row in target.rows]
-    return [name]
 
 
 def _table_of_fully_shard(model: nn.Module) -> Table:
