@@ -41,7 +41,7 @@ def check_cast(name: str, dtype: torch.dtype, saved: torch.dtype, cast: bool) ->
     floats = dtype in _FLOATS and saved in _FLOATS
     if dtype != saved and not floats:
         raise _mismatch("dtype", name, dtype, saved)
-    if floats and not cast and not _holds(dtype, saved):
+    if floats and not cast and torch.promote_types(dtype, saved) != dtype:
         raise rounding_error(name, dtype, saved)
 
 
@@ -66,12 +66,6 @@ def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> Checkpo
         remedy="pass cast=True to allow rounding, or load into a model of the saved dtype",
         topic="checkpoint-does-not-fit",
     )
-
-
-def _holds(dtype: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether `dtype` represents every value of `saved` exactly."""
-    target, source = torch.finfo(dtype), torch.finfo(saved)
-    return target.eps <= source.eps and target.max >= source.max
 
 
 def check_names(files: str, missing: Sequence[str], unexpected: Sequence[str], remedy: str) -> None:
