@@ -83,7 +83,8 @@ def save_safetensors(
             if selected is None
             else [Export(Wanted(name, row, dtype)) for name, row in selected.rows.items()]
         )
-        _refuse_subclasses(exports)
+        for export in exports:
+            _refuse_subclass(export.wanted, "saved")
         if not ranks.is_first:
             return exports, None
         entries = {MODEL + e.wanted.name: TensorEntry(e.wanted.shape, e.final_dtype) for e in exports}
@@ -116,22 +117,23 @@ def save_safetensors(
         ranks.together("finishing save_safetensors", finish)  # no rank can fail after it
 
 
-def _refuse_subclasses(exports: list[Export]) -> None:
-    """Raise CheckpointError if a parameter is of a tensor subclass."""
-    odd = next((export.wanted for export in exports if export.wanted.is_odd), None)
-    if odd is not None:
+_REMEDIES = {
+    "saved": "fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised base: "
+    "save them (adapter=True), and merge them on one process into a base of 16 bits or more",
+    "loaded": "load each block, convert its parameters to that class, and only then shard it (docs/inside.md); "
+    "fullshard.load reads such parameters as fullshard.save wrote them",
+}
+
+
+def _refuse_subclass(wanted: Wanted, action: str) -> None:
+    """Raise CheckpointError if a parameter to be "saved" or "loaded" is of a tensor subclass."""
+    if wanted.is_odd:
         raise CheckpointError(
-            "A parameter is of a tensor subclass, which safetensors files cannot store.",
-            parameter=odd.name,
-            got=_class_of(odd.row.parameter),
-            remedy="fullshard.save saves it unchanged; or convert it to a plain tensor first. Adapters of a quantised "
-            "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
+            f"A parameter is of a tensor subclass, which safetensors files cannot store; nothing was {action}.",
+            parameter=wanted.name,
+            got=type(inside(wanted.row.parameter)).__name__,  # of a DTensor, that of its local tensor
+            remedy=_REMEDIES[action],
         )
-
-
-def _class_of(parameter: Any) -> str:
-    """The name of a parameter's class; of a DTensor, that of its local tensor."""
-    return type(inside(parameter)).__name__
 
 
 def save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
@@ -235,7 +237,7 @@ def load_safetensors(
             present = [MODEL + name for name in file_names if MODEL + name in source.entries]
             read_names.update(present)
             if present:
-                _refuse_subclass(row)
+                _refuse_subclass(Wanted(row.name, row), "loaded")
                 for piece in row_pieces(row, row.name, 0, ranks.is_first):
                     copies += source.copies_into(piece, present, cast)
             else:
@@ -263,15 +265,3 @@ def _names_of(model: nn.Module, table: Table, selected: Adapter | None, base: bo
     base_name = partial(adapted(model).base_name, unused=True)
     of_base = [(row, [name for name in map(base_name, row.names) if name is not None]) for row in rows]
     return [(row, names) for row, names in of_base if names]
-
-
-def _refuse_subclass(row: Named) -> None:
-    """Raise CheckpointError if a parameter to be read is of a tensor subclass."""
-    if Wanted(row.name, row).is_odd:
-        raise CheckpointError(
-            "A parameter is of a tensor subclass, which safetensors files cannot store; nothing was loaded.",
-            parameter=row.name,
-            got=f"{_class_of(row.parameter)}, to be read from plain numbers",
-            remedy="load each block, convert its parameters to that class, and only then shard it "
-            "(docs/inside.md); fullshard.load reads such parameters as fullshard.save wrote them",
-        )
