@@ -57,12 +57,12 @@ class SafetensorsSource(Source):
         for path, real, indexed_names in _files_of(self._path, self._stem):
             self.storage.open(path, real)
             read = partial(self.storage.read, path.name)
-            header = read_header(read, self.storage.sizes[path.name], str(path))
-            _check_names(path, set(header.entries), indexed_names)
-            for name, entry in header.entries.items():
+            places = read_header(read, self.storage.sizes[path.name], str(path))
+            _check_names(path, set(places), indexed_names)
+            for name, (entry, begin) in places.items():
                 if MODEL + name in self.entries:
                     raise _index_differs(path, name, f"only in {self.files_of(MODEL + name)[0]}", "also in this file")
-                corner, begin = (0,) * len(entry.shape), header.starts[name]
+                corner = (0,) * len(entry.shape)
                 self.entries[MODEL + name] = entry
                 self.stored[MODEL + name] = [Stored(name, corner, entry.shape, path.name, begin, entry.nbytes)]
 

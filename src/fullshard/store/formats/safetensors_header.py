@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,26 +50,16 @@ _LENGTH = struct.Struct("<Q")
 _LARGEST = 2**63 - 1  # torch counts in int64
 
 
-@dataclass(frozen=True)
-class Header:
-    """A valid header.
-
-    Attributes:
-        entries: the tensors by name, in the order of their elements.
-        starts: by name, the position of the first element in the file, in bytes.
-    """
-
-    entries: dict[str, TensorEntry]
-    starts: dict[str, int]
-
-
-def read_header(read: Callable[[int, int], bytes], size: int, location: str) -> Header:
+def read_header(read: Callable[[int, int], bytes], size: int, location: str) -> dict[str, tuple[TensorEntry, int]]:
     """Read a file's header. Refuses every file that the safetensors library refuses.
 
     Args:
         read: `read(position, nbytes)` returns bytes of the file.
         size: of the file, in bytes.
         location: the file, for errors.
+
+    Returns:
+        The tensors by name, in the order of their elements, each with the position of its first byte in the file.
 
     Raises:
         DamagedCheckpointError: it is not a safetensors file, or is truncated.
@@ -94,16 +83,16 @@ def read_header(read: Callable[[int, int], bytes], size: int, location: str) -> 
     tensors = sorted(
         ((*_offsets(name, fields, location), name) for name, fields in header.items()), key=lambda tensor: tensor[:2]
     )
-    entries, end = {}, 0
+    places, end = {}, 0
     for start, stop, name in tensors:
         if start != end:
             raise _damaged(location, f"{name!r} at {end}, where the previous tensor ends", f"at {start}")
-        entries[name] = _entry(name, header[name], stop - start, location)
+        places[name] = _entry(name, header[name], stop - start, location), data + start
         end = stop
     if data + end != size:
         problem = "truncated" if data + end > size else "longer than its header says"
         raise _damaged(location, f"{data + end} bytes", f"{size}: it is {problem}")
-    return Header(entries, {name: data + start for start, _, name in tensors})
+    return places
 
 
 def parse_json(data: bytes, location: str, parse_int: Callable[[str], int] = int) -> Any:
