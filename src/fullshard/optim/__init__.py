@@ -1,6 +1,6 @@
 """Optimizer views, Muon and OwnerOptimizer; gradient clipping, gradient scaling, and detection of nonfinite values."""
 
-from .clip import clip_grad_norm_, total_norm
+from .clip import clip_grad_norm_
 from .in_backward import StepsInBackward, step_in_backward
 from .muon import Muon
 from .nonfinite import NonfiniteGradient, nonfinite_gradients
@@ -21,5 +21,4 @@ __all__ = [
     "optimizer_state_on_host",
     "optimizer_view",
     "step_in_backward",
-    "total_norm",
 ]

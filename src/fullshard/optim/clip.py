@@ -60,22 +60,35 @@ def clip_grad_norm_(
     norm_type = checked_clipping(max_norm, norm_type)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else _as_tensors(parameters)
     refuse_to_clip_stepped(tensors)
-    follow_views(tensors)
+    grads, known = distinct_gradients(tensors), KnownGroups()
+    parts: Parts = {}
     with plain_access():
-        grads = {id(p): (p, grad) for p in tensors if (grad := read_grad(p)) is not None}
-        members_of = {id(p): _members_of_view(p) for p, _ in grads.values() if PART_KEY in p.__dict__}
-        for member in [member for members in members_of.values() for member in members]:
-            grads.pop(id(member), None)
-        known: KnownGroups = {}
-        parts = [part for p, g in grads.values() for part in _gradient_parts(p, g, members_of.get(id(p), []), known)]
-    total = _norm_of(parts, norm_type)
+        for parameter, grad, members in grads:
+            for part, groups in _gradient_parts(parameter, grad, members, known):
+                parts.setdefault(tuple(groups), []).append(inside(part))
+    device = torch.get_default_device()
+    total = joined_norm(_local_norms(parts, norm_type, device), norm_type, device)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
             topic="nonfinite-gradients",
         )
-    scale_gradients([grad for _, grad in grads.values()], total, max_norm)
+    scale_gradients([grad for _, grad, _ in grads], total, max_norm)
     return total
+
+
+def distinct_gradients(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+    """The parameters that have gradients, with these, and the members of each optimizer view.
+
+    Omits the members, whose gradients lie inside the view's.
+    """
+    follow_views(parameters)
+    with plain_access():
+        grads = {id(p): (p, grad, _members_of_view(p)) for p in parameters if (grad := read_grad(p)) is not None}
+    covered = {id(member) for *_, members in grads.values() for member in members}
+    return [entry for key, entry in grads.items() if key not in covered]
 
 
 def scale_gradients(grads: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float | torch.Tensor) -> None:
@@ -164,25 +177,6 @@ def _as_tensors(parameters: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm over all elements of all gradients. Each element of a sharded gradient counts once.
-
-    Returns:
-        A 0-d float32 tensor (float64 if any gradient is float64); zero if there are no gradients.
-    """
-    known: KnownGroups = {}
-    return _norm_of([(grad, shard_groups(grad, known)) for grad in grads], norm_type)
-
-
-def _norm_of(grads: Iterable[tuple[torch.Tensor, Groups]], norm_type: float) -> torch.Tensor:
-    """The total norm of gradients, each with the groups over which its elements are split."""
-    parts: Parts = {}
-    for grad, groups in grads:
-        parts.setdefault(tuple(groups), []).append(inside(grad))
-    device = torch.get_default_device()
-    return joined_norm(_local_norms(parts, norm_type, device), norm_type, device)
-
-
 def local_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[tuple[Groups, torch.Tensor]]:
     """For each parameter, the norm of this rank's part of its gradient, for `joined_norm`. No communication.
 
@@ -253,7 +247,7 @@ def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def _members_of_view(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The sharded parameters that an optimizer view covers; empty if `parameter` is not a view."""
-    unit = owner_of(parameter)
+    unit = owner_of(parameter) if PART_KEY in parameter.__dict__ else None
     for gradients in unit.gradients if unit is not None else ():
         for view in gradients.delivery.views:
             if view.tensor is parameter and not view.alone:

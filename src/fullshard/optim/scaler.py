@@ -10,16 +10,15 @@ kernels and a host synchronisation per gradient. tests/test_private_api.py tests
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
-from ..shard import follow_views
 from ..torch_private.local_tensor import inside
-from .clip import refuse_stepped
+from .clip import distinct_gradients, refuse_stepped
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -92,9 +91,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         refuse_stepped(parameters, "A gradient scaler", remedy)
         flags: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        follow_views(parameters)
         with torch.no_grad():
-            for grad in _distinct(optimizer):
+            for grad in _plain_gradients(parameters):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
             for (device, _), grads in by_kind.items():
                 if device not in flags:
@@ -115,37 +113,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
             local.copy_(flag)
 
 
-def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The nonempty local tensors of an optimizer's gradients, without duplicates of the same memory.
-
-    Omits a gradient that lies inside a contiguous one (a sharded parameter's inside its optimizer view's).
-    """
-    grads: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            grad = inside(grad)
-            if grad.is_sparse:
-                if not grad.is_coalesced():
-                    grad = parameter.grad = grad.coalesce()  # sums duplicates, which may overflow in fp16
-                grad = grad._values()
-            if grad.numel():
-                grads.append(grad)
-    unique: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], int] = {}
-    dense_stop: dict[torch.device, int] = {}
-    for start, minus_stop, at in sorted((grad.data_ptr(), -_stop(grad), at) for at, grad in enumerate(grads)):
-        grad = grads[at]
-        if -minus_stop <= dense_stop.get(grad.device, 0):
-            continue
-        unique.setdefault((start, tuple(grad.shape), grad.stride(), grad.dtype), at)
-        if grad.is_contiguous():  # others may have gaps, in which another gradient lies
-            dense_stop[grad.device] = -minus_stop
-    return [grads[at] for at in sorted(unique.values())]
-
-
-def _stop(tensor: torch.Tensor) -> int:
-    """The address past a tensor's last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+def _plain_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The nonempty local tensors of gradients, each once."""
+    grads: dict[int, torch.Tensor] = {}
+    for parameter, gradient, _ in distinct_gradients(parameters):
+        grad = inside(gradient)
+        if grad.is_sparse:
+            if not grad.is_coalesced():
+                grad = parameter.grad = grad.coalesce()  # sums duplicates, which may overflow in fp16
+            grad = grad._values()
+        if grad.numel():
+            grads[id(gradient)] = grad
+    return [*grads.values()]
