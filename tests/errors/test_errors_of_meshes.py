@@ -73,13 +73,6 @@ def test_nodes_of_unequal_size(fake_world, monkeypatch):
         FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-def test_a_torch_that_cannot_flatten(fake_world, monkeypatch):
-    fake_world(4)
-    monkeypatch.delattr(DeviceMesh, "_flatten")
-    with raises("ConfigError: This version of torch cannot flatten mesh dims ('dp',"):
-        unit(mesh=mesh("dp", "cp"), dp_mesh_dims=DataParallelMeshDims(("dp", "cp")))
-
-
 def wraps_with_groups_that_do_not_cross() -> None:
     everyone = dist.new_group()
     with raises("ConfigError: The groups of process_group=(shard_group ... a replicate group"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_private.root_mesh import joined
-from .messages import cannot_flatten, nothing_to_shard_on, unknown_dims, unnamed_dims
+from .messages import nothing_to_shard_on, unknown_dims, unnamed_dims
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
     """The 1-D (shard) or 2-D (replicate, shard) mesh that `dims` name in `mesh`. Collective if dims are flattened.
 
     Private torch API: `DeviceMesh._flatten`, for several names. The public alternative is a mesh with a single dim
-    instead, which the error recommends.
+    instead.
 
     Raises:
         ConfigError: an unknown name, or replicas without a dim to shard on.
@@ -68,7 +68,5 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The 1-D mesh of these dims, flattened."""
     if len(names) == 1:
         return mesh[names[0]]
-    if not hasattr(mesh, "_flatten"):
-        raise cannot_flatten(names)
     flat: DeviceMesh = mesh[names]._flatten("_".join(names))
     return flat

@@ -140,13 +140,6 @@ def nothing_to_shard_on(replicate: Any) -> ConfigError:
     )
 
 
-def cannot_flatten(names: Sequence[str]) -> ConfigError:
-    """The error for a torch that does not flatten dims."""
-    return ConfigError(
-        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with a single dim instead."
-    )
-
-
 # dim_names.py
 
 
