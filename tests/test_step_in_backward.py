@@ -571,7 +571,7 @@ def test_what_it_refuses(run_ranks):
         assert "counts steps in place" in errors["counts"]
         assert "already step in backward" in errors["twice"] and "remove()" in errors["twice"]
         assert "needs an optimizer" in errors["model"] and "computes gradients" in errors["closure"]
-        assert "max_norm is out of range" in errors["a bool"]
+        assert "step_in_backward(max_norm=) is invalid" in errors["a bool"]
         for clip in ("clip", "the wrapper's clip"):
             assert "gradient is already gone" in errors[clip] and "max_norm" in errors[clip]
         assert "no backward has measured" in errors["unmeasured"] and "measure()" in errors["unmeasured"]
@@ -580,11 +580,12 @@ def test_what_it_refuses(run_ranks):
         assert "or fails if another has no gradient" in errors["no gradient"]
         assert "runs of elements" in errors["view"]
         assert "exchanges all parameters at once" in errors["owners"]
-        assert "max_norm is out of range" in errors["norm"]
+        assert "step_in_backward(max_norm=) is invalid" in errors["norm"]
         assert "A gradient scaler cannot be used" in errors["scaler"]
-        assert all("threads is invalid" in errors[name] for name in ("threads", "processors"))
+        assert all("step_in_backward(threads=) is invalid" in errors[name] for name in ("threads", "processors"))
         assert "threads is for element-wise optimizers" in errors["matrices"]
-        assert "clip is invalid" in errors["clip's value"] and "'two passes' or 'redo'" in errors["clip's value"]
+        assert "step_in_backward(clip=) is invalid" in errors["clip's value"]
+        assert "'two passes' or 'redo'" in errors["clip's value"]
         assert "in two passes" in errors["measured"] and "clip='redo'" in errors["measured"]
 
 

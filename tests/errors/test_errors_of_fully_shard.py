@@ -163,7 +163,7 @@ CALLS = [
         lambda m: m.set_gradient_divide_factor(8),
         "ConfigError: a gradient divide factor cannot be combined with ... scale the loss",
     ),
-    (lambda: unit(comm="nccl"), 'ConfigError: comm must be "torch" ... nccl'),
+    (lambda: unit(comm="nccl"), 'ConfigError: comm is invalid ... "torch" ... nccl'),
     (
         sharded,
         lambda m: m.set_custom_all_gather(Own()),

@@ -244,5 +244,5 @@ def test_what_is_refused(run_ranks):
     ],
 )
 def test_invalid_settings(name, value):
-    with raises(f"ConfigError: PowerSGDState.{name} is invalid. ... {value}"):
+    with raises(f"ConfigError: PowerSGDState({name}=) is invalid. ... {value}"):
         comm_hooks.PowerSGDState(None, **{name: value})

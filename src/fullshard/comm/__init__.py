@@ -1,5 +1,6 @@
 """Communication: the `Comm` protocol and its implementations."""
 
+from ..errors import invalid_argument
 from .custom import AllGather, ReduceScatter, custom, custom_of, separate_group
 from .group_memory import GatherInGroupMemory, ReduceInGroupMemory
 from .hook import HookComm
@@ -18,7 +19,6 @@ from .lanes import (
     turns_on,
 )
 from .meeting import apart_of, can_open, new_name, own_lines
-from .messages import not_a_comm
 from .objects import object_from, objects_of_all, objects_to_first
 from .packing import Packing, packed, packed_bytes, rounded
 from .power_sgd import PowerSGDState, Residuals, powerSGD_hook
@@ -50,5 +50,5 @@ def make_comm(kind: "str | Comm") -> Comm:
     if kind == "null":
         return NullComm()
     if isinstance(kind, str) or not hasattr(kind, "gather"):
-        raise not_a_comm(kind)
+        raise invalid_argument("comm", kind, '"torch", "null" or an object with the methods of fullshard.Comm')
     return kind

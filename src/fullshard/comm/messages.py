@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 
-# __init__.py
-
-
-def not_a_comm(kind: object) -> ConfigError:
-    """The error for an invalid `comm`."""
-    return ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
-
-
 # protocol.py
 
 
@@ -36,15 +28,6 @@ def wrong_buffer(collective: str, expected: object, got: object) -> ConfigError:
         got=f"{got}",
         remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
     )
-
-
-# power_sgd.py
-
-
-def invalid_power_sgd(name: str, expected: str, got: object) -> ConfigError:
-    """The error for an invalid setting of PowerSGD."""
-    remedy = "the arguments are those of PyTorch's DDP hook; help(PowerSGDState) explains each"
-    return ConfigError(f"PowerSGDState.{name} is invalid.", expected=expected, got=repr(got), remedy=remedy)
 
 
 # group_memory.py

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
-from .messages import invalid_power_sgd
+from ..errors import ConfigError, invalid_argument
 from .protocol import Pending
 
 
@@ -100,7 +99,8 @@ class PowerSGDState:
             ),
         ):
             if not is_valid:
-                raise invalid_power_sgd(name, expected, getattr(self, name))
+                remedy = "the arguments are those of PyTorch's DDP hook; help(PowerSGDState) explains each"
+                raise invalid_argument(f"PowerSGDState({name}=)", getattr(self, name), expected, remedy)
 
     def rank_of(self, matrix: torch.Tensor) -> int:
         """The rank to which a matrix [n, m] is compressed; 0 if it is not."""

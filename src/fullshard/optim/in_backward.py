@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, PhaseError
+from ..errors import ConfigError, PhaseError, invalid_argument
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..generators import restored_generators
 from ..shard import UNDOABLE, Unit, refuse_undoable, release_all
@@ -413,13 +413,9 @@ def step_in_backward(
     """
     is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and 0 < max_norm < math.inf):
-        raise ConfigError(
-            "step_in_backward: max_norm is out of range.", expected="a positive number or None", got=repr(max_norm)
-        )
+        raise invalid_argument("step_in_backward(max_norm=)", max_norm, "a positive number or None")
     if clip not in get_args(Clip):
-        raise ConfigError(
-            "step_in_backward: clip is invalid.", expected=" or ".join(map(repr, get_args(Clip))), got=repr(clip)
-        )
+        raise invalid_argument("step_in_backward(clip=)", clip, " or ".join(map(repr, get_args(Clip))))
     if clip == "redo" and max_norm is None:
         raise ConfigError(
             'step_in_backward: clip="redo" needs a max_norm to clip to.', expected="max_norm=1.0, for example"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import invalid_argument
 
 MOST_WAITING = 2
 """Steps that wait or run at once: their units' gradients stay in memory."""
@@ -118,8 +118,5 @@ def check_threads(threads: object) -> None:
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if isinstance(threads, Sequence) and not isinstance(threads, str) and threads and usable.issuperset(threads):
         return
-    raise ConfigError(
-        "step_in_backward: threads is invalid.",
-        expected=f"a positive number of threads, or a list of processors among {sorted(usable)}",
-        got=repr(threads),
-    )
+    expected = f"a positive number of threads, or a list of processors among {sorted(usable)}"
+    raise invalid_argument("step_in_backward(threads=)", threads, expected)
