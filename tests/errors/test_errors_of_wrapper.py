@@ -169,7 +169,7 @@ CALLS = [
         flat,
         lambda m: setattr(m.module, "_flat_param", nn.Parameter(torch.ones(3))),
         run,
-        "ConfigError: A FlatParameter was replaced by something that is not its shard",
+        "ReplacementError: A sharded parameter was replaced by something that is not its shard",
     ),
     (
         originals,

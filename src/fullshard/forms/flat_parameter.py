@@ -20,7 +20,7 @@ from ..torch_private.local_tensor import same_memory
 from .changes import OWNER_KEY, Untouched
 from .local import LocalForm, memory_of
 from .member import PART_KEY, Member
-from .messages import not_its_flat_shard
+from .messages import replaced_by_another
 from .placeholders import stand_in_for
 
 ATTRIBUTE = "_flat_param"
@@ -220,7 +220,8 @@ class FlatParameterForm(LocalForm):
         flat = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
         if not isinstance(flat, nn.Parameter) or flat.numel() != self.layout.shard_numel or flat.dim() != 1:
             names = ", ".join(member.name for member in members)
-            raise not_its_flat_shard(names, self.axes.global_rank, self.layout.shard_numel, flat)
+            expected = f"a Parameter of shape {(self.layout.shard_numel,)}"
+            raise replaced_by_another(names, self.axes.global_rank, expected, flat)
         if flat is not self.flat:
             flat.__dict__.update(self.flat.__dict__)
             self.flat = flat

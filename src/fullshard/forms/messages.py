@@ -10,22 +10,6 @@ from torch import nn
 
 from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, ReplacementError, message
 
-# flat_parameter.py
-
-
-def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any) -> ConfigError:
-    """The error for a FlatParameter that was replaced by something other than its shard."""
-    return ConfigError(
-        "A FlatParameter was replaced by something that is not its shard.",
-        parameter=parameters,
-        rank=rank,
-        expected=f"a Parameter of shape {(numel,)}",
-        got=kind_and_shape(replacement),
-        remedy="change values inside summon_full_params(model), or in place",
-        topic="parameter-replaced",
-    )
-
-
 # flat_shard.py
 
 
