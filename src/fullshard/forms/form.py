@@ -32,19 +32,17 @@ class Form(ABC):
     Attributes:
         plain: whether the shard is a plain 1-D tensor.
         keeps_originals: whether the original Parameter objects become the sharded parameters.
-        counts: whether `counters` and `reassigned` detect changes that the shard's own version counter does not count.
         follows: whether `follow` does anything.
-        gives_empty: whether a parameter of which this rank has no elements gets an (empty) `.grad`.
-        shows_kept: whether a parameter whose gradients were accumulated without sync gets a `.grad` of zeros: plain
-            parameters offer no other way to notice that the user discarded those gradients.
+        shows_locals: whether users see locals themselves, as plain parameters. Then the shard's own version counter
+            does not count all changes, but `counters` and `reassigned` detect them; a parameter of which this rank has
+            no elements gets no `.grad`; and one whose gradients were accumulated without sync gets a `.grad` of zeros,
+            as there is no other way to notice that the user discarded those gradients.
     """
 
     plain = True
     keeps_originals = False
-    counts = False
     follows = False
-    gives_empty = True
-    shows_kept = False
+    shows_locals = False
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart
@@ -82,7 +80,7 @@ class Form(ABC):
         return ()
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        """Whether sharded parameters have memory outside of `shard`. Called only if the form `counts`."""
+        """Whether sharded parameters have memory outside of `shard`. Called only if the form `shows_locals`."""
         return False
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:

@@ -30,9 +30,7 @@ class LocalForm(Form):
     """See the module's docstring, and `Form`. The layout is flat."""
 
     keeps_originals = True
-    counts = True
-    gives_empty = False
-    shows_kept = True
+    shows_locals = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         super().__init__(layout, axes, apart)

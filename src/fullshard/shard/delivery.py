@@ -107,7 +107,7 @@ class Delivery:
         indices: list[int] = []
         if old is None:
             target.shown = list(self.nobody)
-        gives_empty, used = self.bucket.form.gives_empty, list(self.used)
+        gives_empty, used = not self.bucket.form.shows_locals, list(self.used)
         for index, member in enumerate(self.bucket.members):
             fills = False
             if got[index]:
@@ -139,7 +139,7 @@ class Delivery:
         """Show a member's part as its `.grad`, unless the part is empty and the form shows no empty gradients."""
         target.shown[index] = True
         part = target.parts[index]
-        if self.bucket.form.gives_empty or part.numel():
+        if not self.bucket.form.shows_locals or part.numel():
             write_grad(self.bucket.members[index].sharded, part)
 
     def _run_hooks(self, reduced: torch.Tensor, got: Sequence[bool]) -> None:
@@ -276,7 +276,7 @@ class Delivery:
 
     def show_kept(self) -> None:
         """Show zeros for members with gradients accumulated without sync, where no gradient is shown."""
-        if not self.bucket.form.shows_kept:
+        if not self.bucket.form.shows_locals:
             return
         flat = self.bucket.flat_parameter
         for index, member in enumerate(self.bucket.members):
@@ -293,7 +293,7 @@ class Delivery:
             return []
         kept, self.kept = self.kept, set()
         given_up = self._without_grad(kept)
-        if self.bucket.flat_parameter is None and not self.bucket.form.gives_empty:
+        if self.bucket.flat_parameter is None and self.bucket.form.shows_locals:
             for member in [self.bucket.members[index] for index in kept]:
                 if not member.part.numel:
                     write_grad(member.sharded, None)
@@ -480,7 +480,7 @@ class Delivery:
                         tensor.grad_dtype = None
             gradient_set = GradientSet(flat, parts, views)
         for member, part in zip(bucket.members, parts, strict=True):
-            if bucket.form.gives_empty or part.numel():
+            if not bucket.form.shows_locals or part.numel():
                 gradient_set.receivers.append(member.sharded)
                 gradient_set.received.append(part)
         return gradient_set

@@ -103,7 +103,7 @@ class Unit:
 
     def settle_dtypes(self) -> None:
         """Determine the dtypes of gradients: at the first forward, and after a cast."""
-        self.counting = [bucket for bucket in self.buckets if bucket.form.counts]
+        self.counting = [bucket for bucket in self.buckets if bucket.form.shows_locals]
         dtypes = gradient_dtypes(self.buckets, self.settings)
         for gradients, (reduce, shown) in zip(self.gradients, dtypes, strict=True):
             gradients.reduce_dtype = reduce
@@ -570,6 +570,6 @@ def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
         members = [member for member in bucket.members if id(member.sharded) in ids]
         count += len(members)
         ranks = set[int]().union(*[bucket.layout.holders(member.slot) for member in members])
-        if members and (bucket.form.gives_empty or len(ranks) == bucket.axes.shard.size):
+        if members and (not bucket.form.shows_locals or len(ranks) == bucket.axes.shard.size):
             return True
     return count < len(ids)  # some are views or a flat parameter, of which every rank has a part
