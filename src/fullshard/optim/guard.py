@@ -334,21 +334,16 @@ def _check_class(optimizer: Optimizer, group: dict[str, Any], parameter: RowShar
             remedy=f"fullshard.Muon; or {owners}",
             topic="optimizer-on-shards",
         )
-    if is_among(TAKE_PLAIN_TENSORS):
-        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
-    elif names_of(type(optimizer)) & COUPLED and _is_split(parameter):
+    is_flat = isinstance(parameter, FlatShard)
+    projects = is_flat and is_among({"galore_torch": {"AdamW", "Adafactor"}}) and "rank" in group  # GaLore's groups
+    if names_of(type(optimizer)) & COUPLED and _is_split(parameter):
         remedy = "use a different optimizer: this one computes a number from all parameters"
-    elif isinstance(parameter, FlatShard):
-        projects = is_among({"galore_torch": {"AdamW", "Adafactor"}}) and "rank" in group  # GaLore's groups
-        if not (projects or is_among(FAIL_ON_RUNS)):
-            return
-        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
-    elif is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
+    elif not is_flat and is_among(FAIL_IN_LISTS) and group.get("foreach") is not False:
         remedy = f"{name}(..., foreach=False); or optimizer_view(model) for element-wise optimizers"
-    elif is_among(FAIL_ON_DTENSORS):
-        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
-    elif ("torch", "LBFGS") in bases and _is_uneven(parameter):
+    elif not is_flat and ("torch", "LBFGS") in bases and _is_uneven(parameter):
         remedy = "take a number of ranks that divides all first dims, or an element-wise optimizer"
+    elif projects or is_among(TAKE_PLAIN_TENSORS) or is_among(FAIL_ON_RUNS if is_flat else FAIL_ON_DTENSORS):
+        remedy = f"{name}(optimizer_view(model), ...)" if treats_elements(optimizer) else owners
     else:
         return
     raise ConfigError(
