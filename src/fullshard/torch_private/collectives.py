@@ -16,7 +16,7 @@ that do not override the method: torch's own would look for a backend that these
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def _async(options: Any, op: Any = None) -> Any:
 
 _SUM = _async(dist.ReduceScatterOptions(), dist.ReduceOp.SUM)
 _AVG = _async(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
-_all_reduce_by: Callable[[Any], Any] = cache(lambda op: _async(dist.AllreduceOptions(), op))
+_REDUCE_ALL = _async(dist.AllreduceOptions(), dist.ReduceOp.SUM)
+_REDUCE_ALL_AVG = _async(dist.AllreduceOptions(), dist.ReduceOp.AVG)
 _PLAIN_GATHER = _async(AllgatherOptions())
 _PLAIN_EXCHANGE = _async(AllToAllOptions())
 
@@ -138,14 +139,17 @@ def swap_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
     """Start an all-reduce in place; returns the work."""
-    return all_reduce_by(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, as_summed(tensor), group)
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    if type(group) is not dist.ProcessGroup:
+        return dist.all_reduce(as_summed(tensor), op=op, group=group, async_op=True)
+    return group.allreduce([as_summed(tensor)], _REDUCE_ALL_AVG if mean else _REDUCE_ALL)
 
 
 def all_reduce_by(op: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Start an all-reduce in place by any `dist.ReduceOp`; returns the work."""
     if type(group) is not dist.ProcessGroup:
         return dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return group.allreduce([tensor], _all_reduce_by(op))
+    return group.allreduce([tensor], _async(dist.AllreduceOptions(), op))
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> Any:
