@@ -18,17 +18,16 @@ communicator their result would be undefined, and reading it would wait for the 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ..sockets import open_sockets
 from ..torch_private.gloo_group import gloo_group, listening
 from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
@@ -72,8 +71,8 @@ class _Own:
 
     def cut(self) -> None:
         """Shut the connections down."""
-        for fd in _sockets():
-            with contextlib.suppress(OSError), _connection(fd) as connection:
+        for _, connection in open_sockets():
+            with contextlib.suppress(OSError):
                 peer = connection.getpeername()  # raises for a listening socket, which has to stay
                 ends = [_packed(connection.family, end) for end in (connection.getsockname(), peer)]
                 if any([end is not None and end in self.listening for end in ends]):
@@ -147,25 +146,6 @@ def cut_all_lines() -> None:
     """Shut down all of the engine's connections of this process: every wait for them ends with an error."""
     for lines in list(_opened.values()):
         lines.cut()
-
-
-def _sockets() -> list[int]:
-    """The file descriptors of this process that are sockets."""
-    descriptors = []
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                descriptors.append(int(name))
-    return descriptors
-
-
-@contextlib.contextmanager
-def _connection(fd: int) -> Iterator[socket.socket]:
-    """Context with a socket for a descriptor that belongs to other code; that socket stays open and unchanged."""
-    blocks = os.get_blocking(fd)
-    with socket.socket(fileno=os.dup(fd)) as connection:
-        os.set_blocking(fd, blocks)
-        yield connection
 
 
 def _packed(family: int, address: Any) -> bytes | None:

@@ -8,7 +8,6 @@ gone. All else is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.un
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 from datetime import timedelta
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from ..sockets import open_sockets
 
 _default_store: Any = getattr(distributed_c10d, "_get_default_store", None)
 _PATIENCE = timedelta(seconds=30)
@@ -89,16 +90,10 @@ def _address_of(store: Any) -> tuple[str, int]:
 
 
 def _sockets_to(port: int) -> list[int]:
-    """The descriptors of this process's sockets that are connected to this port."""
+    """The descriptors of this process's sockets that are connected to this port; none for port 0."""
     descriptors = []
-    for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError, ValueError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            blocks = os.get_blocking(int(name))
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                os.set_blocking(int(name), blocks)  # `socket.setdefaulttimeout` must not affect others' sockets
-                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if inet and connection.getpeername()[1] == port:
-                    descriptors.append(int(name))
+    for descriptor, connection in open_sockets() if port else ():
+        with contextlib.suppress(OSError):
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                descriptors.append(descriptor)
     return descriptors
