@@ -12,7 +12,7 @@ import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
-from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from fullshard.layout import ParameterSpec, plan_flat
 from fullshard.watcher import rank as rank_module
 from fullshard.watcher import start
 from fullshard.watcher.rank import Rank
@@ -60,13 +60,7 @@ CALLS = [
     (lambda: fullshard.watch(limit=0), "ConfigError: watch(limit=) is invalid ... seconds"),
     (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) is invalid ... True or False"),
     (lambda: fullshard.watch(folder=""), "ConfigError: watch(folder=) is invalid ... the path of a folder"),
-    # Layouts, planned without tensors: what they assert of themselves, and of who plans them.
-    (lambda: plan_rows([WEIGHT], 0, 4, 1024), "AssertionError: no layout for 0 ranks, aligned to 4"),
-    (
-        lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
-        "AssertionError: no layout for 0 ranks, aligned to 4",
-    ),
-    (lambda: plan_owner([WEIGHT], 0, 4), "AssertionError: no layout for 0 ranks, aligned to 4"),
+    # Layouts, planned without tensors: what they assert of themselves.
     (
         lambda: plan_flat([WEIGHT, BIAS], 2, 4),
         lambda layout: replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8))),

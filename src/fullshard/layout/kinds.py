@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .layout import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
+from .layout import Layout, ParameterSpec, Segment, Slot, round_up
 from .messages import scalar_in_rows, uneven_dim
 
 _MAX_PADDING = 64
@@ -27,7 +27,6 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     Returns:
         A layout whose only padding brings each parameter and each slice to a multiple of `align`.
     """
-    check_sizes(world, align)
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, 0, offset, offset))
@@ -55,7 +54,6 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     Raises:
         LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
     """
-    check_sizes(world, align)
     for spec in specs:
         _check_rows(spec, world)
     separate = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]

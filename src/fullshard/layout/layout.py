@@ -347,11 +347,6 @@ def run_on_rank(offset: int, numel: int, slice_numel: int, rank: int) -> tuple[i
     return start, max(start, min((rank + 1) * slice_numel - offset, numel))
 
 
-def check_sizes(world: int, align: int) -> None:
-    """Assert that there is a rank, and a positive alignment."""
-    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
-
-
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

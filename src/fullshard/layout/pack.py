@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import LayoutError
 from .kinds import plan_rows
-from .layout import Layout, ParameterSpec, Segment, Slot, check_sizes, round_up
+from .layout import Layout, ParameterSpec, Segment, Slot, round_up
 
 ROW = "row"
 
@@ -168,7 +168,6 @@ def plan_blocks(
         label: the layout's name; `note` mentions several segments, or the rows layout if it is used instead.
         whole_rows: whether granules are rows, so that the rows layout may be used instead.
     """
-    check_sizes(world, align)
     sizes = [(math.prod(spec.shape), max(1, granule)) for spec, granule in zip(specs, granules, strict=True)]
     everything = list(range(len(sizes)))
     by_granule: dict[int, list[int]] = {}
@@ -244,7 +243,6 @@ def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout
     for an order); or the largest parameter first, each to the rank with the smallest load (R. L. Graham, "Bounds on
     multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969: at most 4/3 of the optimum).
     """
-    check_sizes(world, align)
     numels = [math.prod(spec.shape) for spec in specs]
     in_order = _best_order(list(range(len(specs))), [(numel, max(numel, 1)) for numel in numels], world, align)
     loads = [0] * world
