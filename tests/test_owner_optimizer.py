@@ -149,7 +149,7 @@ def test_equals_one_process(run_ranks, layout, mesh):
 
 def batches_of(optimizer: Any) -> list[Any]:
     """Those of the last new step."""
-    return [plan for plan in optimizer._plans.values() if hasattr(plan, "batches")][-1].batches
+    return [*optimizer._plans.values()][-1].batches
 
 
 IN_ONE_BATCH = {"counts in place": (CountsInPlace, {"lr": 0.1})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -22,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import ConfigError, MixedPrecisionPolicy, Plan, Strategy, comm_hooks, plan
 from fullshard.cli.main import main
-from fullshard.optim import owners, replicas
+from fullshard.optim import on_owners, owners, replicas
 
-owner_module = importlib.import_module("fullshard.optim.owner_optimizer")
 SEQUENCE = 24
 
 
@@ -154,7 +152,7 @@ def step_of_a_rank(name: str, layout: str, shape: tuple[int, ...], rank: int) ->
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     elsewhere = {"device_of": lambda group: torch.device("cpu", 0)}
-    patched = [mock.patch.multiple(module, **elsewhere) for module in (owner_module, replicas)]
+    patched = [mock.patch.multiple(module, **elsewhere) for module in (on_owners, replicas)]
     with watch() as watched, patched[0], patched[1]:
         model, (optimizer,), _ = trained(name, layout, shape)
         for step in range(2):

@@ -239,7 +239,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> str:
 
 def _owner(shared: Ownership, replica: int, rank: int) -> str:
     """One owner, in a line."""
-    parameters = shared.owned_by(replica, rank)
+    parameters = [p for p, owner in zip(shared.parameters, shared.owners, strict=True) if owner == (replica, rank)]
     what = f"{sum(parameter.numel() for parameter in parameters):,} elements"
     if shared.balanced != "elements":
         what += f", {shared.loads[replica][rank]:,} {shared.balanced}"

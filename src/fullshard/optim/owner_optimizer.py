@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,38 +17,28 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import objects_of_all
 from ..containers import leaves_in
-from ..errors import CheckpointError, ConfigError, message
+from ..errors import CheckpointError, ConfigError, check_switch, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.flat_shard import Run
-from ..mesh import Axis, device_of
 from ..optimizers import group_settings
 from ..torch_private.fake_tensors import is_fake
 from ..torch_private.local_tensor import inside
 from ..torch_private.step_hooks import needs_closure, step_part
+from .on_owners import Entry, Exchange, OnOwners, Param, ParamBatch, exchanges_of, to_replicas
 from .owners import (
     Finish,
     OtherCut,
     Owners,
     Ownership,
-    agree,
-    axes_of,
-    balanced_owners,
-    batches_of,
     check_alike,
-    check_gradient,
     cut_of,
     fits_a_batch,
     in_turns,
-    keep,
-    ownership,
     ownership_of_elements,
     piece_of,
-    places_of,
-    refuse_duplicates,
-    token_of,
 )
 from .probe import steps_in_parts, treats_elements, treats_parameters
-from .replicas import element_bounds, is_dense, like_order, run_of, spread
+from .replicas import element_bounds, like_order
 
 State = dict[str, Any]  # of one parameter, by key
 Classes = dict[str, tuple[Any, ...]]
@@ -57,92 +46,22 @@ Classes = dict[str, tuple[Any, ...]]
 
 
 @dataclass(eq=False)
-class _Param:
-    """A parameter, and who steps it.
+class _Param(Param):
+    """See `Param`.
 
     Attributes:
-        tensor: the parameter.
-        elementwise: whether elements are stepped where they are.
         whole: the whole parameter, or the run of elements, that the inner optimizer steps. Has values only in steps.
-        owner: the owner's rank on the shard axis; None if the parameter is not split along it.
-        replica: the owner's rank on the replicate axis; None if there is no such axis, or if elementwise.
-        bounds: if elementwise: see `element_bounds`, of this rank's part.
         classes: of the state, if this rank owns it.
     """
 
-    tensor: torch.Tensor
-    elementwise: bool
     whole: nn.Parameter = field(init=False)
-    owner: int | None = None
-    replica: int | None = None
-    bounds: Sequence[int] = ()
     classes: Classes = field(default_factory=dict)
 
     @cached_property
-    def axes(self) -> tuple[Axis, Axis | None] | None:
-        """The shard axis, and the replicate axis if that has several ranks; None if the parameter is in no unit."""
-        return axes_of(self.tensor)
-
-    @cached_property
     def is_gathered(self) -> bool:
-        """Whether all ranks gather and step it: it is split over two mesh axes, or in no unit (its axis is unknown)."""
+        """See `Param`. Also if it is in no unit: its axis is unknown, by which state is sharded."""
         cut = None if self.elementwise else cut_of(self.tensor)
         return isinstance(cut, OtherCut) or (cut is not None and self.axes is None)
-
-    @cached_property
-    def cut(self) -> Any:
-        """The layout of the pieces that its owner assembles; None if it is whole, elementwise or gathered."""
-        return None if self.elementwise or self.is_gathered else cut_of(self.tensor)
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which it is stepped; parameters in host memory are assembled on their group's device."""
-        return self.local.device if self.cut is None else device_of(self.cut.group)
-
-    @property
-    def replicas(self) -> Axis | None:
-        """The replicate axis along which the parameter has owners."""
-        return None if self.axes is None or self.is_gathered else self.axes[1]
-
-    @property
-    def name(self) -> str:
-        """The parameter's name, for errors."""
-        return str(self.tensor.__dict__.get(NAME_KEY, "?"))
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's part of the parameter; shares memory."""
-        return inside(self.tensor).detach()
-
-    @property
-    def in_replica(self) -> bool:
-        """Whether a rank of this replica owns the parameter; if elementwise: elements of this rank's part."""
-        axis, bounds = self.replicas, self.bounds
-        if axis is None:
-            return True
-        if not self.elementwise:
-            return self.replica == axis.rank
-        return bounds[axis.rank] < bounds[axis.rank + 1] or (bounds[-1] == 0 and axis.rank == 0)
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether this rank steps the parameter; if elementwise: elements of it."""
-        return self.in_replica and (self.owner is None or bool(self.cut.rank == self.owner))
-
-    def run(self, local: torch.Tensor) -> torch.Tensor:
-        """If elementwise: the run that this rank owns in a tensor like `self.local`; shares memory."""
-        if local.dim() == 0:
-            return local
-        replica = self.replicas.rank if self.replicas is not None else 0
-        return run_of(local, self.bounds[replica], self.bounds[replica + 1])
-
-    def runs(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """The parts of a tensor like `self.local` that each replica's ranks own, as (replica, view)."""
-        if self.elementwise:
-            bounds = enumerate(pairwise(self.bounds))
-            return [(replica, run_of(local, start, stop)) for replica, (start, stop) in bounds if start < stop]
-        assert self.replica is not None
-        return [(self.replica, local)] if local.numel() else []
 
     def is_split_like(self, value: Any) -> bool:
         """Whether a state value is sharded exactly like the parameter, which has an owner."""
@@ -228,43 +147,7 @@ class _Param:
         return FlatShard(local, Run(self.name, tuple(shape), order, self.owner * numel, numel, *self.axes))
 
 
-Entry = tuple[_Param, str, torch.dtype]
-"""A tensor to exchange: its parameter; "value", "gradient" or a key of the state; its dtype."""
-Exchange = tuple[Owners, torch.device, list[Entry]]
-"""Entries of one kind, dtype and group, whose owner is in this replica; where these ranks exchange them."""
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Parameters that are whole, and step, at the same time.
-
-    Attributes:
-        params: in this order.
-        is_last: whether the inner optimizer then takes its own step, which counts.
-        gathers, scatters: of values and gradients to the owners; of new values.
-    """
-
-    params: list[_Param]
-    is_last: bool
-    gathers: list[Exchange]
-    scatters: list[Exchange]
-
-
-@dataclass(frozen=True)
-class _StepRule:
-    """How to step some parameters.
-
-    Attributes:
-        batches: at least one.
-        compared: of the parameters that the same ranks compare: token, parameters, both groups, and how they are
-            stepped (the optimizer, and their number of batches); then indices of their groups. See `agree`.
-    """
-
-    batches: list[_Batch]
-    compared: list[tuple[int, list[torch.Tensor], Any, Any, str, list[int]]]
-
-
-class OwnerOptimizer(torch.optim.Optimizer):
+class OwnerOptimizer(OnOwners[_Param]):
     """Run an optimizer that needs whole tensors (Shampoo, SOAP, Adafactor, LAMB, ...) on sharded parameters.
 
         optimizer = fullshard.OwnerOptimizer(model.parameters(), torch.optim.Adafactor, lr=1e-2)
@@ -327,19 +210,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         _check_class(optimizer_class)
-        if not isinstance(elementwise, bool):
-            raise ConfigError(
-                "OwnerOptimizer: elementwise is invalid.", expected="True or False", got=repr(elementwise)
-            )
+        check_switch("OwnerOptimizer(elementwise=)", elementwise)
         self.elementwise = elementwise
         self.optimizer_class, self._arguments = optimizer_class, settings
         self._shared = False  # whether `state` is sharded
-        self._params: dict[int, _Param] = {}  # by id of the parameter
-        self._in_order: list[_Param] = []  # see `_ordered`
-        self._ownerships: list[Ownership] = []  # see `ownerships`
-        self._are_assigned = False  # whether parameters have owners
-        self._plans: dict[Any, Any] = {}  # plans of exchanges, by their contents
-        self._known: dict[Any, dict[int, bool]] = {}  # tokens that ranks have compared, by their groups
+        self._step_name = f", by {optimizer_class.__name__}{', elementwise' if elementwise else ''}"
         self._knows_classes = False  # whether `_Param.classes` are complete, the same on all ranks
         super().__init__(params, {})
         self._inner = optimizer_class(
@@ -351,7 +226,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         else:
             self._check_coupling(settings)
         self._in_parts = self._steps_in_parts()  # tried here: a step may be planned, on fake tensors
-        for param in self._ordered():
+        for param in self._listed():
             state = self._inner.state.get(param.whole)
             if state and any(isinstance(value, torch.Tensor) for value in leaves_in(state)):
                 raise ConfigError(
@@ -375,21 +250,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if is_built:
             self.share_state()
             self._copy_settings_in()
-            self._are_assigned = False
-            self._plans.clear()
-            self._known.clear()
         super().add_param_group(param_group)
-        self._in_order = []
         group = self.param_groups[-1]
-        try:
-            refuse_duplicates(group["params"], "OwnerOptimizer")
-        except ConfigError:
-            self.param_groups.pop()
-            raise
-        for parameter in group["params"]:
-            if (error := self._why_not(parameter)) is not None:
-                self.param_groups.pop()
-                raise error
         if is_built:
             self._inner.add_param_group({**group_settings(group), "params": self._new_wholes(group)})
             if self.elementwise:
@@ -397,43 +259,24 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._in_parts = self._steps_in_parts()
             self._copy_settings_back()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Collective among the ranks of each mesh.
-
-        Returns:
-            The result of `closure`, which is called first, with gradients enabled.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        inner = self._inner
+    def _step(self, params: list[_Param]) -> None:
         if self._shared:
             self._unshare_state()
         self._copy_settings_in()
         # Nothing is stepped in an empty whole parameter, and some optimizers divide by its size.
-        stepped = [
-            param
-            for param in self._ordered()
-            if param.tensor.grad is not None and (self.elementwise or param.tensor.numel())
-        ]
-        for param in stepped:
-            assert param.tensor.grad is not None
-            check_gradient(param.tensor, param.tensor.grad)
+        stepped = [param for param in params if self.elementwise or param.tensor.numel()]
         try:
-            in_turns(self._agreed(stepped).batches, self._gather, self._step_batch, self._scatter)
-            self._spread([(param, param.local) for param in stepped])
+            in_turns(self._agreed(stepped), self._gather, self._step_batch, self._scatter)
+            to_replicas([(param, param.local) for param in stepped], by_unit=True)
         finally:
             for param in stepped:
                 _empty(param.whole)
         for param in stepped:
             increment_version(param.tensor)
-            state = inner.state.get(param.whole)
+            state = self._inner.state.get(param.whole)
             self.state[param.tensor] = {} if state is None else state
         self._copy_settings_back()
         self._knows_classes = True
-        return loss
 
     @torch.no_grad()
     def share_state(self) -> None:
@@ -445,7 +288,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """
         if self._shared:
             return
-        self._assign_owners()
         params = self._ordered()
         flat: dict[_Param, Any] = {
             param: param.flat(self._inner.state.get(param.whole, {})) if param.is_owned else {} for param in params
@@ -455,8 +297,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             param: {key: param.sharded(flat[param].get(key), *description) for key, description in state.items()}
             for param, state in descriptions.items()
         }
-        tensors: list[tuple[_Param, torch.Tensor]] = []
-        elements: list[Entry] = []
+        tensors: list[tuple[Param, torch.Tensor]] = []
+        elements: list[Entry[_Param]] = []
         for param in params:
             for key, (kind, detail) in descriptions[param].items():
                 if kind not in ("element", "whole"):
@@ -467,10 +309,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     elements.append((param, key, detail))
                 elif self.elementwise and param.is_owned:
                     param.run(target).copy_(flat[param][key])
-        for owners, home, entries in self._exchanges(elements):
+        for owners, home, entries in _exchanges_of_state(elements):
             wholes = [flat[entries[at][0]][entries[at][1]].detach() for at in owners.mine]
             _scattered(owners, home, wholes, [inside(shared[param][key]) for param, key, _ in entries])()
-        self._spread(tensors)
+        to_replicas(tensors, by_unit=True)
         self._inner.state.clear()
         self.state.clear()
         for param in params:
@@ -566,11 +408,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    def _why_not(self, parameter: torch.Tensor) -> ConfigError | None:
-        """The error for a parameter that this optimizer cannot step; None if it can."""
+    def _check_parameter(self, group: dict[str, Any], parameter: torch.Tensor, name: str | None) -> None:
+        """Refuse a parameter that this optimizer cannot step."""
         local = inside(parameter).detach()
         is_plain = type(local) in (torch.Tensor, nn.Parameter) or is_fake(local)  # fake: of a planned step
-        if self.elementwise and not (is_plain and is_dense(local)):
+        dense = torch.ops.aten.is_non_overlapping_and_dense
+        if self.elementwise and not (is_plain and dense(local)):
             what = "OwnerOptimizer(elementwise=True): a parameter's shard cannot be cut into runs of elements."
             expected, got = "a dense plain tensor", f"{type(local).__name__}, strides {local.stride()}"
             remedy = "step this parameter with an optimizer of its own, without OwnerOptimizer"
@@ -580,10 +423,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
             remedy = "shard the model with fully_shard, and pass model.parameters(); for an element-wise optimizer: "
             remedy += "elementwise=True"
         else:
-            return None
-        return ConfigError(
+            return
+        raise ConfigError(
             what,
-            parameter=parameter.__dict__.get(NAME_KEY, "?"),
+            parameter=name or parameter.__dict__.get(NAME_KEY, "?"),
             expected=expected,
             got=got,
             remedy=remedy,
@@ -592,28 +435,16 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # Parameters and settings of the inner optimizer.
 
-    def _ordered(self) -> list[_Param]:
-        """All parameters, in an order that ranks share, whatever the order in their groups."""
-        if not self._in_order:
-            params = self._listed()
-            places = places_of(param.tensor for param in params)
-            self._in_order = sorted(params, key=lambda param: places.get(id(param.tensor), (-1, 0)))
-        return self._in_order
-
-    def _listed(self) -> list[_Param]:
-        """All parameters, in the order of the groups."""
-        return [self._params[id(parameter)] for group in self.param_groups for parameter in group["params"]]
+    def _new_param(self, parameter: torch.Tensor) -> _Param:
+        local = inside(parameter).detach()
+        shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
+        param = _Param(parameter, self.elementwise)
+        param.whole = nn.Parameter(local.new_zeros((), device=param.device).expand(shape), parameter.requires_grad)
+        return param
 
     def _new_wholes(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
         """Parameters for the inner optimizer, one per parameter of a group."""
-        wholes = []
-        for parameter in group["params"]:
-            local = inside(parameter).detach()
-            shape = parameter.shape if not self.elementwise else (0,) if local.dim() else ()
-            param = self._params[id(parameter)] = _Param(parameter, self.elementwise)
-            param.whole = nn.Parameter(local.new_zeros((), device=param.device).expand(shape), parameter.requires_grad)
-            wholes.append(param.whole)
-        return wholes
+        return [self._param(parameter).whole for parameter in group["params"]]
 
     def _copy_settings_in(self) -> None:
         """Copy the group settings, which a scheduler may have changed, to the inner optimizer."""
@@ -629,116 +460,31 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     # Owners.
 
-    def _assign_owners(self) -> None:
-        """Choose owners unless they are chosen: balance the elements of all parameters with the same ranks."""
-        if self._are_assigned:
-            return
-        self._are_assigned = True
-        self._ownerships = []
-        by_ranks: dict[Any, list[_Param]] = {}
-        for param in self._ordered():
-            cut, axis = param.cut, param.replicas
-            if self.elementwise:
-                ranks: Any = owner_of(param.tensor), axis and axis.group, param.tensor.dtype
-            elif cut is None and axis is None:
-                continue
-            else:
-                ranks = cut and cut.group, axis and axis.group
-            by_ranks.setdefault(ranks, []).append(param)
-        for params in by_ranks.values():
-            cut, axis = params[0].cut, params[0].replicas
-            tensors = [param.tensor for param in params]
-            if self.elementwise:
-                bounds = element_bounds([param.local.numel() for param in params], axis.size if axis else 1)
-                for param, of_param in zip(params, bounds, strict=True):
-                    param.bounds = of_param
-                if axis is not None:
-                    self._ownerships.append(ownership_of_elements(tensors, bounds))
-                continue
-            numels = [tensor.numel() for tensor in tensors]
-            owners = balanced_owners(numels, cut, axis)
-            self._ownerships.append(ownership(tensors, cut, axis, owners, numels, "elements"))
-            for param, (replica, rank) in zip(params, owners, strict=True):
-                param.owner = rank if cut is not None else None
-                param.replica = replica if axis is not None else None
-
-    def ownerships(self) -> list[Ownership]:
-        """Which rank steps which parameter, or how many elements if `elementwise`, by unit. No communication."""
-        self._assign_owners()
-        return self._ownerships
-
-    def _agreed(self, stepped: Sequence[_Param]) -> _StepRule:
-        """How to step these parameters, once ranks are found to be about to step the same ones. Collective.
-
-        If elementwise, ranks of a shard axis exchange nothing, and may have gradients of different parts.
-        """
-        self._assign_owners()
-        key = "step", *[(param, param.tensor.grad.dtype) for param in stepped]  # type: ignore[union-attr]
-        if key not in self._plans:
-            keep(self._plans, key, self._new_step(stepped))
-        step: _StepRule = self._plans[key]
-        for token, parameters, group, replicas, how, settings in step.compared:
-            # By group: its ranks may share others with different ranks, for which a step is new to some of them alone.
-            known = self._known.setdefault((group, replicas), {})
-            stepped_groups = [self.param_groups[index] for index in settings]
-            agree(token, parameters, group, replicas, how, token in known, stepped_groups)
-            if token not in known:
-                keep(known, token, True)
-        return step
-
-    def _new_step(self, stepped: Sequence[_Param]) -> _StepRule:
-        numbers = self._numbers(stepped)
-        how = f", by {self.optimizer_class.__name__}{', elementwise' if self.elementwise else ''}"
-        by_ranks: dict[tuple[Any, Any], list[_Param]] = {}
-        for param in self._ordered():
-            cut, axis = param.cut, param.replicas
-            if axis is None and cut is None:
-                continue  # nothing is exchanged, or by its own collectives
-            groups: tuple[Any, Any] = (cut and cut.group, axis and axis.group)
+    def _assigned(self, params: Sequence[_Param]) -> list[Ownership]:
+        if not self.elementwise:
+            return super()._assigned(params)
+        by_unit: dict[Any, list[_Param]] = {}
+        for param in params:
+            axis = param.replicas
+            unit = owner_of(param.tensor), axis and axis.group, param.tensor.dtype
+            by_unit.setdefault(unit, []).append(param)
+        ownerships = []
+        for of_unit in by_unit.values():
+            axis = of_unit[0].replicas
+            bounds = element_bounds([param.local.numel() for param in of_unit], axis.size if axis else 1)
+            for param, of_param in zip(of_unit, bounds, strict=True):
+                param.bounds = of_param
             if axis is not None:
-                assert param.axes is not None
-                groups = (axis.group, None) if self.elementwise else (param.axes[0].group, axis.group)
-            by_ranks.setdefault(groups, []).extend([param] if param in numbers else [])
-        compared = []
-        for (group, replicas), params in by_ranks.items():
-            tensors, count = [param.tensor for param in params], len({numbers[param] for param in params})
-            how_these = f"{how}, in {count} batches" if count > 1 else how
-            ids = set(map(id, tensors))
-            settings = [at for at, of in enumerate(self.param_groups) if not ids.isdisjoint(map(id, of["params"]))]
-            compared.append((token_of(tensors, how_these), tensors, group, replicas, how_these, settings))
-        batches: list[list[_Param]] = [[] for _ in range(max(numbers.values(), default=0) + 1)]
-        for param, number in numbers.items():
-            batches[number].append(param)
-        last = len(batches) - 1
-        of_step = [_Batch(params, at == last, *self._step_exchanges(params)) for at, params in enumerate(batches)]
-        return _StepRule(of_step, compared)
+                ownerships.append(ownership_of_elements([param.tensor for param in of_unit], bounds))
+        return ownerships
 
-    def _numbers(self, stepped: Sequence[_Param]) -> dict[_Param, int]:
-        """The batch of each parameter; batches of the same ranks are consecutive. See `in_turns` on their order.
+    def _nbytes(self, param: _Param) -> int:
+        is_assembled = param.cut is not None or param.is_gathered
+        return param.tensor.numel() * param.tensor.itemsize if is_assembled else 0
 
-        All are in one if the inner optimizer has to step all at once.
-        """
-        if not self._in_parts:
-            return dict.fromkeys(stepped, 0)
-        by_ranks: dict[Any, list[_Param]] = {}
-        for param in stepped:
-            tensor: Any = param.tensor
-            cut, axis = param.cut, param.replicas
-            ranks: Any = tensor.device_mesh if param.is_gathered else cut and (cut.group, axis and axis.group)
-            by_ranks.setdefault(ranks, []).append(param)
-        numbers: dict[_Param, int] = {}
-        for ranks, params in by_ranks.items():
-            nbytes = [0 if ranks is None else param.tensor.numel() * param.tensor.itemsize for param in params]
-            owners = [(param.owner, param.replica) for param in params]
-            numbers |= zip(params, batches_of(nbytes, owners), strict=True)
-        return numbers
-
-    def _step_exchanges(self, params: Sequence[_Param]) -> tuple[list[Exchange], list[Exchange]]:
-        """The exchanges of a step of these parameters: values and gradients to owners, and new values."""
-        exchanged = [param for param in params if param.cut is not None]
-        values: list[Entry] = [(param, "value", param.tensor.dtype) for param in exchanged]
-        gradients: list[Entry] = [(param, "gradient", param.tensor.grad.dtype) for param in exchanged]  # type: ignore[union-attr]
-        return self._by_kind([*values, *gradients]), self._by_kind(values)
+    def _entries(self, params: Sequence[_Param]) -> list[list[Entry[_Param]]]:
+        values = [(param, "value", param.tensor.dtype) for param in params]
+        return [values, [(param, "gradient", param.tensor.grad.dtype) for param in params]]  # type: ignore[union-attr]
 
     def _steps_in_parts(self) -> bool:
         """Whether the inner optimizer may step a batch alone, with the same bits; False if there is only one.
@@ -750,63 +496,15 @@ class OwnerOptimizer(torch.optim.Optimizer):
             return False
         return steps_in_parts(self.optimizer_class, self._arguments, self.param_groups) is True
 
-    def _spread(self, tensors: Sequence[tuple[_Param, torch.Tensor]]) -> None:
-        """Copy what each replica's ranks own to the other replicas: one collective per unit and dtype.
-
-        Args:
-            tensors: parameters, each with a tensor like this rank's part of it, or with one that only its owner has.
-        """
-        key = "spread", tuple([(param, tensor.dtype) for param, tensor in tensors])
-        plan = self._plans.get(key)
-        if plan is None:
-            by_unit: dict[Any, tuple[Axis, list[int]]] = {}
-            for index, (param, tensor) in enumerate(tensors):
-                if (axis := param.replicas) is not None:
-                    unit = owner_of(param.tensor), axis.group, tensor.dtype
-                    by_unit.setdefault(unit, (axis, []))[1].append(index)
-            plan = list(by_unit.values())
-            keep(self._plans, key, plan)
-        for axis, indices in plan:
-            by_replica: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            for param, tensor in [tensors[index] for index in indices]:
-                for replica, run in param.runs(tensor):
-                    by_replica[replica].append(run)
-            if any(by_replica):
-                spread(axis, by_replica)
-
-    def _exchanges(self, entries: Sequence[Entry]) -> list[Exchange]:
-        """The exchanges of these entries of the state. Collective if they are new."""
-        self._assign_owners()
-        key = tuple(entries)
-        if key not in self._plans:
-            keep(self._plans, key, self._by_kind(entries))
-            for owners, _, those in self._plans[key]:
-                check_alike([param.tensor for param, *_ in those], owners.group)
-        exchanges: list[Exchange] = self._plans[key]
-        return exchanges
-
-    def _by_kind(self, entries: Sequence[Entry]) -> list[Exchange]:
-        """The exchanges of entries whose owner is in this replica: values and gradients separately, to save memory."""
-        by_kind: dict[Any, list[Entry]] = {}
-        for entry in entries:
-            param, kind, dtype = entry
-            if param.in_replica:
-                by_kind.setdefault((param.cut.group, kind, dtype), []).append(entry)
-        exchanges = []
-        for (group, *_), those in by_kind.items():
-            ranks: list[Any] = [param.owner for param, *_ in those]
-            exchanges.append((Owners([param.cut for param, *_ in those], ranks), device_of(group), those))
-        return exchanges
-
     # The exchanges of a step.
 
-    def _gather(self, batch: _Batch, ahead: bool) -> Finish:
+    def _gather(self, batch: ParamBatch[_Param], ahead: bool) -> Finish:
         """Start to fill the whole parameters of a batch that this rank owns with values and gradients. Collective.
 
         Args:
             ahead: whether the exchanges may be under way together; otherwise in sequence, which takes less memory.
         """
-        arriving: list[tuple[Exchange, Callable[[], list[torch.Tensor]]]] = []
+        arriving: list[tuple[Exchange[_Param], Callable[[], list[torch.Tensor]]]] = []
         for exchange in batch.gathers:
             owners, home, entries = exchange
             sources: list[Any] = [
@@ -829,7 +527,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
         return finish
 
-    def _step_batch(self, batch: _Batch) -> None:
+    def _step_batch(self, batch: ParamBatch[_Param]) -> None:
         """Step the whole parameters of a batch, and free their gradients."""
         if batch.is_last:
             self._inner.step()  # settings and attributes that count steps change in this one
@@ -838,7 +536,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for param in batch.params:
             param.whole.grad = None  # before the pieces to return are allocated
 
-    def _scatter(self, batch: _Batch) -> Finish:
+    def _scatter(self, batch: ParamBatch[_Param]) -> Finish:
         """Start to copy the new values of a batch from the owners into the shards of this replica. Collective."""
         for param in batch.params:
             cut, whole = param.cut, param.whole.detach()
@@ -891,9 +589,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _unshare_state(self) -> None:
         """Pass the sharded state, which may have been loaded, to the inner optimizers of the owners. Collective."""
-        self._assign_owners()
         states: dict[_Param, State] = {param: {} for param in self._ordered()}
-        elements: list[Entry] = []
+        elements: list[Entry[_Param]] = []
         for param in self._ordered():
             state: State = self.state.get(param.tensor) or {}
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):  # ranks may list keys differently
@@ -904,7 +601,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     value = param.whole_state(value)  # collective: on ranks that do not own it too
                 if param.is_owned:
                     states[param][key] = param.run_of_state(value) if self.elementwise else value
-        for owners, home, entries in self._exchanges(elements):
+        for owners, home, entries in _exchanges_of_state(elements):
             wholes = owners.gather([inside(self.state[p.tensor][key]).to(home) for p, key, _ in entries])()
             for at, whole in zip(owners.mine, wholes, strict=True):
                 param, key, _ = entries[at]
@@ -915,6 +612,14 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 if state:
                     self._inner.state[param.whole] = state
         self._shared = False
+
+
+def _exchanges_of_state(entries: Sequence[Entry[_Param]]) -> list[Exchange[_Param]]:
+    """The exchanges of these entries, the same on all ranks. Collective."""
+    exchanges = exchanges_of(entries)
+    for owners, _, those in exchanges:
+        check_alike([param.tensor for param, *_ in those], owners.group)
+    return exchanges
 
 
 def _check_class(optimizer_class: Any) -> None:
@@ -946,7 +651,7 @@ def _empty(whole: nn.Parameter) -> None:
     whole.data = whole.new_zeros(()).expand(whole.shape)
 
 
-def _fill(exchange: Exchange, arrive: Callable[[], list[torch.Tensor]]) -> None:
+def _fill(exchange: Exchange[_Param], arrive: Callable[[], list[torch.Tensor]]) -> None:
     """Give whole parameters that this rank owns the values or gradients that arrive."""
     owners, _, entries = exchange
     for at, value in zip(owners.mine, arrive(), strict=True):

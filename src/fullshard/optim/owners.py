@@ -146,7 +146,7 @@ def piece_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     return inside(distribute_tensor(whole.contiguous(), mesh, placements, src_data_rank=None))
 
 
-def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Refuse a gradient that is not split like its parameter, such as a whole one that the user assigned.
 
     Raises:
@@ -304,7 +304,7 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"{unit.name}.{name}" if is_relative else name
 
 
-def balanced(costs: Sequence[int], world: int) -> list[int]:
+def least_loaded(costs: Sequence[int], world: int) -> list[int]:
     """Assign an owner to each cost: the largest first, each to the least loaded rank (Graham 1969)."""
     owners, loads = [0] * len(costs), [0] * world
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
@@ -315,18 +315,6 @@ def balanced(costs: Sequence[int], world: int) -> list[int]:
 
 Owner = tuple[int, int]
 """The place of an owner on a mesh (replicate, shard): its replica, and its rank on the shard axis."""
-
-
-def balanced_owners(costs: Sequence[int], cut: Cut | None, replicas: Axis | None) -> list[Owner]:
-    """An owner for each cost, balanced over the ranks of both axes.
-
-    Args:
-        cut: of any of the tensors; None: each rank of the shard axis has them whole.
-        replicas: the replicate axis; None without one.
-    """
-    copies = replicas.size if replicas else 1
-    numbers = balanced(costs, copies * (cut.world if cut else 1))
-    return [(number % copies, number // copies) for number in numbers]
 
 
 BATCH = 2**24
@@ -419,7 +407,6 @@ class Ownership:
         ranks: [replicas][shards], the global ranks.
         owners: of each parameter; empty if elements are stepped where they are.
         balanced: what is balanced: "elements" or "multiplications".
-        costs: of these, by parameter.
         loads: [replicas][shards], the sums of owners. If elements are stepped where they are: those of this rank's
             shards, of which each replica steps some, so that all of a replica's entries are equal.
     """
@@ -428,7 +415,6 @@ class Ownership:
     ranks: tuple[tuple[int, ...], ...]
     owners: tuple[Owner, ...]
     balanced: str
-    costs: tuple[int, ...]
     loads: tuple[tuple[int, ...], ...]
 
     @property
@@ -437,22 +423,21 @@ class Ownership:
         loads = [load for replica in self.loads for load in replica]
         return max(loads) * len(loads) / max(sum(loads), 1)
 
-    def owned_by(self, replica: int, rank: int) -> list[torch.Tensor]:
-        """The parameters of one owner."""
-        return [p for p, owner in zip(self.parameters, self.owners, strict=False) if owner == (replica, rank)]
-
 
 def ownership(
-    parameters: Sequence[torch.Tensor],
-    cut: Cut | None,
-    replicas: Axis | None,
-    owners: Sequence[Owner],
-    costs: Sequence[int],
-    balanced: str,
+    parameters: Sequence[torch.Tensor], cut: Cut | None, replicas: Axis | None, costs: Sequence[int], balanced: str
 ) -> Ownership:
-    """An `Ownership` of whole parameters; `owners`, `cut` and `replicas`: see `balanced_owners`."""
+    """Whole parameters with owners that are balanced over the ranks of both axes.
+
+    Args:
+        cut: of any of the parameters; None: each rank of the shard axis has them whole.
+        replicas: the replicate axis; None without one.
+        costs: of each parameter, in what `balanced` names.
+        balanced: see `Ownership`.
+    """
     copies, shards = replicas.size if replicas else 1, cut.world if cut else 1
     loads = [[0] * shards for _ in range(copies)]
+    owners = [(number % copies, number // copies) for number in least_loaded(costs, copies * shards)]
     for (replica, rank), cost in zip(owners, costs, strict=True):
         loads[replica][rank] += cost
     bucket = bucket_of(parameters[0])
@@ -460,7 +445,7 @@ def ownership(
         ranks = _ranks_of(bucket, copies)
     else:
         ranks = (tuple(dist.get_process_group_ranks(cut.group)) if cut else (dist.get_rank(),),)
-    return Ownership(tuple(parameters), ranks, tuple(owners), balanced, tuple(costs), tuple(map(tuple, loads)))
+    return Ownership(tuple(parameters), ranks, tuple(owners), balanced, tuple(map(tuple, loads)))
 
 
 def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[Sequence[int]]) -> Ownership:
@@ -470,10 +455,9 @@ def ownership_of_elements(parameters: Sequence[torch.Tensor], bounds: Sequence[S
         bounds: of each parameter, see `element_bounds`.
     """
     loads = [sum(each[at + 1] - each[at] for each in bounds) for at in range(len(bounds[0]) - 1)]
-    costs = [each[-1] for each in bounds]
     ranks = _ranks_of(bucket_of(parameters[0]), len(loads))
     by_rank = tuple((load,) * len(ranks[0]) for load in loads)
-    return Ownership(tuple(parameters), ranks, (), "elements", tuple(costs), by_rank)
+    return Ownership(tuple(parameters), ranks, (), "elements", by_rank)
 
 
 def _ranks_of(bucket: Any, copies: int) -> tuple[tuple[int, ...], ...]:
@@ -500,7 +484,7 @@ class Owners:
 
     Args:
         cuts: how each tensor is sharded, in the same order on all ranks of the group.
-        owners: the owner of each tensor, a rank of the group; see `balanced`.
+        owners: the owner of each tensor, a rank of the group; see `least_loaded`.
 
     Attributes:
         mine: indices of the tensors that this rank owns.

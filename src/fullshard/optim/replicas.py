@@ -53,16 +53,6 @@ def run_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a plain tensor lie in memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return not tensor.numel()
-        expected *= size
-    return True
-
-
 def like_order(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """`tensor` with its elements in memory in the order of `order`, which is dense: itself, or a copy."""
     strides = zip(tensor.stride(), order.stride(), order.shape, strict=False)
