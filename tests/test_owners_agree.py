@@ -76,6 +76,8 @@ def error_of(case: str, kind: str, layout: str) -> str:
     backward(model)
     if case == "no gradient later":
         model[1 if last else 2].weight.grad = None
+    elif last and case == "no gradients":
+        optimizer.zero_grad()
     elif last and case == "no gradient":
         model[1].weight.grad = None
     elif case == "whole gradient":
@@ -89,7 +91,9 @@ def error_of(case: str, kind: str, layout: str) -> str:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("case", "name"), [("fewer parameters", "3.weight"), ("no gradient", "1.weight")])
+@pytest.mark.parametrize(
+    ("case", "name"), [("fewer parameters", "3.weight"), ("no gradient", "1.weight"), ("no gradients", "0.weight")]
+)
 @pytest.mark.gloo("exchanges pieces of different sizes")
 def test_ranks_that_step_different_parameters_are_told(run_ranks, case, name, kind, layout):
     for words in run_ranks(error_of, case, kind, layout, world=3):
