@@ -225,6 +225,28 @@ def test_owners_of_a_live_model_are_planned(in_a_process):
     assert now == before and saved > 0
 
 
+def state_on_host() -> tuple[list[int], list[int]]:
+    """The peak of a live model, and what state on the host frees of it; the same as planned before."""
+    begin(8)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    train(model, optimizer)
+    how: dict[str, Any] = {"batch": BATCH, "sequence": LENGTH, "step": step}
+    now, changes, failed = plan_changes(model, optimizer, Model, micro_batch=BATCH, **how)
+    assert not failed
+    strategies = [fullshard.Strategy(micro_batch=BATCH, state_on_host=on_host) for on_host in (False, True)]
+    planned = [fullshard.plan(Model, ranks=8, strategy=strategy, **how).best.peak for strategy in strategies]
+    return [now.peak, changes["optimizer_state_on_host(optimizer)"]], [planned[0], planned[0] - planned[1]]
+
+
+def test_state_on_the_host_is_among_the_changes(in_a_process):
+    live, before = in_a_process(state_on_host)
+    assert live == before and live[1] > 0
+
+
 def changes_of_the_wrapper(use_orig_params: bool) -> dict[str, int]:
     begin(8)
     policy = fullshard.wrap.ModuleWrapPolicy({Block})

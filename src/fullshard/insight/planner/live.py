@@ -89,7 +89,7 @@ def plan_changes(
         copies = copy_unsharded(model)
         built = copies[id(model)]
     tensor = [m.split.mesh.size() for runner in units.values() for m in runner.unit.members if m.split is not None]
-    make = _maker(model, optimizer) if not tensor else _maker_of_shards(optimizer)
+    make = _maker(model, optimizer)
     planner = Planner(built, step, root.settings.policy, make, device, meshes=_meshes(units, root), until=until)
     planner.tensor = max(tensor, default=1)  # the model is split already
     if build is not None:
@@ -113,7 +113,7 @@ def plan_changes(
     with without_units(model):
         now = planned(base)
         peaks, failed = {}, {}
-        for words, strategy in _smaller(base, chosen, optimizer is not None and not planner.steps_shards()).items():
+        for words, strategy in _smaller(base, chosen, optimizer is not None and not planner.has_owners()).items():
             try:
                 peaks[words] = planned(strategy).peak
             except FullshardError as error:  # a change that this model, or its inputs, cannot make
@@ -297,19 +297,6 @@ def _maker(model: nn.Module, optimizers: Optimizers | None) -> Callable[..., Any
                 )
             optimizers.append(_like(optimizer, [group for group in groups if group["params"]]))
         return optimizers
-
-    return make
-
-
-def _maker_of_shards(optimizers: Optimizers | None) -> Callable[..., Any]:
-    """The same for a list of parameters, as in tensor-parallel plans: all in the first group."""
-    live = [] if optimizers is None else as_list(optimizers)[:1]
-
-    def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-        return [
-            _like(optimizer, [{**group_settings(optimizer.param_groups[0]), "params": parameters}])
-            for optimizer in live
-        ]
 
     return make
 

@@ -154,7 +154,7 @@ def in_few_words(error: Exception) -> str:
 
 def owners_beside(what: str) -> ConfigError:
     return ConfigError(
-        f"plan(): {what} does not go with an optimizer that has owners, or takes named parameters.",
+        f"plan(): {what} does not go with an optimizer that has owners.",
         expected="steps of all parameters at once, on parameters that are split over the data-parallel ranks only",
         remedy=f"plan without {what}, or with an element-wise optimizer",
     )

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...containers import leaves_in
+from ...forms import owner_of
 from ...optim import Muon, OwnerOptimizer
 from ...optim.owners import Ownership, axes_of
 from ...optimizers import as_list
+from ...shard import Unit
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import AbsentGroup
@@ -66,12 +69,12 @@ class FakeShards:
     Attributes:
         parameters: those that train, or pairs of name and parameter.
         fakes: the context in which they were made: their memory is the same memory only there.
-        units: own the parameters, which do not keep them alive.
+        units: by path; own the parameters, which do not keep them alive.
     """
 
     parameters: list[Any]
     fakes: AbstractContextManager[Any]
-    units: object
+    units: Mapping[str, Unit]
 
 
 class _SuppliedValues(TorchDispatchMode):
@@ -134,21 +137,26 @@ def _run(kinds: Sequence[tuple[Any, torch.dtype]], make: MakeOptimizer) -> tuple
     return [sum(t.nbytes for t in _state_of(optimizers, p)) for p in parameters], temporary
 
 
-def owner_costs(
-    parameters_of: Callable[[int], FakeShards], make: MakeOptimizer, ranks: int, foreach: bool
+def sharded_costs(
+    parameters_of: Callable[[int], FakeShards],
+    make: MakeOptimizer,
+    ranks: int,
+    foreach: bool,
+    only: str | None = None,
 ) -> OptimizerCosts:
-    """The costs of optimizers, at least one of which has owners; the rank that needs the most decides.
+    """The costs of optimizers that get sharded parameters; the rank that needs the most decides.
 
     Args:
         parameters_of: makes the parameters of a rank.
         make: creates the optimizers.
         ranks: of the mesh (replicate, shard).
         foreach: whether element-wise optimizers step all parameters together, as is their default on a GPU.
+        only: the path of the unit that steps; None: all of them.
 
     Raises:
         Exception: whatever an optimizer raises.
     """
-    runs = [_run_as(rank, parameters_of(rank), make, foreach) for rank in _busiest(parameters_of, make, ranks)]
+    runs = [_run_as(rank, parameters_of(rank), make, foreach, only) for rank in _busiest(parameters_of, make, ranks)]
     needs_most = max(runs, key=lambda run: (run.state + run.temporary, -run.rank))
     most = max(run.state for run in runs)
     return replace(needs_most, state=most, temporary=needs_most.state + needs_most.temporary - most)
@@ -189,16 +197,17 @@ def _ownerships(optimizers: Optimizers) -> list[Ownership]:
     ]
 
 
-def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool) -> OptimizerCosts:
+def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool, only: str | None) -> OptimizerCosts:
     """Take two steps as one rank; the costs of the second."""
     optimizers = as_list(make(sharded.parameters))
+    steps = [only is None or owner_of(p) is sharded.units[only] for p in _parameters_of(optimizers)]
     for optimizer in optimizers:
         if not isinstance(optimizer, (Muon, OwnerOptimizer)):
             _on_plain_tensors(optimizer)
         for group in optimizer.param_groups if foreach else ():
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
-    stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    stepped = list(compress(_parameters_of(optimizers), steps))
     groups = list(dict.fromkeys(verb_and_group for p in stepped for verb_and_group in _groups_of(p)))
     with sharded.fakes, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about addresses of fake tensors
@@ -217,6 +226,10 @@ def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool) 
         rank=rank,
         imbalance=max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]]),
     )
+
+
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _groups_of(parameter: torch.Tensor) -> list[tuple[str, AbsentGroup]]:

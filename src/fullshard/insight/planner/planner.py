@@ -34,7 +34,7 @@ from .optimizer_costs import (
     OptimizerCosts,
     has_owners,
     optimizer_bytes,
-    owner_costs,
+    sharded_costs,
     takes_names,
 )
 from .profile import Profile, Step, TooMuch, profile
@@ -370,7 +370,7 @@ class Planner:
         self.left_out = ""  # why strategies with checkpointing are
         self.costs = cache(self._costs)
         self.optimizer = cache(self._optimizer)
-        self.owners, self.steps_shards = cache(self._owners), cache(self._steps_shards)
+        self.sharded, self.has_owners = cache(self._sharded), cache(self._has_owners)
         self.is_custom, self.named = callable(optimizer), callable(optimizer) and takes_names(optimizer)
 
     @property
@@ -423,20 +423,20 @@ class Planner:
         separate = {pattern: axes_of(*sizes, self.backend) for pattern, sizes in self.meshes.items()}
         return tuple(unit_costs(self.model, dict(units), axes, separate, self.hook))
 
-    def _steps_shards(self) -> bool:
-        """Whether the optimizers run on sharded parameters: they have owners, or are made from named parameters."""
-        if self.named or not self.is_custom:
-            return self.named
+    def _has_owners(self) -> bool:
+        """Whether any of the optimizers has owners."""
+        if not self.is_custom:
+            return False
         units = Strategy(units="model").by_unit([], self.policy, 1)
-        sharded = self._sharded(tuple(units.items()), 1, 1, 0)
+        sharded = self._shards_of(tuple(units.items()), 1, 1, 0)
         try:
             return has_owners(self.make(sharded.parameters))
-        except FullshardError as error:
-            raise messages.optimizer_failed(error) from error
-        except Exception:  # it may need plain tensors, and is called with these then
-            return False
+        except Exception as error:
+            if self.named or isinstance(error, FullshardError):
+                raise messages.optimizer_failed(error) from error
+            return False  # it may need plain tensors, and is called with these then
 
-    def _sharded(
+    def _shards_of(
         self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, rank: int
     ) -> FakeShards:
         """The parameters that train, as they are on a rank."""
@@ -448,10 +448,13 @@ class Planner:
         trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
         return FakeShards(trained if self.named else [parameter for _, parameter in trained], fakes, built)
 
-    def _owners(self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int) -> OptimizerCosts:
+    def _sharded(
+        self, units: tuple[tuple[str, UnitStrategy], ...], shard: int, replicate: int, only: str | None = None
+    ) -> OptimizerCosts:
+        """The costs of optimizers that get sharded parameters, or their names; `only`: of the step of one unit."""
         try:
-            sharded = partial(self._sharded, units, shard, replicate)
-            return owner_costs(sharded, self.make, shard * replicate, self.backend == "nccl")
+            shards_of = partial(self._shards_of, units, shard, replicate)
+            return sharded_costs(shards_of, self.make, shard * replicate, self.backend == "nccl", only)
         except Exception as error:
             raise messages.optimizer_failed(error) from error
 
@@ -489,23 +492,33 @@ class Planner:
         buffers = sum(buffer.nbytes for buffer in self.model.buffers())
         ran = {moment.unit for moment in step.moments if moment.kind == "enter"}  # others get no gradients, no state
         on_device = [costs for costs in units if not costs.strategy.offload and costs.name in ran]
+        in_parts = strategy.step_in_backward or strategy.state_on_host
+        if self.has_owners() and (in_parts or self.tensor > 1):
+            beside = "step_in_backward" if strategy.step_in_backward else "state_on_host"
+            raise messages.owners_beside("tensor_parallel" if self.tensor > 1 else beside)
+        placed = tuple((name, dataclasses.replace(u, offload=how[name].offload)) for name, u in alike.items())
+        first = {costs.shards: costs.name for costs in reversed(on_device)}  # of units that are alike
+
+        def stepped(costs: UnitCosts) -> tuple[int, int]:
+            """Bytes of a unit's state, and of temporary memory in its step."""
+            if not self.named:
+                return self.optimizer(costs.shards)
+            sharded = self.sharded(placed, shard, strategy.replicate, first[costs.shards])
+            return sharded.state, sharded.temporary
+
         owners = None
-        if self.steps_shards():
-            if strategy.step_in_backward or strategy.state_on_host or self.tensor > 1:
-                beside = "step_in_backward" if strategy.step_in_backward else "state_on_host"
-                raise messages.owners_beside("tensor_parallel" if self.tensor > 1 else beside)
-            placed = {name: dataclasses.replace(u, offload=how[name].offload) for name, u in alike.items()}
-            owners = self.owners(tuple(placed.items()), shard, strategy.replicate)
+        if self.has_owners() or self.named:
+            owners = self.sharded(placed, shard, strategy.replicate)
             state, temporary = owners.state, owners.temporary
         else:
             state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}
         hosted: dict[str, int] = {}
-        if strategy.step_in_backward or strategy.state_on_host:
+        if in_parts:
             temporaries = {costs.name: 0 for costs in units}
-            temporaries |= {costs.name: self.optimizer(costs.shards)[1] for costs in on_device}
+            temporaries |= {costs.name: stepped(costs)[1] for costs in on_device}
         if strategy.state_on_host:
-            state, hosted = 0, {costs.name: self.optimizer(costs.shards)[0] for costs in on_device}
+            state, hosted = 0, {costs.name: stepped(costs)[0] for costs in on_device}
         timeline = Timeline(
             step,
             units,
@@ -614,7 +627,7 @@ class Planner:
     def _may_fit(self, plan: Plan, change: Mapping[str, Any]) -> bool:
         """Whether to plan a refinement at all: one unit is gathered whole, and owners step all parameters at once."""
         in_parts = "step_in_backward" in change or "state_on_host" in change
-        if (in_parts and self.steps_shards()) or ("state_on_host" in change and plan.fits):
+        if (in_parts and self.has_owners()) or ("state_on_host" in change and plan.fits):
             return False
         if "units" in change and not plan.fits:
             return False
