@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 NOT_SETTINGS = frozenset({"params", "param_names"})
@@ -22,3 +23,8 @@ def as_list(optimizers: Any) -> list[Any]:
     """An argument that is an optimizer or several, in any iterable but text, mappings and modules, as a list."""
     is_several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
     return list(optimizers) if is_several else [optimizers]
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of all groups of these optimizers."""
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]

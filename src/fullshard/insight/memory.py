@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..forms import Member, owner_of
 from ..optim import OwnerOptimizer
 from ..optim.guard import stepping
-from ..optimizers import as_list
+from ..optimizers import as_list, parameters_of
 from ..runtime import (
     Account,
     Root,
@@ -190,7 +190,7 @@ def explain_memory(
     given = {"batch": batch, "micro_batch": micro_batch, "sequence": sequence}
     check_counts("explain_memory", **{name: value for name, value in given.items() if value is not None})
     is_in = _is_in(model)
-    own = [each for each in optimizers if any(map(is_in, _parameters_of(each)))]
+    own = [each for each in optimizers if any(map(is_in, parameters_of([each])))]
     if optimizers and not own:
         raise ConfigError(
             "explain_memory(optimizer=) steps none of the model's parameters.",
@@ -294,10 +294,6 @@ def _is_in(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     return lambda parameter: id(parameter) in parameters or id(owner_of(parameter)) in units
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{function}() needs a module.", got=type(model).__name__)
@@ -309,7 +305,7 @@ def _check_arguments(function: str, model: object, optimizers: Sequence[object])
 def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.Tensor]]:
     """Tensors of the state with their parameters, without those outside of the model."""
     is_in = _is_in(model)
-    others = {id(parameter) for parameter in _parameters_of(optimizer) if not is_in(parameter)}
+    others = {id(parameter) for parameter in parameters_of([optimizer]) if not is_in(parameter)}
     states = [(parameter, values) for parameter, values in optimizer.state.items() if id(parameter) not in others]
     return [(p, value) for p, values in states for value in leaves_in(values) if isinstance(value, torch.Tensor)]
 
@@ -337,7 +333,7 @@ def _unsharded(
             nbytes += every * value.element_size() if value.numel() == own else ratio * _nbytes([value])
     # Only other ranks have state of what they own, and of parameters of which this rank has no elements.
     here = {id(parameter) for parameter, _ in state}
-    elements = {id(p): numels.get(id(p), (-1, 0)) for p in _parameters_of(optimizer) if p.requires_grad}
+    elements = {id(p): numels.get(id(p), (-1, 0)) for p in parameters_of([optimizer]) if p.requires_grad}
     counted = sum(elements[key][1] for key in here & elements.keys())
     owners = has_owners(optimizer)
     others = sum(every for key, (own, every) in elements.items() if key not in here and (owners or own == 0))

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import ConfigError
 from ..events import Event, stream
 from ..optim.outer_steps import OuterSteps
+from ..optimizers import parameters_of
 from ..runtime import all_roots
 from ..text import size
 from ..torch_private.fake_group import pretended, unwritten
@@ -89,7 +90,7 @@ class Steps:
             self.end()
 
     def _all_are_stepped(self) -> bool:
-        stepped = {id(p) for each in self._stepped for group in each.param_groups for p in group["params"]}
+        stepped = set(map(id, parameters_of(self._stepped)))
         models = [model for root in all_roots() for model in root.top.modules]
         return all(id(p) in stepped for model in models for p in model.parameters() if p.requires_grad)
 
@@ -132,8 +133,7 @@ class Steps:
 
     @staticmethod
     def _not_sharded(optimizer: torch.optim.Optimizer) -> NotSharded:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        others = any(isinstance(parameter, DTensor) for parameter in parameters)
+        others = any(isinstance(parameter, DTensor) for parameter in parameters_of([optimizer]))
         return NotSharded(
             "No model was sharded by Fullshard before the optimizer's step.",
             got="DTensors of another library" if others else "an optimizer of parameters that are whole on each rank",

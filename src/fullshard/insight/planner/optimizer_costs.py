@@ -24,7 +24,7 @@ from ...containers import leaves_in
 from ...forms import owner_of
 from ...optim import Muon, OwnerOptimizer
 from ...optim.owners import Ownership, axes_of
-from ...optimizers import as_list
+from ...optimizers import as_list, parameters_of
 from ...shard import Unit
 from ...torch_private.fake_tensors import fake_tensors
 from ...torch_private.local_tensor import inside, plain_tensors
@@ -200,14 +200,14 @@ def _ownerships(optimizers: Optimizers) -> list[Ownership]:
 def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool, only: str | None) -> OptimizerCosts:
     """Take two steps as one rank; the costs of the second."""
     optimizers = as_list(make(sharded.parameters))
-    steps = [only is None or owner_of(p) is sharded.units[only] for p in _parameters_of(optimizers)]
+    steps = [only is None or owner_of(p) is sharded.units[only] for p in parameters_of(optimizers)]
     for optimizer in optimizers:
         if not isinstance(optimizer, (Muon, OwnerOptimizer)):
             _on_plain_tensors(optimizer)
         for group in optimizer.param_groups if foreach else ():
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
-    stepped = list(compress(_parameters_of(optimizers), steps))
+    stepped = list(compress(parameters_of(optimizers), steps))
     groups = list(dict.fromkeys(verb_and_group for p in stepped for verb_and_group in _groups_of(p)))
     with sharded.fakes, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about addresses of fake tensors
@@ -226,10 +226,6 @@ def _run_as(rank: int, sharded: FakeShards, make: MakeOptimizer, foreach: bool, 
         rank=rank,
         imbalance=max([1.0, *[shared.imbalance for shared in _ownerships(optimizers)]]),
     )
-
-
-def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _groups_of(parameter: torch.Tensor) -> list[tuple[str, AbsentGroup]]:

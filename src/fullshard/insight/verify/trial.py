@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_
 from ...optim.clip import STEPPED_KEY
-from ...optimizers import as_list
+from ...optimizers import as_list, parameters_of
 from ...torch_private.step_hooks import closure_of, needs_closure, with_closure
 from . import causes
 from .causes import Observations, Weights
@@ -286,8 +286,7 @@ class _Closure:
 
 def _names_in(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, set[str]]) -> frozenset[str]:
     """The parameters that optimizers have; `names`: see `ModelParts.names_by_tensor`."""
-    tensors = [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
-    return frozenset(name for tensor in tensors for name in names.get(id(tensor), ()))
+    return frozenset(name for tensor in parameters_of(optimizers) for name in names.get(id(tensor), ()))
 
 
 def _refusal_of(returned: Any, micro_batches: int) -> str | None:
@@ -450,7 +449,7 @@ class Trial(ABC):
                 steps.copy_gradients()
         stepped = steps.optimizers
         names = parts.names_by_tensor()
-        tensors = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
+        tensors = set(map(id, parameters_of(stepped)))
         observations = Observations(
             stepped=bool(stepped),
             optimized=_names_in(stepped, names),
