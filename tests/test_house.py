@@ -241,14 +241,20 @@ def test_names_are_imported_when_they_are_used() -> None:
         "import fullshard; fullshard.fully_shard, fullshard.wrap.ModuleWrapPolicy, fullshard.state_dict"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
-    (block,) = [node for node in ast.parse((SOURCE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    only = {
+        ast.unparse(node.test): node.body
+        for node in ast.parse((SOURCE / "__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    }
     for_checkers = {
         alias.name: f".{node.module or alias.name}"
-        for node in block.body
+        for node in only["TYPE_CHECKING"]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert for_checkers == {**fullshard._HOMES, "wrap": ".wrap"}
+    assert for_checkers == {**fullshard._HOMES, **{name: f".{name}" for name in fullshard._MODULES}}
+    at_run_time = [node.name for node in only["not TYPE_CHECKING"] if isinstance(node, ast.FunctionDef)]
+    assert at_run_time == ["__getattr__"]  # type checkers that saw it would accept misspelt names
 
 
 def test_modules_of_tests_have_names_of_their_own():

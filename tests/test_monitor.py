@@ -352,54 +352,52 @@ def writes(folder: Path) -> None:
 # -- what is refused
 
 WRONG = [
-    ({"model": "model"}, "model must be a module, got 'model'"),
-    ({"optimizer": "adam"}, "optimizer must be an optimizer or None"),
-    ({"every": 0}, "every must be an int of at least 1, got 0"),
-    ({"every": True}, "every must be an int of at least 1"),
-    ({"start_step": -1}, "start_step must be an int of at least 0"),
-    ({"tokens_per_step": 0.5}, "tokens_per_step must be an int of at least 1, got 0.5"),
-    ({"flops_per_token": -1}, "flops_per_token must be a number above 0"),
-    ({"peak_flops": float("inf")}, "peak_flops must be a number above 0, got inf"),
-    ({"line": "yes"}, "line must be True or False"),
-    ({"jsonl": ""}, "jsonl must be a path, got ''"),
-    ({"tensorboard": 3}, "tensorboard must be a path, got 3"),
-    ({"group": "all"}, "group must be a process group or None"),
+    ({"model": "model"}, "takes a module ... 'model'"),
+    ({"optimizer": "adam"}, "optimizer is invalid ... an optimizer or None"),
+    ({"every": 0}, "every is invalid ... an int of at least 1 ... 0"),
+    ({"every": True}, "every is invalid ... an int of at least 1"),
+    ({"start_step": -1}, "start_step is invalid ... an int of at least 0"),
+    ({"tokens_per_step": 0.5}, "tokens_per_step is invalid ... an int of at least 1 ... 0.5"),
+    ({"flops_per_token": -1}, "flops_per_token is invalid ... a number above 0"),
+    ({"peak_flops": float("inf")}, "peak_flops is invalid ... a number above 0 ... inf"),
+    ({"line": "yes"}, "line is invalid ... True or False"),
+    ({"jsonl": ""}, "jsonl is invalid ... a path ... ''"),
+    ({"tensorboard": 3}, "tensorboard is invalid ... a path ... 3"),
+    ({"group": "all"}, "group is invalid ... a process group or None"),
     ({"jsonl": "/dev/null/monitor.jsonl"}, "jsonl cannot be written"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), WRONG, ids=[words.partition(",")[0] for _, words in WRONG])
+@pytest.mark.parametrize(("settings", "words"), WRONG, ids=[repr(settings) for settings, _ in WRONG])
 def test_invalid_arguments(settings, words):
-    with pytest.raises(ConfigError) as raised:
+    with raises(f"ConfigError: Monitor ... {words}"):
         fullshard.Monitor(**{"model": nn.Linear(2, 2), **settings})
-    assert f"Monitor: {words}" in str(raised.value)
 
 
 STEPS = [
-    ({"tokens": -1}, "tokens must be an int of at least 0, got -1"),
-    ({"tokens": True}, "tokens must be an int of at least 0, got True"),
-    ({"tokens": 5.0}, "tokens must be an int of at least 0, got 5.0"),
-    ({"tokens": torch.tensor(True)}, "tokens must be an int of at least 0, got tensor(True)"),
-    ({"tokens": torch.tensor(5.0)}, "tokens must be an int of at least 0, got tensor(5.)"),
-    ({"tokens": torch.tensor([1, 2])}, "tokens must be an int of at least 0, got tensor([1, 2])"),
+    ({"tokens": -1}, "tokens is invalid ... an int of at least 0 ... -1"),
+    ({"tokens": True}, "tokens is invalid ... an int of at least 0 ... True"),
+    ({"tokens": 5.0}, "tokens is invalid ... an int of at least 0 ... 5.0"),
+    ({"tokens": torch.tensor(True)}, "tokens is invalid ... an int of at least 0 ... tensor(True)"),
+    ({"tokens": torch.tensor(5.0)}, "tokens is invalid ... an int of at least 0 ... tensor(5.)"),
+    ({"tokens": torch.tensor([1, 2])}, "tokens is invalid ... an int of at least 0 ... tensor([1, 2])"),
     ({"tokens": torch.tensor(5, device="meta")}, "tokens must be an int of at least 0, or a tensor of one integer on"),
-    ({"loss": "low"}, "loss must be a number, or a tensor of one element"),
-    ({"loss": torch.ones(2)}, "loss must be a number, or a tensor of one element"),
-    ({"loss": True}, "loss must be a number, or a tensor of one element, got True"),
-    ({"loss": np.True_}, "loss must be a number, or a tensor of one element, got np.True_"),
-    ({"loss": torch.tensor(True)}, "loss must be a number, or a tensor of one element, got tensor(True)"),
-    ({"loss": torch.tensor(1 + 2j)}, "loss must be a number, or a tensor of one element, got tensor(1.+2.j)"),
-    ({"loss": np.complex64(1)}, "loss must be a number, or a tensor of one element, got np.complex64"),
-    ({"loss": np.ones(2)}, "loss must be a number, or a tensor of one element, got array"),
-    ({"grad_norm": "low"}, "grad_norm must be a number, or a tensor of one element"),
+    ({"loss": "low"}, "loss is invalid ... a number, or a tensor of one element"),
+    ({"loss": torch.ones(2)}, "loss is invalid ... a number, or a tensor of one element"),
+    ({"loss": True}, "loss is invalid ... a number, or a tensor of one element ... True"),
+    ({"loss": np.True_}, "loss is invalid ... a number, or a tensor of one element ... np.True_"),
+    ({"loss": torch.tensor(True)}, "loss is invalid ... a number, or a tensor of one element ... tensor(True)"),
+    ({"loss": torch.tensor(1 + 2j)}, "loss is invalid ... a number, or a tensor of one element ... tensor(1.+2.j)"),
+    ({"loss": np.complex64(1)}, "loss is invalid ... a number, or a tensor of one element ... np.complex64"),
+    ({"loss": np.ones(2)}, "loss is invalid ... a number, or a tensor of one element ... array"),
+    ({"grad_norm": "low"}, "grad_norm is invalid ... a number, or a tensor of one element"),
 ]
 
 
 @pytest.mark.parametrize(("given", "words"), STEPS, ids=[repr(given) for given, _ in STEPS])
 def test_invalid_numbers_of_a_step(given, words):
-    with fullshard.Monitor(nn.Linear(2, 2), every=1, line=False) as monitor, pytest.raises(ConfigError) as raised:
+    with fullshard.Monitor(nn.Linear(2, 2), every=1, line=False) as monitor, raises(f"ConfigError: Monitor: {words}"):
         monitor.step(**given)
-    assert f"Monitor: {words}" in str(raised.value)
 
 
 @pytest.mark.parametrize(("given", "words"), STEPS, ids=[repr(given) for given, _ in STEPS])
@@ -471,9 +469,8 @@ def test_a_report_that_fails_is_not_the_last(clock, monkeypatch):
         patch.setattr(monitor, "_gather", gather_that_fails)
         monitor.step()
     assert monitor.step() is None and monitor.step().steps == 2
-    with pytest.raises(ConfigError) as caught:
+    with raises("ConfigError: Monitor: optimizer is invalid ... an object of class list"):
         fullshard.Monitor(blocks(), [torch.optim.AdamW(blocks().parameters())])
-    assert "\n" not in str(caught.value)
 
 
 @on_ranks

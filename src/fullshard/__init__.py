@@ -17,7 +17,7 @@ from .version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from . import wrap
+    from . import comm_hooks, errors, events, optim, policies, state_dict, wrap  # noqa: F401
     from .api.functional.fully_shard import fully_shard
     from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
     from .api.gathered import free, keep_gathered
@@ -151,16 +151,18 @@ _MODULES = ("comm_hooks", "errors", "events", "optim", "policies", "state_dict",
 """Modules that are attributes of the package without an explicit import."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name in _HOMES:
-        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
-        if name in ("fully_shard", "FullyShardedDataParallel"):
-            last_words.install()
-        return value
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, type checkers would accept any misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use (PEP 562)."""
+        if name in _HOMES:
+            value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+            if name in ("fully_shard", "FullyShardedDataParallel"):
+                last_words.install()
+            return value
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

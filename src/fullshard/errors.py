@@ -147,10 +147,16 @@ class NonfiniteError(FullshardError, RuntimeError):
     """Gradients whose norm is not finite, where the caller asked for an error."""
 
 
+_MOST_CHARACTERS = 160  # of a repr; longer ones tell less than a class
+
+
 def class_and_value(value: object) -> str:
     """An argument's repr with its class's module: PyTorch has classes of the same names, whose reprs look like ours."""
-    kind = type(value)
-    return repr(value) if kind.__module__ == "builtins" else f"{value!r}, a {kind.__module__}.{kind.__qualname__}"
+    kind, shown = type(value), repr(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if "\n" in shown or len(shown) > _MOST_CHARACTERS:
+        return f"{shown[:_MOST_CHARACTERS]}..." if kind is str else f"an object of class {name}"
+    return shown if kind.__module__ == "builtins" else f"{shown}, a {name}"
 
 
 def invalid_argument(
@@ -165,7 +171,7 @@ def invalid_argument(
         remedy: what to pass instead, if `expected` does not say it all.
         kind: a class below `ConfigError`, where PyTorch raises a different built-in error.
     """
-    return kind(f"{argument} is invalid.", expected=expected, got=class_and_value(value)[:200], remedy=remedy)
+    return kind(f"{argument} is invalid.", expected=expected, got=class_and_value(value), remedy=remedy)
 
 
 def check_switch(argument: str, value: object, remedy: str | None = None) -> None:
@@ -175,6 +181,18 @@ def check_switch(argument: str, value: object, remedy: str | None = None) -> Non
     """
     if not isinstance(value, bool):
         raise invalid_argument(argument, value, "True or False", remedy)
+
+
+def check_module(function: str, value: object) -> None:
+    """Raise unless the first argument of `function` is a module.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from torch import nn  # here: the command line uses errors where it does not import torch
+
+    if not isinstance(value, nn.Module):
+        raise ConfigError(f"{function} takes a module.", expected="a torch.nn.Module", got=class_and_value(value))
 
 
 def class_to_catch(error: BaseException) -> str:

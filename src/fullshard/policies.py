@@ -71,22 +71,17 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigError(
-                    f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
-                    remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
-                )
+                remedy = "pass torch.bfloat16, for example, or None to keep the parameters' own dtypes"
+                raise invalid_argument(f"MixedPrecisionPolicy.{name}", dtype, "a floating-point torch.dtype", remedy)
         check_reduce_dtype("MixedPrecisionPolicy.reduce_dtype", self.reduce_dtype)
         for name in ("cast_forward_inputs", "error_feedback"):
             check_switch(f"MixedPrecisionPolicy.{name}", getattr(self, name))
         for name in ("gather_dtype", "scatter_dtype", "all_reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in LARGEST_OF_8_BITS:
-                raise ConfigError(
-                    f"MixedPrecisionPolicy.{name} must be an 8-bit dtype.",
-                    expected=" or ".join(map(str, LARGEST_OF_8_BITS)),
-                    got=repr(dtype),
-                    remedy="pass torch.int8, for example; or None, and set param_dtype and reduce_dtype",
-                )
+                expected = " or ".join(map(str, LARGEST_OF_8_BITS))
+                remedy = "pass torch.int8, for example; or None, and set param_dtype and reduce_dtype"
+                raise invalid_argument(f"MixedPrecisionPolicy.{name}", dtype, expected, remedy)
         if self.error_feedback and self.scatter_dtype is None and self.all_reduce_dtype is None:
             raise ConfigError(
                 "MixedPrecisionPolicy(error_feedback=True) needs gradients that are sent in 8 bits.",

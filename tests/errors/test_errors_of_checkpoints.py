@@ -164,14 +164,14 @@ CALLS = [
 ]
 FOLDERS = [
     # Saving.
-    (save(step=-1), "ConfigError: save(step=) has an invalid value"),
-    (save(step=torch.tensor(True)), "ConfigError: save(step=) has an invalid value ... tensor(True)"),
-    (save(step=np.float64(3)), "ConfigError: save(step=) has an invalid value ... np.float64(3.0)"),
-    (save(keep_last=0), "ConfigError: save(keep_last=) has an invalid value ... at least 1"),
+    (save(step=-1), "ConfigError: save(step=) is invalid"),
+    (save(step=torch.tensor(True)), "ConfigError: save(step=) is invalid ... tensor(True)"),
+    (save(step=np.float64(3)), "ConfigError: save(step=) is invalid ... np.float64(3.0)"),
+    (save(keep_last=0), "ConfigError: save(keep_last=) is invalid ... at least 1"),
     (save(if_saving="skip"), "ConfigError: save(if_saving=) is invalid ... 'wait' or 'refuse' ... 'skip' ... remedy"),
     (save(asynchronous="yes"), "ConfigError: save(asynchronous=) is invalid ... 'until_step' ... 'yes' ... remedy"),
     (save(state={1: 2}), "ConfigError: save(state=) has an invalid name ... expected ... 1 ... remedy"),
-    (lambda f: fullshard.save(f, two_layers().state_dict()), "ConfigError: save(model=) has an invalid type"),
+    (lambda f: fullshard.save(f, two_layers().state_dict()), "ConfigError: save(model=) is invalid"),
     (save(state={"model.step": 1}), "ConfigError: save(state=) has an invalid name"),
     (two_optimizers, "ConfigError: Two optimizers update one parameter"),
     (save(optimizers=torch.optim.AdamW(two_layers().parameters())), "CheckpointError: The optimizer updates a tensor"),
@@ -202,7 +202,7 @@ FOLDERS = [
     ),
     (save(state={"path": Path("/a/path")}), "CheckpointError: A value cannot be saved in a checkpoint ... state.path"),
     # Loading.
-    (lambda f: fullshard.load(f, two_layers(), step="1"), "ConfigError: load(step=) has an invalid value"),
+    (lambda f: fullshard.load(f, two_layers(), step="1"), "ConfigError: load(step=) is invalid"),
     (lambda f: fullshard.load(f, two_layers(), strict="x"), "ConfigError: load(strict=) is invalid ... True or False"),
     (
         lambda f: fullshard.load(f, two_layers(), cast=torch.bfloat16),
@@ -305,7 +305,7 @@ def test_in_a_folder(tmp_path, row):
 @pytest.mark.parametrize("given", [{"optimizers": 3}, {"state": [1]}])
 @pytest.mark.parametrize("call", [fullshard.save, fullshard.load])
 def test_an_argument_of_another_type_is_named(tmp_path, call, given):
-    with raises(f"ConfigError: {call.__name__}({next(iter(given))}=) has an invalid type"):
+    with raises(f"ConfigError: {call.__name__}({next(iter(given))}=) is invalid"):
         call(tmp_path, two_layers(), **given)
 
 

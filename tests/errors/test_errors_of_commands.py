@@ -35,10 +35,10 @@ def script(folder: Path, text: str) -> str:
 
 
 CALLS = [
-    (lambda: verify(model_fn=None), "ConfigError: verify: model_fn must be callable, got None"),
-    (lambda: verify(train_step_fn="step"), "ConfigError: verify: train_step_fn must be callable, got"),
-    (lambda: verify(steps=0), "ConfigError: verify: steps must be an int of at least 1, got 0"),
-    (lambda: verify(reduction="max"), 'ConfigError: verify: reduction must be "mean", "sum" or "tokens", got'),
+    (lambda: verify(model_fn=None), "ConfigError: verify(model_fn=) is invalid ... a function ... None"),
+    (lambda: verify(train_step_fn="step"), "ConfigError: verify(train_step_fn=) is invalid ... a function"),
+    (lambda: verify(steps=0), "ConfigError: verify(steps=) is invalid ... an int of at least 1 ... 0"),
+    (lambda: verify(reduction="max"), 'ConfigError: verify(reduction=) is invalid ... "mean", "sum" or "tokens"'),
     (lambda: verify(reduction="tokens"), 'ConfigError: verify: reduction="tokens" and tokens_fn require each other'),
     (
         lambda: verify(train_step_fn=lambda model, optimizer, batches: None, no_sync=True),

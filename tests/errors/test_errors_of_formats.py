@@ -53,8 +53,14 @@ def created_and_saved(create: Callable[[], object]) -> Callable[[Path], None]:
 WHOLE = two_layers().state_dict()
 OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
 ASKED = [
-    (lambda f: converted(f, dtype=torch.int8), "ConfigError: dtype must be a floating-point dtype, or None"),
-    (lambda f: converted(f, dtype="bf16"), "ConfigError: dtype must be a floating-point dtype, or None ... bf16"),
+    (
+        lambda f: converted(f, dtype=torch.int8),
+        "ConfigError: dtype= is invalid ... a floating-point torch.dtype",
+    ),
+    (
+        lambda f: converted(f, dtype="bf16"),
+        "ConfigError: dtype= is invalid ... a floating-point torch.dtype ... bf16",
+    ),
     (
         save_small,
         lambda f: fullshard.convert(next(f.glob("**/rank-0.safetensors")), f / "b.pt"),

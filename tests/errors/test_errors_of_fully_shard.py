@@ -184,7 +184,7 @@ CALLS = [
         lambda: unit(reshard_after_forward=3),
         "ConfigError: reshard_after_forward=3 does not divide 2 ranks into",
     ),
-    (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "ConfigError: MixedPrecisionPolicy.param_dtype must be a"),
+    (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "ConfigError: MixedPrecisionPolicy.param_dtype is invalid"),
     *(
         (
             lambda dtype=dtype: MixedPrecisionPolicy(reduce_dtype=dtype),

@@ -83,12 +83,12 @@ def write_a_long_index(folder: Path) -> None:
 
 FOLDERS = [
     (save, read_when_closed, "ConfigError: A checkpoint was closed and then read"),
-    (lambda f: save(f, max_file_bytes=0), "ConfigError: max_file_bytes must be a positive number of bytes"),
+    (lambda f: save(f, max_file_bytes=0), "ConfigError: max_file_bytes= is invalid ... a positive number of bytes"),
     (
         lambda _: list(fullshard.full_parameters(two_layers(), bucket_bytes=0)),
-        "ConfigError: bucket_bytes must be a positive number of bytes",
+        "ConfigError: bucket_bytes= is invalid ... a positive number of bytes",
     ),
-    (lambda f: save(f, dtype=torch.int8), "ConfigError: dtype must be a floating-point dtype, or None"),
+    (lambda f: save(f, dtype=torch.int8), "ConfigError: dtype= is invalid ... a floating-point torch.dtype, or None"),
     (lambda f: save(f, adapter=True, merge_lora=True), "ConfigError: adapter and merge_lora exclude each other"),
     (lambda f: load(f, adapter=True, base=True), "ConfigError: adapter and base exclude each other: the files contain"),
     (

@@ -163,7 +163,10 @@ CALLS = [
         run,
         "PhaseError: A forward returned an object that holds a view of a gathered",
     ),
-    (lambda: torch.vmap(unit())(torch.ones(2, 4)), "PhaseError: The forward of unit '?' was called under a transform"),
+    (
+        lambda: torch.vmap(unit())(torch.ones(2, 4)),
+        "PhaseError: The forward of unit '(Linear)' was called under",
+    ),
     (
         sharded,
         lambda m: m.set_requires_gradient_sync(False),
@@ -216,11 +219,14 @@ CALLS = [
         unit,
         lambda m: m.unshard(),
         lambda m: unit_of(m).issue_gather(TorchComm()),
-        "AssertionError: unit '?' is gathered; only a sharded one is gathered",
+        "AssertionError: unit '(Linear)' is gathered; only a sharded one is gathered",
     ),
-    (lambda: unit_of(unit()).finish_gather(), "AssertionError: unit '?' is sharded; there is no gather to wait for"),
-    (lambda: unit_of(unit()).free(), "AssertionError: unit '?' is already sharded; there is nothing to free"),
-    (lambda: unit_of(unit()).give_up(torch.ones(4)), "AssertionError: unit '?' lacks what it should give up"),
+    (
+        lambda: unit_of(unit()).finish_gather(),
+        "AssertionError: unit '(Linear)' is sharded; there is no gather",
+    ),
+    (lambda: unit_of(unit()).free(), "AssertionError: unit '(Linear)' is already sharded; there is nothing to free"),
+    (lambda: unit_of(unit()).give_up(torch.ones(4)), "AssertionError: unit '(Linear)' lacks what it should give up"),
 ]
 
 

@@ -271,11 +271,6 @@ def method_of_root(method: str, unit: str, topic: str | None = None) -> PhaseErr
     )
 
 
-def takes_a_module(function: str, kind: str) -> ConfigError:
-    """The error for an argument that is not a module."""
-    return ConfigError(f"{function} takes a module, got {kind}")
-
-
 def no_units(function: str, kind: str, has_parameters: bool) -> ConfigError:
     """The error for a module without units; `has_parameters`: it may be part of a unit around it."""
     return ConfigError(

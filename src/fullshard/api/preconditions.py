@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..errors import check_module
 from ..runtime import Runner, runners_in
 from ..text import plain_class
 from . import messages
@@ -19,8 +20,7 @@ def runners_of(module: nn.Module, function: str) -> list[Runner]:
     Raises:
         ConfigError: it is not a module, or contains no unit.
     """
-    if not isinstance(module, nn.Module):
-        raise messages.takes_a_module(function, type(module).__name__)
+    check_module(function, module)
     runners = runners_in(module)
     if not runners:
         has_parameters = any(True for _ in module.parameters())

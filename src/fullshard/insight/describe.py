@@ -10,7 +10,7 @@ from torch import nn
 
 from ..comm import Comm, HookComm
 from ..dtypes import dtype_name
-from ..errors import ConfigError
+from ..errors import ConfigError, check_module
 from ..forms import owner_of as unit_of
 from ..forms import successor_of
 from ..mesh import MeshAxes
@@ -176,7 +176,11 @@ def describe(
         Lines about meshes, a header, one line per bucket, totals, and one line for each kind of parameters in no unit;
         with `plans`, one line for all units with equal plans; with `optimizer`, lines on owners. One sentence if the
         model has no units.
+
+    Raises:
+        ConfigError: `model` is not a module.
     """
+    check_module("describe", model)
     buckets: list[tuple[str, BucketFacts]] = []
     meshes: dict[str, list[str]] = {}  # how the mesh is used -> names of units
     plan_units: dict[str, list[str]] = {}  # a plan in words -> names of units
@@ -325,8 +329,7 @@ def owner_of(model: nn.Module, module_or_parameter: nn.Module | torch.Tensor) ->
         ConfigError: no unit of `model` owns it; the error says why (it is ignored, was added later, belongs to a
             different model, or has no unit around it).
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"owner_of takes a model, got {type(model).__name__}")
+    check_module("owner_of", model)
     if not runners_in(model):
         raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     if isinstance(module_or_parameter, nn.Module):

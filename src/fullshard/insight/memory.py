@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..containers import leaves_in
-from ..errors import ConfigError
+from ..errors import ConfigError, check_module
 from ..forms import Member, owner_of
 from ..optim import OwnerOptimizer
 from ..optim.guard import stepping
@@ -295,8 +295,7 @@ def _is_in(model: nn.Module) -> Callable[[torch.Tensor], bool]:
 
 
 def _check_arguments(function: str, model: object, optimizers: Sequence[object]) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{function}() needs a module.", got=type(model).__name__)
+    check_module(function, model)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"{function}(optimizer=) is not an optimizer.", got=type(optimizer).__name__)

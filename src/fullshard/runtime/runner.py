@@ -18,6 +18,7 @@ from torch import nn
 
 from ..agreement import arrive
 from ..shard import State, Unit, refuse_meta, refuse_unready, settle
+from ..text import plain_class
 from ..watcher import GATHER, REGATHER
 from .call import Forward
 from .inputs import inputs_of
@@ -73,6 +74,7 @@ class Runner:
         self.unit, self.settings, self.find_root = unit, settings, find_root
         self._modules = [weakref.ref(module) for module in modules]
         self.is_whole = len(self._modules) == 1
+        unit.name = f"({plain_class(modules[0]).__name__})"
         if unit.buckets:
             arrive(unit.buckets[0].axes)
         self.root: Root | None = None

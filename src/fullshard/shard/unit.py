@@ -65,7 +65,7 @@ class Unit:
 
     Attributes:
         number: of the units that this process has made, the same on all ranks that run the same program.
-        name: qualified name from the root, for events and errors; set when the root is known.
+        name: qualified name from the root, for events and errors; until the root is known, a class in parentheses.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
         keeps_storage: whether gathered memory stays allocated while the unit is sharded; see `keep_storage`.
         moving: whether the model's own code changes the weights within a forward: the unit is then not gathered ahead.

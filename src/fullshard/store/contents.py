@@ -21,7 +21,7 @@ from torch import nn
 
 from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_state, targets_of
-from ..errors import CheckpointError, ConfigError, PhaseError
+from ..errors import CheckpointError, ConfigError, PhaseError, invalid_argument
 from ..optimizers import as_list
 from ..text import plain_name
 from .names import COUNTS, MODEL, OPTIMIZER
@@ -47,12 +47,8 @@ def checked_optimizers(call: str, model: Any, optimizers: Any, state: Any) -> li
     checked += [("state", {} if state is None else state, Mapping)]
     for argument, value, kind in checked:
         if not isinstance(value, kind):
-            raise ConfigError(
-                f"{call}({argument}=) has an invalid type.",
-                expected=kind.__name__,
-                got=type(value).__name__,
-                remedy=_REMEDIES[argument].format(call=call),
-            )
+            remedy = _REMEDIES[argument].format(call=call)
+            raise invalid_argument(f"{call}({argument}=)", value, f"an instance of {kind.__name__}", remedy)
     return listed
 
 
@@ -70,12 +66,9 @@ def checked_count(call: str, argument: str, value: Any, least: int, otherwise: s
     with suppress(TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
         if not is_bool and (count := operator.index(value)) >= least and count < COUNTS:
             return count
-    raise ConfigError(
-        f"{call}({argument}=) has an invalid value.",
-        expected=f"an int of at least {least}, less than 2**62{otherwise}",
-        got=repr(value),
-        remedy=f"pass an int, as in {argument}={max(least, 1)}{', or omit it' if otherwise else ''}",
-    )
+    expected = f"an int of at least {least}, less than 2**62{otherwise}"
+    remedy = f"pass an int, as in {argument}={max(least, 1)}{', or omit it' if otherwise else ''}"
+    raise invalid_argument(f"{call}({argument}=)", value, expected, remedy)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.whole import BATCH_BYTES, Wanted, batches
-from ..errors import ConfigError, PhaseError
+from ..errors import PhaseError, check_module, invalid_argument
 from .contents import table_of
 from .lora import Export, merged_parameters
 from .ranks import Ranks
@@ -62,6 +62,7 @@ def full_parameters(
         PhaseError: called in the middle of a step or inside `summon_full_params`.
         CheckpointError: another rank stopped early or failed, or a parameter has no values.
     """
+    check_module("full_parameters", model)
     check_dtype(dtype)
     check_bucket_bytes(bucket_bytes)
     return _export(model, dtype, bucket_bytes, merge_lora, buffers, Ranks(process_group))
@@ -74,7 +75,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         ConfigError: it is not a floating-point dtype.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype))
+        raise invalid_argument("dtype=", dtype, "a floating-point torch.dtype, or None")
 
 
 def check_bucket_bytes(bucket_bytes: int) -> None:
@@ -84,7 +85,7 @@ def check_bucket_bytes(bucket_bytes: int) -> None:
         ConfigError: they are not a positive int.
     """
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes))
+        raise invalid_argument("bucket_bytes=", bucket_bytes, "a positive number of bytes")
 
 
 def _export(

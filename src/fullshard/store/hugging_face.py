@@ -17,7 +17,7 @@ from torch import nn
 from ..checkpoint.fit import check_names
 from ..checkpoint.table import Named, Table
 from ..checkpoint.whole import BATCH_BYTES, Wanted
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, check_module
 from ..text import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
@@ -70,6 +70,7 @@ def save_safetensors(
             On every rank, whichever failed; nothing is left of the save.
         PhaseError: called in the middle of a step.
     """
+    check_module("save_safetensors", model)
     check_dtype(dtype)
     check_bucket_bytes(bucket_bytes)
     if adapter and merge_lora:
@@ -214,6 +215,7 @@ def load_safetensors(
         ConfigError: no such adapter; peft is not installed; conflicting arguments.
         PhaseError: called in the middle of a step.
     """
+    check_module("load_safetensors", model)
     if adapter and base:
         raise ConfigError("adapter and base exclude each other: the files contain an adapter or a base model.")
     ranks = Ranks(process_group)

@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from ...errors import ConfigError, DivergenceError, PhaseError
 
 
-def invalid_argument(name: str, expected: str, got: object) -> ConfigError:
-    """The error for an invalid argument of `Monitor`."""
-    return ConfigError(f"Monitor: {name} must be {expected}, got {got!r}".split("\n", 1)[0])
-
-
 def tokens_on_device(device: object) -> ConfigError:
     """The error for a number of tokens that `Monitor.step` would have to wait for."""
     return ConfigError(

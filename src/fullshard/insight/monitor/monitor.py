@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import timed_event, values_of_all
+from ...errors import check_module, invalid_argument
 from ...events import Event, stream
 from ...forms import owner_of
 from ...mesh import device_of
@@ -96,7 +97,7 @@ class Monitor:
         tensorboard: str | os.PathLike[str] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check("model", model, "a module", isinstance(model, nn.Module))
+        check_module("Monitor", model)
         _check("optimizer", optimizer, "an optimizer or None", isinstance(optimizer, torch.optim.Optimizer | None))
         _check(
             "tokens_per_step",
@@ -281,7 +282,7 @@ class Waits:
 
 def _check(name: str, value: object, expected: str, valid: bool) -> None:
     if not valid:
-        raise messages.invalid_argument(name, expected, value)
+        raise invalid_argument(f"Monitor: {name}", value, expected)
 
 
 def _is_int(value: object, minimum: int) -> bool:

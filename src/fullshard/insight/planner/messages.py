@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...errors import ConfigError
+from ...errors import ConfigError, invalid_argument
 
 MOST_CHARACTERS = 160
 """The longest reason that a paragraph quotes."""
@@ -18,7 +18,7 @@ def not_positive(name: str, value: object, least: int = 1, function: str = "plan
 
 def invalid(name: str, expected: str, value: object) -> ConfigError:
     """The error for an argument, or a field of a strategy, with an invalid value."""
-    return ConfigError(f"plan(): {name} is invalid.", expected=expected, got=repr(value))
+    return invalid_argument(f"plan(): {name}", value, expected)
 
 
 def too_many_ranks(ranks: int, most: int) -> ConfigError:

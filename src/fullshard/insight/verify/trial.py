@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...checkpoint.table import Named
-from ...errors import ConfigError
+from ...errors import ConfigError, invalid_argument
 from ...events import record_events
 from ...optim import clip_grad_norm_
 from ...optim.clip import STEPPED_KEY
@@ -60,13 +60,13 @@ class TrialPlan:
         for name in ("model_fn", "batch_fn", "loss_fn", "shard_fn", "optimizer_fn", "train_step_fn"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name != "train_step_fn"):
-                raise ConfigError(f"verify: {name} must be callable, got {value!r}")
+                raise invalid_argument(f"verify({name}=)", value, "a function")
         for name in ("steps", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"verify: {name} must be an int of at least 1, got {value!r}")
+                raise invalid_argument(f"verify({name}=)", value, "an int of at least 1")
         if self.reduction not in ("mean", "sum", "tokens"):
-            raise ConfigError(f'verify: reduction must be "mean", "sum" or "tokens", got {self.reduction!r}')
+            raise invalid_argument("verify(reduction=)", self.reduction, '"mean", "sum" or "tokens"')
         if (self.reduction == "tokens") != (self.tokens_fn is not None):
             raise ConfigError(
                 'verify: reduction="tokens" and tokens_fn require each other',

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
+from ...errors import CheckpointError, DamagedCheckpointError, invalid_argument
 from ..in_place import check_room, new_folder, sync
 from ..manifest import inside
 from ..names import MODEL, TensorEntry
@@ -212,7 +212,7 @@ def new_safetensors(
 def _split(entries: Mapping[str, TensorEntry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, TensorEntry]]]:
     """The names of files and the tensors in each, in order."""
     if not isinstance(max_bytes, int) or max_bytes <= 0:
-        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
+        raise invalid_argument("max_file_bytes=", max_bytes, "a positive number of bytes")
     files: list[dict[str, TensorEntry]] = [{}]
     nbytes = 0
     for name, entry in entries.items():
