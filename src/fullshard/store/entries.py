@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,17 @@ MOST_JSON = 2**27
 """The most bytes of all values together: half of the longest manifest (`MOST_WHOLE`)."""
 STATE = "state."
 """The prefix of tensors in users' values."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with state: a scheduler, a scaler, a data loader; like DCP's protocol of this name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Restore the state that `state_dict` returned."""
 
 
 Digest = tuple[str, int]

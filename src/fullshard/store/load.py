@@ -14,14 +14,13 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ..checkpoint.table import settle
 from ..errors import CheckpointError, DamagedCheckpointError, DivergenceError, check_switch, message
 from ..generators import Generators
 from .background import settle_background
 from .contents import checked_count, checked_optimizers, contents_of, lacking_state
-from .entries import RNG, STATE
+from .entries import RNG, STATE, Stateful
 from .folder import Folder
 from .names import MODEL
 from .piece import value_pieces

@@ -32,12 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ..checkpoint.targets import Kinds, merge_kinds, settle_state
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, contents_of
-from .entries import Digest, Values, common_names, name_of_rank, values_of
+from .entries import Digest, Stateful, Values, common_names, name_of_rank, values_of
 from .manifest import Manifest, versions, without_collection
 from .names import OPTIMIZER, TensorEntry, refuse_long
 from .piece import Key, Piece, refuse_unsupported, whole_piece
