@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from fullshard import MixedPrecisionPolicy
-from fullshard.insight.planner.profile import Step, TooMuch, Tracker, profile
+from fullshard.insight.planner.profile import Profile, Step, TooMuch, Tracker, profile
+from fullshard.torch_private.fake_tensors import Remembered
 from fullshard.watcher import process
 
 BLOCKS = [f"blocks.{i}" for i in range(3)]
@@ -52,6 +53,39 @@ def test_the_peak_is_what_the_allocator_reports(recompute):
         assert measured - gradients <= peak <= measured
     else:
         assert peak == pytest.approx(measured, abs=64)
+
+
+@pytest.mark.parametrize("name", models.EXAMPLES)
+def test_operations_that_ran_before_give_what_they_gave(monkeypatch, name):
+    """Every model's profile is the same without what is remembered of shapes; and most operations are remembered."""
+    example = models.EXAMPLES[name]
+
+    def one_step(model: nn.Module, samples: int, _: int) -> torch.Tensor:
+        return example.loss(model, example.batch(0, 0, samples=samples))
+
+    def profiled() -> Profile:
+        model = example.make()
+        paths = {module: path for path, module in model.named_modules()}
+        found = [unit if isinstance(unit, list) else [unit] for unit in example.units(model)]
+        own = [paths[module] for modules in found for module in modules]
+        return profile(model, units(*own), one_step, 3, 1, checkpointing=True)
+
+    remembered = profiled()
+    monkeypatch.setattr(Remembered, "__call__", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert profiled() == remembered
+
+
+def test_a_layer_more_costs_torch_nothing_more():
+    """All its operations but views of its own parameters are remembered; if not, torch's counters have changed."""
+    looked_up = []
+    for layers in (3, 4, 8):
+        before = FakeTensorMode.cache_info()
+        profile(models.GPT(layers), units(*[f"blocks.{i}" for i in range(layers)]), step, 2, 12)
+        after = FakeTensorMode.cache_info()
+        looked_up.append(sum(after.bypasses.values()) + after.hits + after.misses)
+        looked_up[-1] -= sum(before.bypasses.values()) + before.hits + before.misses
+    per_layer = (looked_up[2] - looked_up[1]) / 4
+    assert per_layer < 30, looked_up
 
 
 def test_more_bytes_than_fit_end_a_profile_where_they_are_allocated():

@@ -34,7 +34,7 @@ from ...forms import Place, as_gathered, is_extension, with_parts
 from ...policies import MixedPrecisionPolicy
 from ...shard import policy_of
 from ...torch_private.autograd_task import inside_backward
-from ...torch_private.fake_tensors import fake_tensors, forget_value
+from ...torch_private.fake_tensors import Remembered, fake_tensors, forget_value
 from ...torch_private.local_tensor import inside, plain_tensors
 from ...torch_private.mesh_without_group import mesh_without_group
 from .messages import took_too_long
@@ -143,11 +143,12 @@ def profile(
             policies[id(parameter)] = units[path]
             dtypes[id(parameter)] = dtype if dtype and parameter.is_floating_point() else parameter.dtype
     alone = mesh_without_group((1,))  # made of values: not on fake tensors
-    with fake_tensors(), _faked(model, dtypes, policies, alone) as fakes:
+    with fake_tensors() as mode, _faked(model, dtypes, policies, alone) as fakes:
+        run = Remembered(mode)
         own = {path: [(fakes[id(p)], reduced[id(p)]) for p in of_unit] for path, of_unit in parameters.items()}
         for _ in range(1 if tensor_parallel == 1 else 2):  # DTensor runs each new operation on whole tensors first
             parts = [part for fake in fakes.values() for part in plain_tensors(fake)]
-            tracker = Tracker(parts, tensor_parallel, until, most)
+            tracker = Tracker(parts, tensor_parallel, until, most, run)
             recorder = _Recorder(tracker, own)
             with contextlib.ExitStack() as undo:
                 for path, module in modules.items():
@@ -286,6 +287,7 @@ class Tracker(TorchDispatchMode):
         ranks: of the group over which functional collectives run.
         until: raise an error in operations after this time of `time.monotonic`; None: never.
         most: raise an error in operations when more bytes are alive; None: never.
+        run: runs an operation.
 
     Attributes:
         live, logits: bytes alive now; of these, those that count as logits.
@@ -302,11 +304,12 @@ class Tracker(TorchDispatchMode):
         ranks: int = 1,
         until: float | None = None,
         most: int | None = None,
+        run: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs),
     ) -> None:
         super().__init__()
         self.live = self.logits = self.peak = self.peak_logits = self.flops = self.sent = self.collectives = 0
         self.in_loss = False
-        self._ranks, self._until, self._most = ranks, until, most
+        self._ranks, self._until, self._most, self._run = ranks, until, most, run
         self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
         self._logits: dict[int, int] = {}  # bytes, by storage
 
@@ -324,7 +327,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             result = _grouped_product(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
