@@ -336,11 +336,20 @@ def test_the_state_of_another_optimizer_is_refused(fake_world):
         ({"split": 5}, "split does not fit"),
         ({"split": (6, 7)}, "rows that add up to 12"),
         ({"split": "heads"}, "split does not fit"),
+        ({"split": [6.0, 6.0]}, "split does not fit"),
+        ({"split": [6, "6"]}, "split does not fit"),
     ],
 )
 def test_refused_settings(settings, words):
     with pytest.raises(fullshard.ConfigError, match=words):
         fullshard.Muon([nn.Parameter(torch.ones(12, 5))], **settings)
+
+
+def test_a_group_that_lost_a_setting_is_refused():
+    muon = fullshard.Muon([nn.Parameter(torch.ones(3, 3))])
+    del muon.param_groups[0]["weight_decay"]
+    with pytest.raises(fullshard.ConfigError, match="none of weight_decay"):
+        muon.step()
 
 
 def test_refused_parameters(fake_world):

@@ -519,3 +519,24 @@ def keys_in_any_order() -> list[list[float]]:
 def test_ranks_may_list_keys_of_state_in_any_order(run_ranks):
     for usual, turned in run_ranks(keys_in_any_order, world=2):
         assert usual == turned and not any(map(math.isnan, usual))
+
+
+class _RefusesRates(torch.optim.SGD):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("lr", 0.0) < 0:
+            raise ValueError("lr < 0")
+        super().add_param_group(param_group)
+
+
+def test_a_group_that_the_class_refuses_changes_nothing(fake_world):
+    fake_world(1)
+    weight, other = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = fullshard.OwnerOptimizer([weight], _RefusesRates, lr=0.5)
+    with pytest.raises(ValueError, match="lr < 0"):
+        optimizer.add_param_group({"params": [other], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [other], "lr": 0.25})
+    for parameter in (weight, other):
+        parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert weight.eq(0.5).all() and other.eq(0.75).all()

@@ -265,7 +265,7 @@ def test_models_whose_files_have_other_names(tmp_path):
         hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/experts")
     hf.save_pretrained(model, f"{tmp_path}/short", dtype=torch.bfloat16)
     assert json.loads((Path(tmp_path) / "short" / "config.json").read_text())["dtype"] == "bfloat16"
-    with pytest.raises(fullshard.ConfigError, match="floating-point torch.dtype"):
+    with pytest.raises(fullshard.ConfigError, match=r"floating-point torch\.dtype"):
         hf.save_pretrained(model, f"{tmp_path}/integers", dtype=torch.int8)
     fullshard.save_safetensors(model, f"{tmp_path}/stacked")
     again = hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/stacked")

@@ -93,6 +93,31 @@ def test_every_parameter_keeps_its_settings(tmp_path: Path) -> None:
             assert settings(optimizer) == want, through
 
 
+def test_groups_that_share_a_tensor_get_their_own_values(tmp_path: Path) -> None:
+    """A learning rate that is a tensor is one tensor in all groups, by default."""
+
+    def with_rates(*rates: float) -> tuple[Any, torch.optim.AdamW]:
+        model, optimizer = trained([(WEIGHTS, {}), (BIASES, {})])
+        for group, rate in zip(optimizer.param_groups, [torch.tensor(rate) for rate in rates], strict=True):
+            group["lr"] = rate
+        return model, optimizer
+
+    for number, through in enumerate(THROUGH):
+        model, optimizer = trained([(WEIGHTS, {}), (BIASES, {}), ([], {})])
+        shared = torch.tensor(0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = shared
+        through(tmp_path / f"{number}", *with_rates(0.125, 0.25), (model, optimizer))
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.25, 0.5], through
+        if through is through_a_folder:  # tensors stay where groups agree: others may refer to them
+            one = torch.tensor(0.5)
+            for group in optimizer.param_groups[:2]:
+                group["lr"] = one
+            through(tmp_path / "alike", *with_rates(0.125, 0.125), (model, optimizer))
+            assert [group["lr"] is one for group in optimizer.param_groups] == [True, True, False]
+            assert one == 0.125
+
+
 def test_one_group_cannot_have_two_values(tmp_path: Path) -> None:
     """An error that changes nothing; groups that were one are told of."""
     for number, through in enumerate(THROUGH):

@@ -154,3 +154,22 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
                 current.copy_(new)
         else:
             target[key] = new
+
+
+def put_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+    """Assign each group its saved settings; those that are not among them stay.
+
+    A tensor that is a setting of several groups, as every default is, is filled only if all of them get its value; if
+    not, all but the first get a tensor of their own.
+    """
+    users: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}  # of each tensor: group, key, and new value
+    for group, new in zip(groups, settings, strict=True):
+        for key, current in group.items():
+            if isinstance(current, torch.Tensor):
+                users.setdefault(id(current), []).append((group, key, new.get(key, current)))
+    for (_, _, first), *others in users.values():
+        if not all(same(value, first) for _, _, value in others):
+            for group, key, _ in others:
+                group[key] = group[key].clone()
+    for group, new in zip(groups, settings, strict=True):
+        put(group, new)

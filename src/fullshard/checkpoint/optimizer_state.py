@@ -20,7 +20,7 @@ from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
 from .fit import check_shape, rounding_error
-from .group_settings import is_compatible, put, settings_to_load
+from .group_settings import is_compatible, put_settings, settings_to_load
 from .table import Named, Table
 from .targets import Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
 from .value_forms import StateForm
@@ -448,8 +448,7 @@ def assign_state(
         optimizer.state.pop(target.tensor, None)
         if state:
             optimizer.state[target.tensor] = state
-    for group, new in zip(optimizer.param_groups, settings, strict=True):
-        put(group, new)
+    put_settings(optimizer.param_groups, settings)
     # As `load_state_dict` does last.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 

@@ -193,7 +193,13 @@ def _assembled(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
 
 
 def _check_settings(group: dict[str, Any]) -> None:
-    """Refuse settings of a group that are out of range."""
+    """Refuse settings of a group that are out of range, or missing."""
+    if missing := [name for name in _SETTINGS if name not in group]:
+        raise ConfigError(
+            "Muon: an optimizer group lacks settings.",
+            expected=", ".join(_SETTINGS),
+            got=f"none of {', '.join(missing)}",
+        )
     sizes, steps, coefficients = ("lr", "weight_decay", "momentum", "eps"), group["ns_steps"], group["ns_coefficients"]
     is_triple = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
     checks = {
@@ -252,7 +258,8 @@ def _part_rows(parameter: torch.Tensor, split: Any) -> list[int]:
     if split is None:
         return [rows]
     parts = [split] * (rows // split) if type(split) is int and split > 0 else split
-    if not isinstance(parts, (list, tuple)) or sum(parts) != rows or min(parts) < 1:
+    is_list = isinstance(parts, (list, tuple)) and all(type(part) is int and part > 0 for part in parts)
+    if not is_list or sum(parts) != rows:
         raise ConfigError(
             "Muon: split does not fit a matrix.",
             parameter=parameter.__dict__.get(NAME_KEY, "?"),

@@ -253,10 +253,15 @@ class OwnerOptimizer(OnOwners[_Param]):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if is_built:
-            self._inner.add_param_group({**group_settings(group), "params": self._new_wholes(group)})
-            if self.elementwise:
-                self._check_elements()
-            self._in_parts = self._steps_in_parts()
+            try:
+                self._inner.add_param_group({**group_settings(group), "params": self._new_wholes(group)})
+                if self.elementwise:
+                    self._check_elements()
+                self._in_parts = self._steps_in_parts()
+            except BaseException:
+                self.param_groups.pop()
+                del self._inner.param_groups[len(self.param_groups) :]
+                raise
             self._copy_settings_back()
 
     def _step(self, params: list[_Param]) -> None:
