@@ -156,12 +156,13 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
             target[key] = new
 
 
-def put_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+def put_settings(groups: Sequence[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:
     """Assign each group its saved settings; those that are not among them stay.
 
     A tensor that is a setting of several groups, as every default is, is filled only if all of them get its value; if
     not, all but the first get a tensor of their own.
     """
+    settings = [*settings]
     users: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}  # of each tensor: group, key, and new value
     for group, new in zip(groups, settings, strict=True):
         for key, current in group.items():
