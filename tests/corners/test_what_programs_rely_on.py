@@ -353,3 +353,19 @@ def test_padding_in_the_encoder_of_torch() -> None:
                 there, here = alone(batch, src_key_padding_mask=padded), model(batch, src_key_padding_mask=padded)
                 torch.testing.assert_close(here[~padded], there[~padded])
                 assert not there[padded].any() and bool(here[padded].any()) != (fast or unshards), (layout, units)
+
+
+@on_ranks
+def test_values_that_hooks_of_inner_modules_put_into_a_state_dict_stay() -> None:
+    """A hook of `state_dict` on a module inside a unit, such as a quantiser's: its value is saved, as by PyTorch's."""
+    for layout in ("rows", "flat"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def doubled(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+        model[1].register_state_dict_post_hook(doubled)
+        fullshard.fully_shard(model, layout=layout)
+        state, weights = model.state_dict(), [layer.weight.to_local().detach() for layer in model]
+        for index, factor in enumerate((1, 2)):
+            assert torch.equal(state[f"{index}.weight"].to_local(), weights[index] * factor), (layout, index)
