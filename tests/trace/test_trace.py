@@ -78,7 +78,7 @@ def test_units_of_several_models_are_told_apart(run_ranks, tmp_path):
     assert sorted(map(len, of_each)) == [3, 6], names  # blocks and the root
     assert all(set(times) == {0, 1} for times in issues.values())
     of_one = {collective.unit for collective in analyse(read([tmp_path / "one"])).issues}
-    assert of_one == {"0", "1", "(root)", "?"}  # a unit that is gathered before there is a root has no name yet
+    assert of_one == {"0", "1", "(root)", "(Sequential)"}  # before there is a root, a unit is called by its class
 
 
 def raising(folder: str) -> tuple[int, list[str]]:

@@ -18,6 +18,7 @@ from ..comm import objects_of_all
 from ..forms import NAME_KEY, owner_of
 from ..optim import OwnerOptimizer
 from ..optim.state_file import AFTER_STEP_KEY, ALIGN, StateFile, elementwise
+from ..optimizers import parameters_of
 from ..text import size
 from ..torch_private.local_tensor import plain_access
 from . import messages
@@ -143,7 +144,7 @@ def _expected_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters_of([optimizer])
 
 
 def _move(reference: weakref.ref[torch.optim.Optimizer], file: StateFile, parameters: Iterable[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
-from ..optimizers import as_list
+from ..optimizers import as_list, parameters_of
 from ..runtime import take_over_replaced
 from ..text import clean_path
 from . import optimizer_state, value_forms
@@ -345,7 +345,7 @@ def set_optimizer_state_dict(
 
 def _needs_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parameters must have state in `saved`: unless nothing has state there, and a step creates none."""
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    tensors = parameters_of([optimizer])
     return bool(saved.get("state")) or any(optimizer_state.blank_states(optimizer, tensors))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError, MissingStateError
 from ..optim.plain_step import after_step, on_local_tensors
-from ..optimizers import NOT_SETTINGS, SCHEDULED
+from ..optimizers import NOT_SETTINGS, SCHEDULED, parameters_of
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
@@ -456,7 +456,7 @@ def assign_state(
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict`, which turns strings in the state into "<generator object ...>" (PyTorch 2.13)."""
     optimizer.load_state_dict(state)
-    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    tensors = parameters_of([optimizer])
     keys = (key for group in state["param_groups"] for key in group["params"])
     for tensor, key in zip(tensors, keys, strict=True):
         texts = {name: value for name, value in state["state"].get(key, {}).items() if isinstance(value, str)}

@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..optim.outer_steps import OuterSteps
+from ..optimizers import parameters_of
 from . import adopt
 from .local_ranks import TURN
 
@@ -223,7 +224,7 @@ class Recorder:
         gc.collect()  # modules that only some ranks have dropped yet
         modules = {module: number for number, module in enumerate([*self._modules])}
         inner = {child for module in modules for child in module.children()}
-        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = set(map(id, parameters_of(self._optimizers)))
         models = [
             module
             for module in modules

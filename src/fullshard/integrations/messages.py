@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ArgumentTypeError, ConfigError, PhaseError, PrivateNameError
 from ..forms import NAME_KEY
+from ..optimizers import parameters_of
 
 # adopt.py
 
@@ -89,7 +90,7 @@ def stepped_before(optimizer: object, parameter: object) -> ConfigError:
 
 def unrelated_optimizer(optimizer: Any) -> ConfigError:
     """The error for an optimizer with no parameter from any prepared model."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of([optimizer])
     return ConfigError(
         "An optimizer has no parameter of any prepared model. It would train nothing, or a different model, on each "
         "rank separately.",

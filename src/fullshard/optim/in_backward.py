@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, PhaseError, invalid_argument
 from ..forms import NAME_KEY, PART_KEY, note_change, owner_of
 from ..generators import restored_generators
+from ..optimizers import parameters_of
 from ..shard import UNDOABLE, Unit, refuse_undoable, release_all
 from ..torch_private.autograd_task import BackwardEnd, inside_backward
 from ..torch_private.local_tensor import write_grad
@@ -65,7 +66,7 @@ class StepsInBackward:
         self._unit: Unit | None = None
         self._counts: dict[Unit, int] = {}  # how many of a unit's parameters the optimizer steps
         self._handles: list[Any] = []
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = parameters_of([optimizer])
         optimizer.__dict__[STEPPED_KEY] = self
         for parameter in self._parameters:
             unit = owner_of(parameter)
@@ -446,7 +447,7 @@ def step_in_backward(
 
 def _why_not(optimizer: torch.optim.Optimizer, clip: Clip) -> tuple[str, str] | None:
     """Why an optimizer cannot step in the backward, and the remedy; None if it can."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of([optimizer])
     if any(STEPPED_KEY in parameter.__dict__ for parameter in parameters):
         return "whose parameters already step in backward", "call remove() on the object that step_in_backward returned"
     afterwards = "step it after the backward, or use an element-wise optimizer (SGD, Adam, AdamW, ...)"

@@ -194,7 +194,7 @@ def _assembled(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
 
 def _check_settings(group: dict[str, Any]) -> None:
     """Refuse settings of a group that are out of range, or missing."""
-    if missing := [name for name in _SETTINGS if name not in group]:
+    if missing := _missing(group):
         raise ConfigError(
             "Muon: an optimizer group lacks settings.",
             expected=", ".join(_SETTINGS),
@@ -216,6 +216,10 @@ def _check_settings(group: dict[str, Any]) -> None:
         if not is_valid:
             remedy = "omit it for the default, or see torch.optim.Muon, which has the same settings"
             raise invalid_argument(f"Muon({name}=)", group[name], expected, remedy)
+
+
+def _missing(group: Mapping[str, Any]) -> list[str]:
+    return [name for name in _SETTINGS if name not in group]
 
 
 def _is_size(value: Any) -> bool:
@@ -242,7 +246,7 @@ def _check_state(groups: Sequence[dict[str, Any]], states: Mapping[Any, dict[str
                     remedy=remedy,
                     topic="optimizer-state",
                 )
-        if missing := [name for name in _SETTINGS if name not in group]:
+        if missing := _missing(group):
             raise MissingStateError(
                 f"Muon: the state to load lacks settings of optimizer group {number}; nothing was loaded.",
                 expected=", ".join(_SETTINGS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,7 +154,7 @@ class _StepRule(Generic[P]):
     compared: list[tuple[int, list[torch.Tensor], Any, Any, str, list[int]]]
 
 
-class OnOwners(torch.optim.Optimizer, Generic[P]):
+class OnOwners(torch.optim.Optimizer, ABC, Generic[P]):
     """An optimizer whose parameters are stepped on their owners."""
 
     _balanced = "elements"  # what is balanced over owners
@@ -217,28 +218,29 @@ class OnOwners(torch.optim.Optimizer, Generic[P]):
 
     # What optimizers differ in.
 
+    @abstractmethod
     def _check_parameter(self, group: dict[str, Any], parameter: torch.Tensor, name: str | None) -> None:
         """Refuse a parameter that this optimizer cannot step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _new_param(self, parameter: torch.Tensor) -> P:
-        raise NotImplementedError
+        """A parameter, without an owner yet."""
 
+    @abstractmethod
     def _step(self, params: list[P]) -> None:
         """Step these parameters, which have gradients."""
-        raise NotImplementedError
 
     def _cost(self, param: P) -> int:
         """The cost of a step of a parameter, balanced over owners."""
         return param.tensor.numel()
 
+    @abstractmethod
     def _nbytes(self, param: P) -> int:
         """The bytes of a whole parameter in a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _entries(self, params: Sequence[P]) -> list[list[Entry[P]]]:
         """What a step of these gathers, which have owners: by kind, the one that is scattered first."""
-        raise NotImplementedError
 
     # Owners, and plans.
 

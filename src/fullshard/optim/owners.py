@@ -300,7 +300,7 @@ def check_alike(
 def name_of(parameter: torch.Tensor) -> str:
     """A parameter's name, qualified with the name of its unit if it has one."""
     unit, name = owner_of(parameter), parameter.__dict__.get(NAME_KEY, "?")
-    is_relative = unit is not None and not name.startswith(unit.name) and not unit.name.startswith("(")
+    is_relative = unit is not None and not name.startswith(unit.name)
     return f"{unit.name}.{name}" if is_relative else name
 
 

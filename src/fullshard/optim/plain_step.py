@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from ..containers import NONES, drain
-from ..forms import SPLIT_OF_ROWS, FlatShard, RowShard
+from ..forms import SHARDED_TYPES, SPLIT_OF_ROWS, FlatShard, RowShard
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.step_hooks import TABLES, is_hooked, part_of, second_object, step_without_hooks
@@ -39,7 +39,7 @@ _STEP = "_fullshard_step"
 _NOT_SHARED = {_STEP, "param_groups", "state", *TABLES}
 _LOCAL = repeat("_local_tensor")
 _SPLIT_OF_RUNS = attrgetter("_run.split")
-_OF_ROWS, _PARAMETERS = {RowShard, DTensor}, {RowShard, FlatShard}
+_OF_ROWS = {RowShard, DTensor}
 _SHARDED = {RowShard, DTensor, FlatShard}
 _PLAIN = {torch.Tensor, nn.Parameter}
 _STATES = {dict, type(None)}
@@ -170,7 +170,7 @@ def _around(value: Any, parameter: Any, part: torch.Tensor) -> Any:
 def _step_of(optimizer: Optimizer, parameters: list[Any]) -> _Step | None:
     """The step of these parameters on local tensors; None if it cannot run on these."""
     kinds, states = {*map(type, parameters)} - _PLAIN, [*map(optimizer.state.get, parameters)]
-    if not kinds or not kinds <= _PARAMETERS or not {*map(type, states)} <= _STATES:
+    if not kinds or not kinds <= SHARDED_TYPES or not {*map(type, states)} <= _STATES:
         return None
     is_sharded = [*map(kinds.__contains__, map(type, parameters))]
     with plain_access():

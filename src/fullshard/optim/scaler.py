@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
+from ..optimizers import parameters_of
 from ..torch_private.local_tensor import inside
 from .clip import distinct_gradients, refuse_stepped
 
@@ -86,7 +87,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         `allow_fp16`, from the base class, has no effect: sharded gradients may be in fp16.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of([optimizer])
         remedy = "train in bfloat16, which needs no scaling; or step after the backward"
         refuse_stepped(parameters, "A gradient scaler", remedy)
         flags: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}

@@ -23,6 +23,7 @@ from ..comm import Lanes, host_buffer, lanes_of, turns_on
 from ..containers import tensors_in
 from ..errors import ConfigError
 from ..forms import NAME_KEY, note_change, owner_of
+from ..optimizers import parameters_of
 from ..text import size
 from ..torch_private.local_tensor import follow_local, plain_access, read_grad, write_grad
 from ..torch_private.step_hooks import closure_of, hook_closely, with_closure
@@ -315,7 +316,7 @@ def optimizer_state_on_host(optimizer: torch.optim.Optimizer, *, keep: int = 0) 
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
         raise _refused(f"keep={keep!r}")
     _check(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of([optimizer])
     devices = {parameter.device: parameter.__dict__.get(NAME_KEY, "?") for parameter in parameters}
     if len(devices) > 1:
         named = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -125,7 +125,7 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noq
     forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
     borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
-    end: Any = usual
+    end: Any = usual  # how the forward ends; see `UsualForward`
     plain = borrowed is None and type(output) is Tensor
     if usual is not None and plain and output.layout is strided:
         owned = output.untyped_storage().data_ptr() in map(call, usual.addresses)

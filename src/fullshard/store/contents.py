@@ -22,7 +22,7 @@ from torch import nn
 from ..checkpoint.table import Named, Table
 from ..checkpoint.targets import Kinds, Target, kinds_of, named_groups, settle_state, targets_of
 from ..errors import CheckpointError, ConfigError, PhaseError, invalid_argument
-from ..optimizers import as_list
+from ..optimizers import as_list, parameters_of
 from ..text import plain_name
 from .names import COUNTS, MODEL, OPTIMIZER
 from .piece import Piece, member_pieces, refuse_unsupported, value_pieces
@@ -205,7 +205,7 @@ def lacking_state(optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> 
     lacking: set[tuple[int, int]] = set()
     for o, optimizer in enumerate(optimizers):
         settle_state(optimizer)
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        tensors = parameters_of([optimizer])
         lacking |= {(o, number) for number, tensor in enumerate(tensors) if not optimizer.state.get(tensor)}
     digest = hashlib.sha256(repr(sorted(lacking)).encode()).digest()
     if len(set(ranks.all(digest))) == 1:

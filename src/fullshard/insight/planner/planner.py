@@ -508,8 +508,8 @@ class Planner:
 
         owners = None
         if self.has_owners() or self.named:
-            owners = self.sharded(placed, shard, strategy.replicate)
-            state, temporary = owners.state, owners.temporary
+            on_shards = self.sharded(placed, shard, strategy.replicate)
+            state, temporary, owners = on_shards.state, on_shards.temporary, on_shards if on_shards.owns else None
         else:
             state, temporary = self.optimizer(sum([costs.shards for costs in on_device], ()))
         temporaries = {WHOLE: temporary}
@@ -530,7 +530,7 @@ class Planner:
             state=state,
             temporary=temporaries,
             hosted=hosted,
-            exchanges=owners.sent if owners is not None and owners.owns else {},
+            exchanges={} if owners is None else owners.sent,
         )
         factor, context = RESERVE[self.device]
         return Plan(
@@ -551,7 +551,7 @@ class Planner:
             tokens=batch * sequence * ranks,
             flops=step.flops * micro_batches,
             logits=step.logits,
-            owners=owners if owners is not None and owners.owns else None,
+            owners=owners,
             units=units,
         )
 
