@@ -319,6 +319,26 @@ def test_the_state_of_another_optimizer_is_refused(fake_world):
     muon.step()
 
 
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_momentum_of_another_shape_is_refused(fake_world, layout):
+    """The step would fail, on this rank alone, while the others wait for it."""
+    fake_world(2)
+    model = fullshard.fully_shard(nn.Linear(WIDE, NARROW, bias=False), layout=layout)
+    muon = fullshard.Muon(model.parameters())
+    state = {**muon.state_dict(), "state": {0: {"momentum_buffer": torch.zeros(NARROW, WIDE)}}}
+    with pytest.raises(fullshard.CheckpointError, match=r"not split like its parameter(.|\n)*weight\n(.|\n)*of which"):
+        muon.load_state_dict(state)  # of one process
+    model(torch.ones(1, WIDE)).sum().backward()
+    muon.step()
+    saved, momentum = muon.state_dict(), muon.state[model.weight]["momentum_buffer"].clone()
+    state = {**saved, "state": {0: {"momentum_buffer": torch.zeros_like(momentum)[:1]}}} if layout == "rows" else state
+    with pytest.raises(fullshard.CheckpointError, match="not split like its parameter"):
+        muon.load_state_dict(state)
+    assert torch.equal(muon.state[model.weight]["momentum_buffer"].to_local(), momentum.to_local())
+    muon.load_state_dict(saved)
+    muon.step()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -34,7 +34,7 @@ from .changes import OWNER_KEY, give_up_gradient, mark_view, note_change, writte
 from .corrected import covers_all
 from .elementwise import is_elementwise
 from .messages import copied_into_whole, not_computed_flat, pickled, reduced_in_trace, several_rectangles
-from .row_shard import RowShard, assign_data, deep_copy
+from .row_shard import RowShard, assign_data, deep_copy, outside_inference
 
 aten = torch.ops.aten
 _INT = torch.iinfo(torch.int64)
@@ -249,6 +249,10 @@ class FlatShard(torch.Tensor):
             return special(func, args, kwargs)
         if func in _LOCAL or torch.Tag.pointwise in func.tags or _is_of_lists(func):
             return _elementwise(func, args, kwargs)
+        if torch.is_inference_mode_enabled():  # in which torch leaves composite operations (`to`) whole
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         raise _unsupported(func, args)
 
 
@@ -339,7 +343,11 @@ def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    view = FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+    if torch.is_inference_mode_enabled():
+        with outside_inference():  # torch cannot create a view otherwise
+            view = FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+    else:
+        view = FlatShard(args[0]._local_tensor.detach(), args[0]._run)
     mark_view(view, args[0])
     return view
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class RowShard(DTensor):
 
     def _apart(self, attributes: dict[str, Any]) -> torch.Tensor:
         """A plain DTensor with the same values in separate memory."""
-        with plain_access(), torch.no_grad():
+        with plain_access(), outside_inference():
             plain = self.detach().clone()
         keep_mesh(plain, self)
         plain.requires_grad_(self.requires_grad)
@@ -143,6 +144,9 @@ class RowShard(DTensor):
     ) -> Any:
         if func in _FACTS:
             return plain_call(func, types, args, kwargs or {})
+        if torch.is_inference_mode_enabled() and _may_leave_inference(args):
+            with outside_inference():
+                return cls.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         changed = written(name, args, kwargs)
         if changed and READERS:
@@ -152,11 +156,7 @@ class RowShard(DTensor):
                 note_change(changed)
             return result
         if name in _READS and args and args[0].numel() == 1 and args[1:] != ("",):  # an empty format is for debugging
-            with torch.no_grad(), plain_access():
-                if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
-                    raise read_by_constructor(name_of(args))
-                whole = full_of(detached)
-            return func(whole, *args[1:], **(kwargs or {}))
+            return func(_whole_to_read(args), *args[1:], **(kwargs or {}))
         if (result := corrected(func, types, args, kwargs or {})) is not NotImplemented:
             keep_mesh(result, args[0] if args else None)
             return as_row_shard(result)
@@ -170,6 +170,29 @@ class RowShard(DTensor):
                 if type(tensor) is DTensor and _leads_on(name, tensor, args, kwargs or {}):
                     _become_row_shard(tensor, args)
         return result
+
+
+def _whole_to_read(args: tuple[Any, ...]) -> torch.Tensor:
+    """The value of all ranks, of a single element, which Python reads."""
+    with torch.no_grad(), plain_access():
+        if not isinstance(detached := args[0].detach(), DTensor):  # torch.tensor turns off dispatch to DTensor
+            raise read_by_constructor(name_of(args))
+        return full_of(detached)
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode, in which torch cannot create views of tensor subclasses; nothing is differentiated."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _may_leave_inference(args: tuple[Any, ...]) -> bool:
+    """Whether an operation on a sharded tensor can run outside of inference mode: no operand was created in it."""
+    if is_compiling() or not args or not isinstance(args[0], DTensor):
+        return False
+    with plain_access():
+        return not any([isinstance(value, torch.Tensor) and value.is_inference() for value in args])
 
 
 def _computed(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,6 +291,9 @@ def split_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
     """`DTensor.full_tensor` for any dtype. Over gloo uses the engine's connections, as a rank may call it alone."""
+    if torch.is_inference_mode_enabled() and not is_compiling():
+        with outside_inference():
+            return full_of(tensor)
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if not is_compiling() and _is_gathered_by_us(tensor):
         if not differentiable:

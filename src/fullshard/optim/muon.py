@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError, MissingStateError, invalid_argument
+from ..errors import CheckpointError, ConfigError, MissingStateError, invalid_argument
 from ..forms import NAME_KEY, PART_KEY
 from ..mesh import device_of
 from ..torch_private.local_tensor import inside
@@ -169,6 +169,7 @@ class Muon(OnOwners[Param]):
 
         Raises:
             MissingStateError: a parameter's state has no momentum, or a group lacks settings; nothing was changed.
+            CheckpointError: a momentum is not split like its parameter; nothing was changed.
         """
         _check_state(state["param_groups"], state["state"])
         super().__setstate__(state)
@@ -236,14 +237,26 @@ def _check_state(groups: Sequence[dict[str, Any]], states: Mapping[Any, dict[str
     remedy = "load the state of a Muon, fullshard's or torch's; or load none: the momentum then starts at zero"
     for number, group in enumerate(groups):
         for index, parameter in enumerate(group["params"]):
-            state = states.get(parameter)
-            if state and "momentum_buffer" not in state:
+            state, name = states.get(parameter), parameter.__dict__.get(NAME_KEY, f"number {index} of group {number}")
+            if not state:
+                continue
+            momentum = state.get("momentum_buffer")
+            if not isinstance(momentum, torch.Tensor):
                 raise MissingStateError(
                     "Muon: the state to load has no momentum of a parameter; nothing was loaded.",
-                    parameter=parameter.__dict__.get(NAME_KEY, f"number {index} of group {number}"),
+                    parameter=name,
                     expected="momentum_buffer",
                     got=", ".join(map(str, state)),
                     remedy=remedy,
+                    topic="optimizer-state",
+                )
+            if momentum.shape != parameter.shape or inside(momentum).shape != inside(parameter).shape:
+                raise CheckpointError(
+                    "Muon: the momentum to load is not split like its parameter; nothing was loaded.",
+                    parameter=name,
+                    expected=_shapes(parameter),
+                    got=_shapes(momentum),
+                    remedy="fullshard.load, or set_optimizer_state_dict of fullshard.state_dict, which split state",
                     topic="optimizer-state",
                 )
         if missing := _missing(group):
@@ -254,6 +267,10 @@ def _check_state(groups: Sequence[dict[str, Any]], states: Mapping[Any, dict[str
                 remedy=remedy,
                 topic="optimizer-state",
             )
+
+
+def _shapes(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, of which this rank has {tuple(inside(tensor).shape)}"
 
 
 def _part_rows(parameter: torch.Tensor, split: Any) -> list[int]:
