@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -160,6 +160,10 @@ def before_step(units: Sequence[Unit]) -> None:
     Raises:
         ConfigError: see `Unit.refresh` and `follow`.
     """
+    if not any(map(_VIEWS, chain.from_iterable(map(_GRADIENTS, units)))):  # the usual case
+        for unit in compress(units, map(_ASSIGNED, units)):
+            unit.refresh()
+        return
     viewed = [unit for unit in units if any([gradients.delivery.views for gradients in unit.gradients])]
     unchanged = none_replaced([bucket for unit in viewed for bucket in unit.buckets])
     for unit in units:
