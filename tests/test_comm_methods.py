@@ -309,6 +309,51 @@ def at_once() -> bool:
     return True
 
 
+class Adapted(nn.Module):
+    """A frozen weight in bfloat16, and LoRA's two small ones in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(6, 5).requires_grad_(False).bfloat16()
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+
+class Joined(fullshard.TorchComm):
+    """Gathers in one call whatever the backend. Counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[int] = []
+
+    def plan_gathers(self, axis: Any, outs: Any, shards: Any) -> Any:
+        (gather,) = all_gather_many(outs, shards, axis.group)
+        return [lambda: self.started.append(len(outs)) or gather()]
+
+
+def test_a_unit_of_several_buckets_is_gathered_in_one_call(run_ranks):
+    assert run_ranks(adapted, world=2) == [[2, 2]] * 2  # once in forward, once in backward, as with FSDP2
+
+
+def adapted() -> list[int]:
+    """Buckets gathered by each call of the last step, whose gradients are those of separate calls."""
+    gradients = []
+    for comm in (fullshard.TorchComm(), joined := Joined()):
+        model = fully_shard(Adapted(), comm=comm, reshard_after_forward=True)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(3):
+            model.zero_grad()
+            joined.started.clear()
+            model(x).square().sum().backward()
+        gradients.append(full_gradients(model))
+    assert gradients[0]["base.weight"] is None
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in ("down.weight", "up.weight"))
+    return joined.started
+
+
 @pytest.mark.gloo("about gloo")
 def test_a_few_integers_are_summed_in_one_step(run_ranks):
     assert run_ranks(sums_of_integers, world=4) == [[True, False, False, False]] * 4

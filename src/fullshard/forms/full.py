@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import call, sub
 from typing import Any
 
@@ -27,6 +27,8 @@ from .scratch import Scratch
 
 _Address = Callable[[], int]
 _Call = Callable[[], object]
+PlannedGather = tuple[Gathers, Axis, list[torch.Tensor], list[torch.Tensor]]
+"""Collectives, ranks, and by segment the buffer of all ranks' slices and this rank's slice."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +38,8 @@ class GatherPlan:
     Attributes:
         comm: the collectives for which it was built; None for a plan of a single gather, which refers to its source.
         begins: allocate memory, and cast.
-        gathers: each starts a collective.
+        gathers: each starts a collective, or several in one call of the group.
+        planned: gathers that `seal` plans: over the same ranks together.
         fills: once the collectives are over, allocate the copied part and copy into it.
         ends: free memory that only the gather needed.
         frees: free everything, at any time.
@@ -60,6 +63,7 @@ class GatherPlan:
     comm: Any
     begins: list[_Call] = field(default_factory=list)
     gathers: list[Callable[[], Pending]] = field(default_factory=list)
+    planned: list[PlannedGather] = field(default_factory=list)
     fills: list[_Call] = field(default_factory=list)
     ends: list[_Call] = field(default_factory=list)
     frees: list[_Call] = field(default_factory=list)
@@ -88,7 +92,18 @@ class GatherPlan:
         return self.plain_bytes + sum([full.nbytes for full in self.varying])
 
     def seal(self) -> None:
-        """Complete the plan: join the calls of each moment, which a step then runs in C."""
+        """Complete the plan: join the calls of each moment, which a step then runs in C.
+
+        A unit of several buckets (LoRA's frozen and trainable weights) is gathered in one call of the group, if its
+        backend supports that.
+        """
+        joined: dict[tuple[int, int], PlannedGather] = {}
+        for comm, axis, outs, parts in self.planned:
+            _, _, all_outs, all_parts = joined.setdefault((id(comm), id(axis.group)), (comm, axis, [], []))
+            all_outs += outs
+            all_parts += parts
+        self.gathers += chain.from_iterable([gathers_of(*together) for together in joined.values()])
+        self.planned = []
         start = self.gathers[0] if len(self.gathers) == 1 else partial(Several, self.gathers)
         self.starts, self.completes = [*self.begins, start], [*self.fills, *self.ends]
         self.issued_bytes = self.whole_bytes + self.passing_bytes
@@ -325,7 +340,7 @@ class PlainFull(Full):
         if len(outs) > 1:
             scale = shard.numel() // max(self.layout.shard_numel, 1)
             parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
-        to.gathers += gathers_of(comm, axis, outs, parts)
+        to.planned.append((comm, axis, outs, parts))
         if copied.nbytes:
             to.fills.append(copied.allocate if to.keeps else copied.take)
             to.copied_bytes += copied.nbytes

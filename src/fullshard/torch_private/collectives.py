@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -162,9 +163,11 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> An
 
 
 def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Call]:
-    """Several all-gathers, in one call if the group supports that."""
+    """Several all-gathers, in one call if the group supports that: as bytes if their dtypes differ."""
     if len(outs) > 1 and _has(group, _GATHERS):
-        pairs = [as_moved(out) for out in outs], [as_moved(shard) for shard in shards]
+        alike = len({out.dtype for out in outs}) == 1
+        moved: Callable[[torch.Tensor], torch.Tensor] = as_moved if alike else methodcaller("view", torch.uint8)
+        pairs = [*map(moved, outs)], [*map(moved, shards)]
         return [partial(group.allgather_into_tensor_coalesced, *pairs, _PLAIN_GATHER)]
     return [all_gather(out, shard, group) for out, shard in zip(outs, shards, strict=True)]
 
