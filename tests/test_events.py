@@ -17,6 +17,7 @@ from torch import nn
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.events import Ledger
 from training import LAYOUTS, mesh_of
 
 BLOCKS, WIDE = 8, 64
@@ -330,3 +331,30 @@ def test_nothing_is_reduced_without_sync(fake_world):
         with fullshard.record_events() as events:
             step(model)
         assert sum(event.verb == "reduce" for event in events) == count
+
+
+def test_a_ledger_has_the_sums_of_its_changes_and_their_highest():
+    ledger = Ledger(10, 5)
+    ledger.gather(30)
+    ledger.reduce(7)
+    ledger.gather(-35)
+    assert (ledger.gathered, ledger.reducing, ledger.live, ledger.peak) == (5, 12, 17, 52)
+    ledger.settle()
+    assert not ledger.changes and not ledger.reductions
+    assert (ledger.gathered, ledger.reducing, ledger.live, ledger.peak) == (5, 12, 17, 52)
+    ledger.restart_peak()
+    ledger.reduce(-12)
+    assert (ledger.reducing, ledger.live, ledger.peak) == (0, 5, 17)
+    other = Ledger(1, 2)
+    ledger.take_over(other)
+    ledger.take_over(ledger)
+    assert (ledger.gathered, ledger.reducing) == (6, 2)
+
+
+def test_a_ledger_without_passes_does_not_grow():
+    ledger = Ledger()
+    for _ in range(20_000):
+        ledger.gather(1)
+        ledger.gather(-1)
+    assert len(ledger.changes) < 5_000
+    assert (ledger.live, ledger.peak) == (0, 1)

@@ -1,7 +1,6 @@
 """The engine's actions as a stream of small frozen records, the same for tests, timelines and checks.
 
-Without listeners each event site costs one attribute test. `Ledger` counts the bytes that come and go within a step;
-its counters are always maintained, at two integer additions per change.
+Without listeners each event site costs one attribute test. `Ledger` counts the bytes that come and go within a step.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +86,81 @@ def record_events(listener: Callable[[Event], None] | None = None) -> Iterator[l
         stream.listeners.remove(listen)
 
 
-@dataclass(slots=True)
 class Ledger:
     """Bytes on this rank that are alive only for part of a step. One per root.
 
-    Attributes:
-        gathered: full buckets of gathered units, copies kept after a reshard to a smaller group, buffers of gathers in
-            flight that need a copy out, and low-precision copies of shards.
-        reducing: unsharded gradients in reduction buffers and the buffers of reductions in flight.
-        peak: largest sum of the two so far.
+    Changes are listed as they happen, and added up when somebody asks or a pass ends: a steady step lists its own by
+    `list.append`, bound when it was planned. Another thread may read at any time.
+
+    Args:
+        gathered, reducing: bytes alive now.
         model: see `Event`.
+
+    Attributes:
+        changes: of both kinds, since they were last added up; negative where memory is released.
+        reductions: those of them that belong to `reducing`.
     """
 
-    gathered: int = 0
-    reducing: int = 0
-    peak: int = 0
-    model: str = ""
+    __slots__ = ("_live", "_peak", "_reducing", "changes", "model", "reductions")
 
-    @property
-    def live(self) -> int:
-        return self.gathered + self.reducing
+    def __init__(self, gathered: int = 0, reducing: int = 0, model: str = "") -> None:
+        self.model = model
+        self.changes: list[int] = []
+        self.reductions: list[int] = []
+        self._live = self._peak = gathered + reducing
+        self._reducing = reducing
+
+    def gather(self, nbytes: int) -> None:
+        """Count memory of gathered units that was allocated, or (negative) released."""
+        self.changes.append(nbytes)
+        if len(self.changes) > _MOST_CHANGES:
+            self.settle()
+
+    def reduce(self, nbytes: int) -> None:
+        """Count memory of gradients to reduce that was allocated, or (negative) released."""
+        self.changes.append(nbytes)
+        self.reductions.append(nbytes)
+
+    def settle(self) -> None:
+        """Add up the changes."""
+        self._peak = max(self._peak, *accumulate(self.changes, initial=self._live))
+        changes, reductions = len(self.changes), len(self.reductions)
+        self._live += sum(self.changes[:changes])
+        self._reducing += sum(self.reductions[:reductions])
+        del self.changes[:changes], self.reductions[:reductions]
+
+    def restart_peak(self) -> None:
+        """Let `peak` begin with what is alive now."""
+        self.settle()
+        self._peak = self._live
 
     def take_over(self, other: Ledger) -> None:
         """Add the counts of `other`, which is no longer used."""
         if other is not self:
-            self.gathered += other.gathered
-            self.reducing += other.reducing
-            self.note()
+            self.gather(other.gathered)
+            self.reduce(other.reducing)
 
-    def note(self) -> None:
-        """Update the peak; call after raising a counter."""
-        self.peak = max(self.peak, self.gathered + self.reducing)
+    @property
+    def live(self) -> int:
+        """The sum of `gathered` and `reducing`."""
+        return self._live + sum(self.changes)
+
+    @property
+    def reducing(self) -> int:
+        """Bytes of unsharded gradients in reduction buffers, and of the buffers of reductions in flight."""
+        return self._reducing + sum(self.reductions)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of full buckets of gathered units, copies kept after a reshard to a smaller group, buffers of gathers
+        in flight that need a copy out, and low-precision copies of shards.
+        """
+        return self.live - self.reducing
+
+    @property
+    def peak(self) -> int:
+        """The largest `live` so far."""
+        return max(self._peak, *accumulate(self.changes, initial=self._live))
+
+
+_MOST_CHANGES = 4096  # before they are added up at the latest

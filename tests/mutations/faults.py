@@ -231,9 +231,9 @@ FAULTS = (
     ),
     Fault(
         "usual: bytes are not counted as given back",
-        "runtime/step.py",
-        "            unit.ledger.gathered -= usual.gather.live_bytes\n",
-        "",
+        "runtime/usual.py",
+        "partial(unit.ledger.changes.append, -unit.gathered.live_bytes)",
+        "bool",
         test="tests/test_usual_step.py -k rows",
     ),
     Fault(
@@ -336,9 +336,9 @@ FAULTS = (
     ),
     Fault(
         "usual: what is copied out of as a gather ends is not counted",
-        "runtime/step.py",
-        "gathered + ledger.reducing + usual.copied > ledger.peak:",
-        "False:",
+        "runtime/usual.py",
+        "partial(unit.ledger.changes.extend, copied)",
+        "partial(unit.ledger.changes.append, sum(copied))",
         test="tests/test_usual_step.py -k replicated",
     ),
     Fault(

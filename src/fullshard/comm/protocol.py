@@ -33,21 +33,6 @@ class Done:
 DONE = Done()
 
 
-def wait_all(pending: list[Pending]) -> None:
-    """Wait for all of these and empty the list; raises the first failure once all are over."""
-    if len(pending) == 1:  # the usual case
-        pending.pop().wait()
-        return
-    failed: BaseException | None = None
-    while pending:
-        try:
-            pending.pop(0).wait()
-        except BaseException as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
-
-
 class Several:
     """Collectives that are started one after the other; if one cannot start, waits for those before it and raises."""
 
@@ -59,12 +44,19 @@ class Several:
             for call in calls:
                 self._pending.append(call())
         except BaseException:
-            wait_all(self._pending)
+            self.wait()
             raise
 
     def wait(self) -> None:
-        """See `wait_all`."""
-        wait_all(self._pending)
+        """Wait for all, once; raises the first failure when all are over."""
+        pending, failed = self._pending, None
+        while pending:
+            try:
+                pending.pop(0).wait()
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 def gathers_of(

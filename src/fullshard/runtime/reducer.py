@@ -21,7 +21,7 @@ import torch
 from ..agreement import NOTHING, Position, SharedOrder, UseAgreement
 from ..comm import Comm
 from ..containers import NONES, drain
-from ..events import Ledger, stream
+from ..events import stream
 from ..shard import (
     GradState,
     ReduceSettings,
@@ -148,7 +148,7 @@ class Reducer:
         ):
             self._close(runner, comes_again)
             return
-        in_flight, position, ledger = self.in_flight, self.position, runner.unit.ledger
+        in_flight, position = self.in_flight, self.position
         log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
@@ -160,21 +160,21 @@ class Reducer:
                 everyone = reduction.buffer.fill(grads, True)
             except BaseException:
                 reduction.buffer.free()
+                runner.unit.ledger.reduce(-reduction.buffer.nbytes)
                 raise
             drain(map(write_grad, unsharded, NONES))
             delivery.got = delivery.everyone if everyone else [*map(is_not, grads, NONES)]
-            buffer_bytes, scratch_bytes, _ = reduction.nbytes
             gradients.state = PENDING
-            ledger.reducing += buffer_bytes
             if log.expected == REDUCE | runner.index << VERB_BITS:  # as `Position.issue`
                 RANK.record(log.expected + next(position.turns))
                 log.expected = next(log.ahead, NOTHING)
             else:
                 position.issue(REDUCE, runner.index)
-            *_, gradients.pending = map(call, reduction.starts)
-        ledger.reducing = reducing = ledger.reducing + scratch_bytes
-        if ledger.gathered + reducing > ledger.peak:
-            ledger.note()
+            try:
+                *_, gradients.pending = map(call, reduction.starts)
+            except BaseException:
+                runner.unit.ledger.reduce(-reduction.scratch)
+                raise
         gradients.state, gradients.running = REDUCING, reduction.planned
         position.reduced = True
         in_flight.append((self, runner, reduction))
@@ -198,7 +198,7 @@ class Reducer:
             else:  # reduced once all ranks have all of its gradients
                 self.owed[runner.index] = runner
 
-    def _arrives(self, ledger: Ledger, reduction: UsualReduction) -> bool:
+    def _arrives(self, reduction: UsualReduction) -> bool:
         """Deliver a reduction that started as the last one; return False, with nothing done, if it is not usual."""
         gradients, delivery = reduction.gradients, reduction.delivery
         if (
@@ -218,7 +218,6 @@ class Reducer:
         gradients.pending = gradients.running = None
         pending.wait()
         drain(map(call, reduction.ends))
-        ledger.reducing -= reduction.nbytes[2]
         drain(map(write_grad, reduction.receivers, reduction.received))
         current: Any = reduction.set
         if views:
@@ -254,8 +253,7 @@ class Reducer:
             if gradients.state is PENDING:
                 gradients.issue_reduce(settings.comm, rules, self._tokens, unit.name)
                 if scratch := gradients.running.scratch:
-                    ledger.reducing += scratch
-                    ledger.note()
+                    ledger.reduce(scratch)
         if stream.listeners:
             unit.emit("reduce", _sent_bytes(unit))
         in_flight.append((self, runner, None))
@@ -269,7 +267,7 @@ class Reducer:
         all-reduce between machines may take longer than the backward of a unit.
         """
         owner, runner, reduction = self.in_flight.popleft()
-        if reduction is not None and not reduction.replicates and owner._arrives(runner.unit.ledger, reduction):
+        if reduction is not None and not reduction.replicates and owner._arrives(reduction):
             return
         if not any(map(_REPLICATE, runner.unit.buckets)):
             owner._deliver(runner)
@@ -300,17 +298,16 @@ class Reducer:
         for gradients in unit.gradients:
             if gradients.state is not REDUCING:
                 continue
-            unit.ledger.reducing -= gradients.wait(unit.name)
+            unit.ledger.reduce(-gradients.wait(unit.name))
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
-                unit.ledger.reducing -= gradients.running.scratch
+                unit.ledger.reduce(-gradients.running.scratch)
                 gradients.keep_partial()
                 continue
             between = in_range("all_reduce", unit.name, gradients.replicate) if recording() else gradients.replicate()
             if between:
-                unit.ledger.reducing += between
-                unit.ledger.note()
+                unit.ledger.reduce(between)
                 self._packs = True
             if stream.listeners:
                 unit.emit("all_reduce", gradients.running.replicated_bytes)
@@ -351,13 +348,13 @@ class Reducer:
         for gradients in unit.gradients:
             if gradients.state is REDUCING:
                 running = gradients.running
-                if gradients.pending is not None:
-                    ledger.reducing -= gradients.wait(unit.name)
+                if gradients.pending is not None and (released := gradients.wait(unit.name)):
+                    ledger.reduce(-released)
                 if rules.hook is not None:
                     rules.hook(running.out)
                 receivers += gradients.deliver(rules.fill_unused)
                 if running.scratch:
-                    ledger.reducing -= running.scratch
+                    ledger.reduce(-running.scratch)
         if stream.listeners:
             unit.emit("reduced", _sent_bytes(unit))
         if receivers:

@@ -175,8 +175,7 @@ class Root:
             if runner.root is not self:
                 runner.root, runner.is_top, runner.index = self, runner is self.top, index
                 runner.unit.name = self.position.names[index]
-                self.ledger.take_over(runner.unit.ledger)
-                runner.unit.ledger = self.ledger
+                runner.unit.join_ledger(self.ledger)
         self._lent = False
 
     def reclaimed(self, runner: Runner) -> Root | None:
@@ -308,6 +307,7 @@ class Root:
         for runner in self._open_among(self.units):
             runner.happens(Happening.PASS_END)
         self.reducer.settle()
+        self.ledger.settle()
         self.pass_top = self.traces.current = None
 
     # Backward.

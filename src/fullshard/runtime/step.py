@@ -163,7 +163,6 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:  # noq
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
         drain(map(call, end.leaves))
-        unit.ledger.gathered -= end.left_bytes
         unit.state, unit.gathered, unit.showing.unsharded = end.left
         if watching is not None:
             period: Any = runner.period
@@ -186,11 +185,6 @@ def open_unit(unit: Unit, usual: UsualStep) -> None:
         unit.free(failed=True)
         raise
     unit.state, unit.showing.unsharded = GATHERED, True
-    ledger = unit.ledger
-    gathered = ledger.gathered
-    if gathered + ledger.reducing + usual.copied > ledger.peak:  # noqa: PLR1730 - `max` takes longer
-        ledger.peak = gathered + ledger.reducing + usual.copied
-    ledger.gathered = gathered + usual.settles
 
 
 def begin_pass(runner: Runner, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsualStep | None:
@@ -225,7 +219,7 @@ def gather_ahead(root: Root, token: int) -> bool:
     usual, position = unit.usual, root.position
     if usual is None or unit.state is not SHARDED or not runner.settings.usual:
         return False
-    log, gather, ledger = position.log, usual.gather, unit.ledger
+    log, gather = position.log, usual.gather
     log.expected = next(log.ahead, NOTHING)
     RANK.record(token + next(position.turns))
     unit.gathered = gather
@@ -236,9 +230,7 @@ def gather_ahead(root: Root, token: int) -> bool:
         raise
     unit.state = GATHERING
     unit.gathered_version = sum(map(read_version, usual.counters), unit.touched.changes)
-    ledger.gathered = gathered = ledger.gathered + gather.issued_bytes
-    if gathered + ledger.reducing > ledger.peak:
-        ledger.note()
+    usual.count()
     return True
 
 
@@ -354,7 +346,6 @@ class Call:
             trace.steps.pop()
             ahead = trace.ahead[runner.index] = trace.ahead[runner.index] - 1
             drain(map(call, usual.closes))
-            unit.ledger.gathered -= usual.gather.live_bytes
             unit.state, unit.gathered, unit.showing.unsharded = SHARDED, None, False
             runner.phase, runner.kept = IDLE, False
             root.reducer.close(runner, usual.reduction, ahead > 0)

@@ -14,10 +14,12 @@ planned from drops the plan (`Unit.usual`); the next forward on the general path
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from ..comm import ONE_STREAM
+from ..events import Ledger
 from ..shard import MEAN, Gradients, GradState, PlannedReduction, State
 from .phases import Phase
 
@@ -48,19 +50,17 @@ class UsualForward:
 
     Attributes:
         stays: whether the unit stays gathered after its forward.
-        leaves, left_bytes, left: calls that end the unit's forward, the bytes that they free, and what `state`,
-            `gathered` and `showing.unsharded` are then.
+        leaves, left: calls that end the unit's forward, and what `state`, `gathered` and `showing.unsharded` are then.
         before_pass: the usual values when the root's own unit begins a pass.
         before_forward, after_forward: the usual values at these moments.
     """
 
-    __slots__ = ("after_forward", "before_forward", "before_pass", "leaves", "left", "left_bytes", "stays")
+    __slots__ = ("after_forward", "before_forward", "before_pass", "leaves", "left", "stays")
 
     def __init__(self, runner: Any, graph: bool) -> None:
-        gather, shown = runner.unit.gathered, runner.unit.showing.plan
+        gather, hide = runner.unit.gathered, runner.unit.showing.plan.hide
         self.stays = not runner.reshards_as_set(graph)
-        self.leaves: list[Callable[[], object]] = shown.hide if self.stays else [*shown.hide, *gather.frees]
-        self.left_bytes = 0 if self.stays else gather.live_bytes
+        self.leaves: list[Callable[[], object]] = hide if self.stays else [*hide, *_frees(runner.unit)]
         self.left: Any = (State.GATHERED, gather, False) if self.stays else (State.SHARDED, None, False)
         self.before_pass: Any = graph, Phase.IDLE, State.SHARDED, None, True, [], []
         self.before_forward: Any = graph, Phase.IDLE, State.GATHERING, gather, True, [], []
@@ -76,13 +76,12 @@ class UsualStep(UsualForward):
     Attributes:
         evaluation: its forward in passes that build no graph.
         gather: that plan.
+        count: count the memory of a gather that was started.
         opens: calls that finish a gather, then show the unsharded parameters.
         closes: calls that show the sharded parameters, then free.
         shows: calls that show the unsharded parameters of a unit that stayed gathered.
         below: in the rest of the trace once this unit's backward has begun, the index of the step that begins the next
             unit's: -2, below the end of this unit's; -1 for the root's own unit, whose backward ends last.
-        copied: extra bytes alive at the end of a gather, until the memory it is copied out of is freed.
-        settles: bytes alive after the gather, minus those alive while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
         addresses, counters, watched, numbers, addresses_of, bases, offsets: see `GatherPlan` (`addresses_of` are its
             `pointers`).
@@ -93,9 +92,9 @@ class UsualStep(UsualForward):
     """
 
     __slots__ = (
-        *("addresses", "addresses_of", "after_backward", "bases", "before_backward", "below", "closes", "copied"),
+        *("addresses", "addresses_of", "after_backward", "bases", "before_backward", "below", "closes", "count"),
         *("counters", "evaluation", "gather", "numbers", "offsets", "opens", "places", "pointers", "read"),
-        *("reduction", "settles", "sharded", "shows", "unsharded", "watched"),
+        *("reduction", "sharded", "shows", "unsharded", "watched"),
     )
 
     def __init__(self, runner: Any) -> None:
@@ -103,10 +102,13 @@ class UsualStep(UsualForward):
         unit = runner.unit
         gather, shown = unit.gathered, unit.showing.plan
         self.gather, self.evaluation = gather, UsualForward(runner, graph=False)
+        self.count: Callable[[], object] = partial(unit.ledger.changes.append, gather.issued_bytes)
+        # The copies out are alive beside the memory that they are made from, which is then freed.
+        copied = gather.live_bytes - gather.whole_bytes, gather.whole_bytes - gather.issued_bytes
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
-        self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
+        self.opens += [partial(unit.ledger.changes.extend, copied)] if any(copied) else []
+        self.closes: list[Callable[[], object]] = [*shown.hide, *_frees(unit)]
         self.shows, self.below = shown.show, -1 if runner.is_top else -2
-        self.copied, self.settles = gather.copied_bytes, gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
         self.counters, self.addresses = gather.counters, gather.addresses
         self.watched, self.numbers = gather.watched, gather.numbers
@@ -118,6 +120,16 @@ class UsualStep(UsualForward):
         self.before_backward: Any = True, Phase.IDLE, begins, gather, True, [], []
         self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], [], 0, 1
         self.reduction: UsualReduction | None = None
+
+
+def _frees(unit: Any) -> list[Callable[[], object]]:
+    """Calls that free the unit, and count that."""
+    return [*unit.gathered.frees, partial(unit.ledger.changes.append, -unit.gathered.live_bytes)]
+
+
+def _counts(ledger: Ledger, nbytes: int) -> list[Callable[[], object]]:
+    """Calls that count memory of gradients to reduce."""
+    return [partial(changes.append, nbytes) for changes in (ledger.changes, ledger.reductions)] if nbytes else []
 
 
 def plan_usual_step(runner: Any) -> None:
@@ -139,20 +151,20 @@ class UsualReduction:
         before: the usual values of `REDUCES`, and of `GRADIENTS` for each bucket.
         every: the gradients of all buckets.
         replicates: whether an all-reduce between replicas follows, whose result is delivered on the general path.
-        collects: calls before gradients are copied into the buffer.
+        collects: calls before gradients are copied into the buffer: they allocate it.
         starts: calls once gradients are copied and before autograd's are freed, which start the reduction; the last
             one returns the pending collective.
         ends: calls after the reduction has arrived.
-        nbytes: bytes of the buffer, of the collective's scratch memory, and of both.
+        scratch: bytes that the collective allocates; `starts` counts them first.
     """
 
     __slots__ = (
-        *("before", "buffer", "collects", "delivery", "ends", "every", "gradients", "most", "nbytes", "planned"),
-        *("received", "receivers", "replicates", "set", "sharded", "starts", "takes", "unsharded"),
+        *("before", "buffer", "collects", "delivery", "ends", "every", "gradients", "most", "planned"),
+        *("received", "receivers", "replicates", "scratch", "set", "sharded", "starts", "takes", "unsharded"),
     )
 
     def __init__(self, runner: Any, gradients: Gradients, planned: PlannedReduction) -> None:
-        bucket, settings, delivery = gradients.bucket, runner.settings, gradients.delivery
+        bucket, settings, delivery, ledger = gradients.bucket, runner.settings, gradients.delivery, runner.unit.ledger
         self.gradients, self.delivery, self.planned, self.buffer = gradients, delivery, planned, planned.buffer
         current: Any = delivery.set
         self.set, self.receivers, self.received = current, current.receivers, current.received
@@ -160,10 +172,10 @@ class UsualReduction:
         streams = bucket.turns is not ONE_STREAM
         self.takes: list[Callable[[], object]] = [bucket.turns.take] if streams else []
         gives: list[Callable[[], object]] = [bucket.turns.give] if streams else []
-        self.collects: list[Callable[[], object]] = [*self.takes, planned.buffer.take]
-        self.starts: list[Callable[[], Any]] = [*gives, current.take, planned.start]
-        self.ends: list[Callable[[], object]] = [planned.buffer.free, *gives]
-        self.nbytes = planned.buffer.nbytes, planned.scratch, planned.buffer.nbytes + planned.scratch
+        nbytes, self.scratch = planned.buffer.nbytes, planned.scratch
+        self.collects: list[Callable[[], object]] = [*self.takes, planned.buffer.take, *_counts(ledger, nbytes)]
+        self.starts: list[Callable[[], Any]] = [*_counts(ledger, self.scratch), *gives, current.take, planned.start]
+        self.ends: list[Callable[[], object]] = [planned.buffer.free, *gives, *_counts(ledger, -nbytes - self.scratch)]
         self.most = settings.reduce.max_in_flight
         self.every, self.replicates = runner.unit.gradients, bucket.axes.replicate is not None
         self.before: Any = (True, [], True, {}, settings.reduce, settings.comm, None), [*map(_at_rest, self.every)]

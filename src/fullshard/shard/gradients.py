@@ -121,7 +121,7 @@ class Gradients:
         if delivery.kept and (given_up := delivery.given_up()):
             live = self.live_bytes
             self.give_up(given_up)
-            ledger.reducing -= live - self.live_bytes
+            ledger.reduce(self.live_bytes - live)
         first = self.state is NONE
         assert first or self.state is PENDING, "gradients were collected while their bucket is being reduced"
         if buffer is None or buffer.tensor.dtype != self.reduce_dtype:
@@ -142,9 +142,7 @@ class Gradients:
         bucket.turns.give()
         if first:
             self.state = PENDING
-            ledger.reducing += buffer.nbytes
-            if ledger.gathered + ledger.reducing > ledger.peak:
-                ledger.note()
+            ledger.reduce(buffer.nbytes)
 
     # Reduce.
 
@@ -389,13 +387,13 @@ _TURNS = attrgetter("bucket.turns")
 
 def release_all(every: Sequence[Gradients]) -> None:
     """Run `release` on each. All `.grad` must be None."""
-    sets: list[Any] = [*map(_SETS, every)]
+    sets: list[Any] = [*filter(None, map(_SETS, every))]  # frozen buckets have none
     alike = (
         all(map(is_, map(_STATES, every), repeat(NONE)))
         and all(map(is_, map(_HOMES, every), NONES))
         and all(map(is_, map(_TURNS, every), repeat(ONE_STREAM)))
     )
-    if None in sets or not sets or not alike or not free_all(sets):
+    if sets and not (alike and free_all(sets)):
         for gradients in every:
             gradients.release()
 

@@ -167,10 +167,7 @@ class Unit:
         self.gathered_version = sum(map(read_version, plan.counters), self.touched.changes)
         if plan.varying:
             plan.note_issued()
-        ledger = self.ledger
-        ledger.gathered += plan.issued_bytes
-        if ledger.gathered + ledger.reducing > ledger.peak:
-            ledger.note()
+        self.ledger.gather(plan.issued_bytes)
         if stream.listeners:
             self.emit("gather", plan.sent_bytes)
 
@@ -196,7 +193,7 @@ class Unit:
 
     def _take_idle(self) -> None:
         """Count memory that was kept while the unit was sharded as gathered from now on."""
-        self.ledger.gathered -= self._idle_bytes
+        self.ledger.gather(-self._idle_bytes)
         self._idle_bytes = 0
 
     def _frees(self) -> list[Callable[[], object]]:
@@ -236,11 +233,11 @@ class Unit:
         if plan.varying:
             plan.note_copied()
             received = sum([full.received_bytes for full in plan.varying])
-            self.ledger.peak = max(self.ledger.peak, self.ledger.live + received)
-        self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
-        ledger.gathered += copied  # while memory that only the gather needs is still allocated
-        ledger.note()
-        ledger.gathered += plan.live_bytes - copied - plan.issued_bytes
+            self.ledger.gather(received)
+            self.ledger.gather(-received)
+        self.state, copied = GATHERED, plan.live_bytes - plan.whole_bytes
+        self.ledger.gather(copied)  # while memory that only the gather needs is still allocated
+        self.ledger.gather(plan.live_bytes - copied - plan.issued_bytes)
         if stream.listeners:
             self.emit("gathered", plan.sent_bytes)
 
@@ -258,7 +255,7 @@ class Unit:
             if bucket.kept is None and bucket.full is not None:
                 bucket.kept = bucket.full.cut(axis)
                 self._forget_plan()
-                self.ledger.gathered += bucket.kept_bytes
+                self.ledger.gather(bucket.kept_bytes)
 
     def free(self, failed: bool = False) -> None:
         """Release the gathered parameters; wait first if the gather is in flight. `failed`: the gather failed."""
@@ -272,7 +269,7 @@ class Unit:
             if plan is not None:
                 drain(map(call, plan.frees))
                 if self.state is not SHARDED:
-                    self.ledger.gathered -= plan.live_bytes if self.state is GATHERED else plan.issued_bytes
+                    self.ledger.gather(-plan.live_bytes if self.state is GATHERED else -plan.issued_bytes)
             self.state, self.gathered = SHARDED, None
             if self.keeps_storage:
                 self._note_idle()
@@ -302,16 +299,21 @@ class Unit:
             drain(map(call, self._frees()))
             self._note_idle()
 
+    def join_ledger(self, ledger: Ledger) -> None:
+        """Move the bytes of this unit into the ledger of its root."""
+        ledger.take_over(self.ledger)
+        self.ledger, self.usual = ledger, None
+
     def leave_ledger(self) -> None:
         """Move the bytes of this unit, which is sharded and keeps no slices, from the root's ledger to its own."""
         reducing = sum([gradients.live_bytes for gradients in self.gradients])  # accumulated without sync
-        self.ledger.gathered -= self._idle_bytes
-        self.ledger.reducing -= reducing
-        self.ledger = Ledger(self._idle_bytes, reducing, model=self.ledger.model)
+        self.ledger.gather(-self._idle_bytes)
+        self.ledger.reduce(-reducing)
+        self.ledger, self.usual = Ledger(self._idle_bytes, reducing, model=self.ledger.model), None
 
     def _note_idle(self) -> None:
         kept = sum([b.full.live_bytes for b in self.buckets if b.full is not None]) if self.keeps_storage else 0
-        self.ledger.gathered += kept - self._idle_bytes
+        self.ledger.gather(kept - self._idle_bytes)
         self._idle_bytes = kept
 
     def differs(self) -> torch.Tensor:
@@ -324,7 +326,7 @@ class Unit:
         """Release the slices kept by a reshard to fewer ranks."""
         for bucket in self.buckets:
             if bucket.kept is not None:
-                self.ledger.gathered -= bucket.kept_bytes
+                self.ledger.gather(-bucket.kept_bytes)
                 self._forget_plan()
                 bucket.drop_kept()
 
@@ -488,7 +490,7 @@ class Unit:
         """Discard undelivered gradients accumulated without sync for these sharded parameters, by id."""
         for gradients in self.gradients:
             if gradients.accumulates:
-                self.ledger.reducing -= gradients.give_up_parameters(parameters)
+                self.ledger.reduce(-gradients.give_up_parameters(parameters))
 
     # Ties across units.
 
@@ -531,7 +533,7 @@ class Unit:
             for gradients in self.gradients:
                 live = gradients.live_bytes
                 gradients.discard()
-                self.ledger.reducing -= live - gradients.live_bytes
+                self.ledger.reduce(gradients.live_bytes - live)
         finally:
             if self.showing.unsharded:
                 for bucket in self.buckets:

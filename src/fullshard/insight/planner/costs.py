@@ -337,7 +337,8 @@ def _costs(unit: Unit, comm: SilentComm, strategy: UnitStrategy, hook: Hook | No
 def _gather(unit: Unit, comm: SilentComm, cast: int) -> GatherCosts:
     """Gather the unit, and keep slices if it keeps any."""
     ledger = unit.ledger
-    before, comm.sent, ledger.peak = ledger.gathered, {}, 0
+    before, comm.sent = ledger.gathered, {}
+    ledger.restart_peak()
     unit.issue_gather(comm)
     in_flight = ledger.gathered - before
     unit.finish_gather(keep=not before)
@@ -370,7 +371,7 @@ def _reduce(unit: Unit, comm: SilentComm, hooked: Comm) -> tuple[int, int, int, 
         scratch += gradients.running.scratch
         received += gradients.running.received
     for gradients in trained:
-        ledger.reducing -= gradients.wait(unit.name)
+        ledger.reduce(-gradients.wait(unit.name))
         if gradients.bucket.axes.replicate is not None:
             tracker = Tracker([gradients.running.out])
             for tensor in gradients.residuals.values() if hooked is not comm else ():
