@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from .layout import Layout, ParameterSpec, Segment, Slot, round_up
 from .messages import scalar_in_rows, uneven_dim
 
-_MAX_PADDING = 64
-"""Chunks are padded to equal length if the padding is at most 1/64 of the parameters' elements."""
+LITTLE_PADDING, SOME_PADDING = 1 / 64, 1 / 4
+"""Limits of `plan_rows`: where a kernel more costs little (CPUs), and where it costs time (accelerators)."""
 
 
 def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
@@ -36,7 +36,13 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     return Layout("flat", world, align, tuple(slots), (segment,), world * slice_numel)
 
 
-def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segment_numel: int) -> Layout:
+def plan_rows(
+    specs: Sequence[ParameterSpec],
+    world: int,
+    align: int,
+    own_segment_numel: int,
+    most_padding: float = LITTLE_PADDING,
+) -> Layout:
     """Every parameter cut on `spec.dim` into `torch.chunk`'s chunks.
 
     Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a separate collective
@@ -50,6 +56,8 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
         world: ranks on the shard axis, at least 1.
         align: elements per 16 bytes.
         own_segment_numel: number of elements from which a collective costs less than a copy in and out.
+        most_padding: padding for equal chunks in the full bucket, as a share of the parameters' elements, that a single
+            kernel is worth.
 
     Raises:
         LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
@@ -69,7 +77,7 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     if shared:
         shared.sort(key=lambda i: (-math.gcd(specs[i].chunk_numel(world), align), i))
         in_place = world == 1
-        in_columns = not in_place and _has_columns([specs[i] for i in shared], world, align)
+        in_columns = not in_place and _has_columns([specs[i] for i in shared], world, align, most_padding)
         start, offset = full, 0
         for i in shared:
             slots[i] = Slot(specs[i], len(segments), offset, full)
@@ -91,13 +99,13 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
         raise uneven_dim(spec.name, spec.shape, spec.dim, world)
 
 
-def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool:
+def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int, most_padding: float) -> bool:
     """Whether the parameters of a shared slice are padded to equal chunks: only if that takes little memory."""
     if any(spec.dim != 0 or spec.order != tuple(range(len(spec.shape))) for spec in specs):
         return False
     numel = sum(math.prod(spec.shape) for spec in specs)
     slice_numel = round_up(sum(spec.chunk_numel(world) for spec in specs), align)
-    return numel > 0 and (world * slice_numel - numel) * _MAX_PADDING <= numel
+    return numel > 0 and world * slice_numel - numel <= numel * most_padding
 
 
 def _comes_out_whole(spec: ParameterSpec, world: int, align: int, own_segment_numel: int) -> bool:

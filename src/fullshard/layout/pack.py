@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import LayoutError
-from .kinds import plan_rows
+from .kinds import LITTLE_PADDING, plan_rows
 from .layout import Layout, ParameterSpec, Segment, Slot, round_up
 
 ROW = "row"
@@ -149,6 +149,7 @@ def plan_blocks(
     segment_numel: int,
     label: str,
     whole_rows: bool = False,
+    most_padding: float = LITTLE_PADDING,
 ) -> Layout:
     """Cut parameters only at granules: in a single segment, or in several if less padding outweighs their latency.
 
@@ -167,6 +168,7 @@ def plan_blocks(
         segment_numel: elements whose transfer takes as long as an additional collective.
         label: the layout's name; `note` mentions several segments, or the rows layout if it is used instead.
         whole_rows: whether granules are rows, so that the rows layout may be used instead.
+        most_padding: see `plan_rows`.
     """
     sizes = [(math.prod(spec.shape), max(1, granule)) for spec, granule in zip(specs, granules, strict=True)]
     everything = list(range(len(sizes)))
@@ -182,7 +184,7 @@ def plan_blocks(
     cost, count, gathered, packed = min(plans, key=lambda plan: plan[:2])
     note = ""
     if whole_rows and all(spec.shape and spec.order[0] == spec.dim for spec in specs):
-        rows = plan_rows(specs, world, align, segment_numel)
+        rows = plan_rows(specs, world, align, segment_numel, most_padding)
         if rows.gathered_numel + rows.staging_numel + len(rows.segments) * segment_numel < cost:
             total = rows.parameter_numel
             note = (

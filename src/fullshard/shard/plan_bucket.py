@@ -12,7 +12,18 @@ from torch import nn
 
 from ..comm import Comm
 from ..forms import Form, RowsForm, RunsForm, SpmdMesh, SubclassForm
-from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from ..layout import (
+    ALIGN_BYTES,
+    LITTLE_PADDING,
+    SOME_PADDING,
+    Blocks,
+    Layout,
+    ParameterSpec,
+    plan_blocks,
+    plan_flat,
+    plan_owner,
+    plan_rows,
+)
 from ..mesh import MeshAxes
 from ..policies import MixedPrecisionPolicy
 from .offload import Home
@@ -78,10 +89,11 @@ def _layout(specs: Sequence[ParameterSpec], compute: torch.dtype, align: int, se
         return plan_owner(specs, world, align)
     costs = settings.comm.costs(settings.axes.shard)
     alone = costs.break_even_bytes // compute.itemsize
+    padding = SOME_PADDING if costs.shares else LITTLE_PADDING
     if isinstance(kind, Blocks):
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
         label = f"blocks({kind.granule})"
-        return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
+        return plan_blocks(specs, granules, world, align, alone, label, kind.granule == "row", padding)
     if costs.shares and len(specs) > 1:  # a single parameter costs one collective either way
         alone = 1 + max(math.prod(spec.shape) for spec in specs)
-    return plan_rows(specs, world, align, alone)
+    return plan_rows(specs, world, align, alone, padding)
