@@ -61,7 +61,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 
 # What depends on torch most: its interface, private names, precision, growth, the newest behaviour.
 SHORT_TORCH := test_surface test_private_api test_engine test_agreement parity/test_gradient_dtypes \
-	corners/test_reductions_asked_for corners/test_growth corners/test_mutable_arguments corners/test_changed_weights
+	corners/test_reductions_asked_for corners/test_growth corners/test_mutable_arguments corners/test_changed_weights stuck/test_frames
 
 test-torch-short: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest -n 2 $(SHORT_TORCH:%=tests/%.py) $(ARGS)

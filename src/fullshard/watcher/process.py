@@ -104,10 +104,29 @@ def frames_of(dump: str) -> list[Frame]:
 def frames_at(thread: int) -> list[Frame]:
     """A thread's current frames, innermost first; the main thread's if the thread has ended. Empty if unreadable.
 
-    `faulthandler` reads all stacks in one call, which holds the interpreter lock, and makes no frame objects. Those of
-    other threads (`sys._current_frames`) crash or deadlock CPython 3.11 (python/cpython#99110, #106883), and keep the
-    variables of functions alive that have returned. Of a stack it tells the innermost hundred frames.
+    In CPython 3.11 frames of other threads (`sys._current_frames`) crash or deadlock (python/cpython#99110, #106883),
+    so `faulthandler` reads them there. That crashes CPython 3.13 while Dynamo compiles: its frames may have no code.
     """
+    if sys.hexversion < 0x030C0000:
+        return _frames_dumped(thread)
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():  # frames vanish while they are read
+        return []
+    stacks = sys._current_frames()
+    frame = stacks.pop(thread, None) or stacks.get(threading.main_thread().ident or 0)
+    del stacks  # a frame that is referenced keeps its function's variables alive
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _MOST_FRAMES:
+        code = frame.f_code
+        frames.append(Frame(code.co_filename, str(frame.f_lineno or "???"), code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+_MOST_FRAMES = 100  # as many as `faulthandler` shows
+
+
+def _frames_dumped(thread: int) -> list[Frame]:
+    """See `frames_at`: by `faulthandler`, which reads all stacks in one call and makes no frame objects."""
     try:
         with _memory() as file:
             faulthandler.dump_traceback(file, all_threads=True)
