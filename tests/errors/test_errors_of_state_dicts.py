@@ -167,6 +167,10 @@ CALLS = [
         "CheckpointError: Values to load do not fit the model: a tensor has a different shape ... bias.exp_avg",
     ),
     (
+        lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(4, device="meta"))),
+        "CheckpointError: A value to load cannot be copied ... bias.exp_avg ... on the meta device",
+    ),
+    (
         wrapped,
         lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []}),
         "MissingStateError: What was passed is not an optimizer state dict",

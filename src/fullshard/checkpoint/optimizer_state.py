@@ -19,7 +19,7 @@ from ..optimizers import NOT_SETTINGS, SCHEDULED, parameters_of
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
-from .fit import check_shape, rounding_error
+from .fit import check_shape, check_value, rounding_error
 from .group_settings import is_compatible, put_settings, settings_to_load
 from .table import Named, Table
 from .targets import Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
@@ -423,6 +423,7 @@ def _cut_into(
         whole = value if as_is else value_forms.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
     else:
+        check_value(f"{row.name}.{key}", value, bucket.shard)
         check_shape(f"{row.name}.{key}", row.shape, shape)
         local = value_forms.local_of(bucket, value, member)
         if target.view is None:
