@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import fully_shard
+from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
 from fullshard.shard import Bucket
 from models import WIDTH, OddMLP, Scorer, Shapes
@@ -180,6 +180,35 @@ def test_state_dict_with_wrong_shapes(fake_world, layout):
     for name, p in model.named_parameters():
         assert p is before[name][0]
         assert torch.equal(p._local_tensor, before[name][1]), f"{name} was loaded, though the whole was refused"
+
+
+VALUES = {
+    "meta": lambda value: value.to("meta"),  # it was loaded as whatever the memory held
+    "sparse": torch.Tensor.to_sparse,  # ranks that own nothing of it loaded it
+    "array": torch.Tensor.numpy,
+    "list": torch.Tensor.tolist,
+    "none": lambda value: None,
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "flat parameter", "original parameters"])
+def test_state_dict_with_values_that_are_not_dense_tensors(fake_world, layout, rank, kind):
+    fake_world(2, rank)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    state["1.weight"] = VALUES[kind](state["1.weight"])
+    if layout in LAYOUTS:
+        fully_shard(model, layout=layout)
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=layout == "original parameters")
+    before = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError) as caught:
+        model.load_state_dict(state)
+    says(caught.value, "1.weight", "dense tensor")
+    after = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+    assert all(map(torch.equal, after, before))
 
 
 class Scaled(torch.Tensor):

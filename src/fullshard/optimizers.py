@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import ConfigError, class_and_value
+
 NOT_SETTINGS = frozenset({"params", "param_names"})
 """The keys of a group that are not settings."""
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
@@ -25,6 +27,19 @@ def as_list(optimizers: Any) -> list[Any]:
     return list(optimizers) if is_several else [optimizers]
 
 
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of an argument that should be an optimizer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        got = class_and_value(optimizer)
+        raise ConfigError("The optimizer is invalid.", expected="a torch.optim.Optimizer", got=got)
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
+
+
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The parameters of all groups of these optimizers."""
-    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    return [parameter for each in optimizers for group in groups_of(each) for parameter in group["params"]]

@@ -73,7 +73,7 @@ def test_parts_of_two_roots(first: str, originals: bool) -> None:
         return
     one(torch.ones(1, 4, dtype=torch.float64))
     with pytest.raises(
-        (RuntimeError, AssertionError), match="was called on its own before the model"
+        (RuntimeError, AssertionError), match="was used on its own before the model"
     ):  # PyTorch refuses this one, too
         wrap(nn.Sequential(one), use_orig_params=originals)(torch.ones(1, 4, dtype=torch.float64))
 

@@ -253,7 +253,7 @@ CALLS = [
         run,
         "PhaseError: Kept gradients cannot be reduced while the model runs",
     ),
-    (sharded, lambda m: m[0](ONE), run, "PhaseError: Unit '0' was called on its own before the model that"),
+    (sharded, lambda m: m[0](ONE), run, "PhaseError: Unit '0' was used on its own before the model that"),
     (lambda: fully_shard(nn.Linear(4, 4, **META))(ONE), "PhaseError: A forward was called while parameters are on the"),
     (lambda: unit(reshard_after_forward=1), "UserWarning: reshard_after_forward=1 (int) keeps whole units until their"),
     (

@@ -11,7 +11,14 @@ from torch import nn
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, ShardedStateDictConfig, ShardingStrategy, StateDictType
-from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
+from fullshard.errors import CheckpointError, ConfigError, MissingStateError
+from fullshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from raising import assert_raises, nested, run, sharded, two_layers, words_of, wrapped
 
 FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -167,6 +174,10 @@ CALLS = [
         "CheckpointError: Values to load do not fit the model: a tensor has a different shape ... bias.exp_avg",
     ),
     (
+        lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(4, device="meta"))),
+        "CheckpointError: A value to load cannot be copied ... bias.exp_avg ... on the meta device",
+    ),
+    (
         wrapped,
         lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []}),
         "MissingStateError: What was passed is not an optimizer state dict",
@@ -187,6 +198,92 @@ CALLS = [
         "FutureWarning: The `optim_input` argument is deprecated",
     ),
 ]
+
+
+NOT_A_STATE = [None, 1, "state", [], {}, {"state": 1}, {"state": {"weight": 1}}, {"state": torch.ones(2)}]
+NOT_GROUPS = ["params", 1, {"params": []}, [1], [{}], [{"params": "weight"}]]
+
+
+@pytest.mark.parametrize("state", [*NOT_A_STATE, *({"state": {}, "param_groups": groups} for groups in NOT_GROUPS)])
+def test_what_is_no_optimizer_state_is_refused_by_every_function(state):
+    model, rows = wrapped(), sharded()
+    optimizer, of_rows = adam(model), adam(rows)
+    before = {key: value.clone() for key, value in optimizer.state[next(model.parameters())].items()}
+    calls = [
+        lambda: FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True),
+        lambda: set_optimizer_state_dict(model, optimizer, state),
+        lambda: set_optimizer_state_dict(rows, of_rows, state),
+        lambda: fullshard.load_optimizer_state_dict(rows, of_rows, state),
+        lambda: FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model),
+    ]
+    if state is not None:  # its own
+        calls.append(lambda: FSDP.optim_state_dict(model, optimizer, state))
+    for call in calls:
+        with pytest.raises(MissingStateError, match="not an optimizer state dict"):
+            call()
+    after = optimizer.state[next(model.parameters())]
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_one_value_for_a_part_of_a_flat_parameter_whose_other_parts_have_one_per_element():
+    for name in ("weight", "bias"):
+        for value in ("text", 1.0, torch.tensor(1.0)):
+            with pytest.raises(CheckpointError, match="'exp_avg' differs between parameters"):
+                loaded(lambda state, name=name, value=value: state[name].update(exp_avg=value))
+
+
+@pytest.mark.parametrize("value", [None, "model", 1, [], {}, torch.ones(2)], ids=str)
+def test_what_is_no_module_or_optimizer_is_refused(value):
+    model, rows = wrapped(), sharded()
+    optimizer = adam(model)
+    state = FSDP.optim_state_dict(model, optimizer)
+    takes_module = [
+        FSDP.fsdp_modules,
+        FSDP.get_state_dict_type,
+        lambda m: FSDP.set_state_dict_type(m, StateDictType.FULL_STATE_DICT),
+        lambda m: FSDP.summon_full_params(m).__enter__(),
+        lambda m: FSDP.optim_state_dict(m, optimizer),
+        lambda m: FSDP.optim_state_dict_to_load(m, optimizer, state),
+        lambda m: FSDP.optim_state_dict_to_load(state, m, optimizer),  # the order of PyTorch 1.13
+        lambda m: FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, m),
+        get_model_state_dict,
+        lambda m: get_model_state_dict(model, submodules=[m]),
+        lambda m: set_model_state_dict(m, {}),
+        lambda m: set_optimizer_state_dict(m, optimizer, state),
+        lambda m: fullshard.optimizer_state_dict(m, optimizer),
+    ]
+    for call in takes_module:
+        with pytest.raises(ConfigError, match="takes a module"):
+            call(value)
+    takes_optimizer = [
+        lambda o: FSDP.optim_state_dict(model, o),
+        lambda o: FSDP.optim_state_dict_to_load(model, o, state),
+        lambda o: set_optimizer_state_dict(rows, [o], state),
+        lambda o: get_state_dict(model, [o]),
+        lambda o: fullshard.optimizer_state_dict(rows, o),
+    ]
+    for call in takes_optimizer:
+        with pytest.raises(ConfigError, match="The optimizer is invalid"):
+            call(value)
+    if not isinstance(value, dict):
+        with pytest.raises(TypeError, match="state dict is invalid"):
+            set_model_state_dict(model, value)
+
+
+SWITCHES = [
+    (FSDP.summon_full_params, ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")),
+    (FSDP.fsdp_modules, ("root_only",)),
+    (FSDP, ("full_precision_in_eval",)),
+]
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+@pytest.mark.parametrize(("function", "name"), [(function, name) for function, names in SWITCHES for name in names])
+def test_switches_are_bools(function, name, value):
+    model = two_layers() if function is FSDP else wrapped()
+    with pytest.raises(ConfigError, match=rf"{name}=\) is invalid"):
+        context = function(model, **{name: value})
+        context.__enter__()
 
 
 @pytest.mark.parametrize("row", CALLS, ids=words_of)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fullshard import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm_hooks import DefaultState
+from fullshard.errors import PhaseError
 from fullshard.state_dict import get_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 from raising import NOT_CLIPPED, ONE, assert_raises, nested, raises, run, step, two_layers, warns, words_of, wrapped
@@ -276,6 +277,15 @@ def test_a_policy_that_chooses_nothing(policy):
     words = "Units are the repeated blocks" if policy == "auto" else "auto_wrap_policy matched no module"
     with warns(f"UserWarning: {words}"):
         wrapped(auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize("use", [FSDP.state_dict, FSDP.check_is_root, lambda inner: inner.clip_grad_norm_(1.0)])
+def test_an_inner_instance_that_is_used_first(use):
+    model = nested()
+    use(model.module[0])
+    with pytest.raises(PhaseError, match="was used on its own before the model") as caught:
+        run(model)
+    assert "state_dict or other use of '0'" in str(caught.value)  # it said "a forward", and there was none
 
 
 def test_a_forward_inside_summon_full_params():

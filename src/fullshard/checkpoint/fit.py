@@ -7,11 +7,12 @@ that would round values needs `cast=True`, which is the default of `load_safeten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..dtypes import as_bits
-from ..errors import CheckpointError
+from ..errors import CheckpointError, class_and_value
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that may be cast to each other. 8-bit floats are not among them: they have their own scales."""
@@ -25,6 +26,33 @@ def check_shape(name: str, expected: Sequence[int], got: Sequence[int]) -> None:
     """
     if tuple(got) != tuple(expected):
         raise _mismatch("shape", name, tuple(expected), tuple(got))
+
+
+def check_value(name: str, value: Any, filled: torch.Tensor | None) -> None:
+    """Check that a value to load is a tensor, or like one; without elements of its own it would load arbitrary memory.
+
+    Args:
+        filled: the memory of which the value's part is to fill some; None if torch copies the value itself.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    got = None
+    if not hasattr(value, "__torch_function__"):
+        got = class_and_value(value)
+    elif filled is not None and not filled.is_meta and getattr(value, "is_meta", False):
+        got = "a tensor on the meta device"
+    elif filled is not None and getattr(value, "layout", torch.strided) is not torch.strided:
+        got = f"a tensor of layout {value.layout}"
+    if got is not None:
+        raise CheckpointError(
+            "A value to load cannot be copied into the model; nothing was loaded.",
+            parameter=name,
+            expected="a dense tensor with memory",
+            got=got,
+            remedy="pass tensors: torch.as_tensor(array), or value.to_dense(); a state on meta has no values",
+            topic="checkpoint-does-not-fit",
+        )
 
 
 def check_cast(name: str, dtype: torch.dtype, saved: torch.dtype, cast: bool) -> None:

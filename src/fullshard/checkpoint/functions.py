@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as 
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
-from ..errors import CheckpointError, ConfigError
-from ..optimizers import as_list, parameters_of
+from ..errors import ArgumentTypeError, CheckpointError, ConfigError, check_module, invalid_argument
+from ..optimizers import as_list, groups_of, parameters_of
 from ..runtime import take_over_replaced
 from ..text import clean_path
 from . import optimizer_state, value_forms
@@ -53,7 +53,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             or a tensor that does not belong to the model.
     """
     table = _table_of_fully_shard(model)
-    targets = targets_of(table, optimizer.param_groups)
+    targets = targets_of(table, groups_of(optimizer))
     saved = optimizer_state.sharded_state(table, targets, optimizer)
     states = {row.name: saved.get(row.name, {}) for target in targets for row in target.rows}
     for name, state in states.items():
@@ -101,11 +101,14 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
             has the parameter's; the parameters of one view have different scalars (such as step counts), and it can
             have only one; or `state` has a different form.
     """
-    if "state" not in state or "param_groups" in state:
+    error = optimizer_state.form_error(state)
+    if isinstance(state, Mapping) and ("state" not in state or "param_groups" in state):
         remedy = "use set_optimizer_state_dict for what get_optimizer_state_dict returned"
-        raise optimizer_state.wrong_form(state, "a dict of 'state' and 'groups', as of optimizer_state_dict", remedy)
+        error = optimizer_state.wrong_form(state, "a dict of 'state' and 'groups', as of optimizer_state_dict", remedy)
+    if error is not None:
+        raise error
     table = _table_of_fully_shard(model)
-    targets = targets_of(table, optimizer.param_groups)
+    targets = targets_of(table, groups_of(optimizer))
     loaded = optimizer_state.cut_states(table, targets, state["state"], needs_all=True, optimizer=optimizer)
     groups = [
         {**{key: value.tolist() for key, value in settings.items()}, "params": [name]}
@@ -139,6 +142,7 @@ def _as_before(target: Target, previous: dict[str, Any], loaded: dict[str, Any])
 
 
 def _table_of_fully_shard(model: nn.Module) -> Table:
+    check_module("This function", model)
     take_over_replaced(model)
     table = Table(model, lambda name: name)
     if table.wrapped is not None:
@@ -290,6 +294,8 @@ def set_model_state_dict(
     """
     options = options or StateDictOptions()
     table = _table(model, options)
+    if not isinstance(model_state_dict, Mapping):
+        raise invalid_argument("The model's state dict", model_state_dict, "a dict", kind=ArgumentTypeError)
     if not table.sharded:
         return torch_set_model_state_dict(model, model_state_dict, options=options)
     state = dict(model_state_dict)
@@ -337,7 +343,7 @@ def set_optimizer_state_dict(
     loaded = []
     for optimizer in listed:
         needs_all = options.strict and _needs_state(saved, optimizer)
-        groups = optimizer.param_groups
+        groups = groups_of(optimizer)
         loaded.append(optimizer_state.state_to_load(table, groups, saved, needs_all=needs_all, optimizer=optimizer))
     for optimizer, state in zip(listed, loaded, strict=True):
         optimizer_state.load_state(optimizer, state)
@@ -346,7 +352,9 @@ def set_optimizer_state_dict(
 def _needs_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parameters must have state in `saved`: unless nothing has state there, and a step creates none."""
     tensors = parameters_of([optimizer])
-    return bool(saved.get("state")) or any(optimizer_state.blank_states(optimizer, tensors))
+    if optimizer_state.form_error(saved) is not None:
+        return True  # `state_to_load` raises
+    return bool(saved["state"]) or any(optimizer_state.blank_states(optimizer, tensors))
 
 
 def set_state_dict(
@@ -382,6 +390,9 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
 
 
 def _table(model: nn.Module, options: StateDictOptions) -> Table:
+    check_module("This function", model)
+    if not isinstance(options, StateDictOptions):
+        raise invalid_argument("options", options, "a fullshard.state_dict.StateDictOptions", kind=ArgumentTypeError)
     take_over_replaced(model)
     table = Table(model, None)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
@@ -414,6 +425,8 @@ def _chosen(
     """The names under `submodules`, each with its name in the result."""
     if not submodules:
         return {name: name for name in names}
+    for module in submodules if isinstance(submodules, Iterable) else [submodules]:
+        check_module("Each of submodules=", module)
     wanted = {id(module) for module in submodules}
     prefixes = [f"{clean_path(path)}." for path, module in model.named_modules() if id(module) in wanted]
     chosen = {}

@@ -18,7 +18,7 @@ from ..text import WRAPPED, clean_name
 from ..torch_private.assigning import is_assigning
 from ..torch_private.sharded_tensor import slices_sharded_tensor
 from . import value_forms
-from .fit import check_shape
+from .fit import check_shape, check_value
 from .table import Named, Table, rows_in
 from .value_forms import StateForm
 from .whole import Wanted, saved_values
@@ -149,32 +149,33 @@ def strip(result: Any, prefix: str) -> None:
 # Loading.
 
 
-def _check_shapes(state: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the shapes of all values in `state` before any of them is used.
+def _check_values(state: Mapping[str, Any], expected: Mapping[str, Named]) -> None:
+    """Check all values in `state` before any of them is used.
 
     Raises:
-        CheckpointError: a shape differs from the one expected under its name.
+        CheckpointError: a value is not a tensor, or does not have the shape of the row of its name.
     """
-    for name, shape in expected.items():
-        saved = value_forms.shape_of(state.get(name))
+    for name in filter(state.__contains__, expected):
+        bucket = expected[name].bucket
+        check_value(name, state[name], None if bucket is None else bucket.shard)
+        saved = value_forms.shape_of(state[name])
         if saved is not None:
-            check_shape(name, shape, saved)
+            check_shape(name, expected[name].shape, saved)
 
 
 def load_instance(instance: nn.Module, runner: Runner, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """Load pre-hook of a wrapper instance: change names to the wrapped module's, and values to this rank's parts.
 
     Raises:
-        CheckpointError: a shape does not fit; nothing was loaded.
+        CheckpointError: a value does not fit; nothing was loaded.
     """
     runner.reshard()
     runner.unit.refresh()
     table = Table(instance)
     # Units around the instance check their own parameters, for which `state` has this rank's parts by now.
     outside = {id(bucket) for unit, inner in table.units if inner is None for bucket in unit.buckets}
-    shapes = {name: row.shape for row in table.parameters if id(row.bucket) not in outside for name in row.names}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in table.buffers.items()}
-    _check_shapes(state, {prefix + name: shape for name, shape in shapes.items()})
+    rows = [row for row in (*table.parameters, *table.buffer_rows) if id(row.bucket) not in outside]
+    _check_values(state, {prefix + name: row for row in rows for name in row.names})
     device = table.axes.device
     plain = [
         name for row in table.parameters if row.member is None and not _distributed(row.parameter) for name in row.names
@@ -271,10 +272,10 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
     for row in table.parameters:
         for name in row.names if row.has_full_tensor else ():
             rows |= {prefix + name: row, prefix + clean_name(name): row}  # checkpoint wrappers insert their part later
-    _check_shapes(state, {name: row.shape for name, row in rows.items()})
+    _check_values(state, rows)
     for name, row in rows.items():
         value, bucket, member = state.get(name), row.bucket, row.member
-        if bucket is None or member is None or value_forms.shape_of(value) is None:
+        if bucket is None or member is None or value is None:
             continue
         cut_by_outer_unit = type(value) is type(member.sharded) and owner_of(value) is None
         if not cut_by_outer_unit or not value_forms.is_part(value, member):

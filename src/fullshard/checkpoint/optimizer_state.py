@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import CheckpointError, MissingStateError
+from ..errors import CheckpointError, MissingStateError, class_and_value
 from ..optim.plain_step import after_step, on_local_tensors
-from ..optimizers import NOT_SETTINGS, SCHEDULED, parameters_of
+from ..optimizers import NOT_SETTINGS, SCHEDULED, groups_of, parameters_of
 from ..shard import Bucket
 from ..torch_private.step_hooks import needs_closure, without_step_hooks
 from . import value_forms
-from .fit import check_shape, rounding_error
+from .fit import check_shape, check_value, rounding_error
 from .group_settings import is_compatible, put_settings, settings_to_load
 from .table import Named, Table
 from .targets import Kinds, Target, kinds_of, merged_kinds, named_groups, settle_state, targets_of
@@ -168,7 +168,9 @@ def named_state(
         CheckpointError: state that is neither a scalar nor one value per element.
         DivergenceError: ranks' optimizers have different parameters.
     """
-    targets = targets_of(table, optimizer.param_groups)
+    if saved is not None and (error := form_error(saved)) is not None:
+        raise error
+    targets = targets_of(table, groups_of(optimizer))
     states = _states_of(table, targets, optimizer, None if saved is None else saved["state"])
     kinds = _kinds_of_all_ranks(table, targets, states, optimizer, form)
     if zeros and not any(kinds.values()):
@@ -423,6 +425,7 @@ def _cut_into(
         whole = value if as_is else value_forms.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
     else:
+        check_value(f"{row.name}.{key}", value, bucket.shard)
         check_shape(f"{row.name}.{key}", row.shape, shape)
         local = value_forms.local_of(bucket, value, member)
         if target.view is None:
@@ -430,6 +433,8 @@ def _cut_into(
             return
         if key not in state:
             state[key] = target.tensor.detach().new_zeros(target.view[1], dtype=local.dtype)
+        if not value_forms.is_array(state[key]):
+            add_scalar(state, target, row, key, value)  # raises: another parameter has a single value
         target.local(row, state[key]).copy_(local)
 
 
@@ -464,15 +469,34 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             optimizer.state[tensor].update(texts)
 
 
-def wrong_form(saved: Mapping[str, Any], expected: str, remedy: str | None = None) -> MissingStateError:
-    """The error for a dict that is not an optimizer state dict of the expected form."""
+def wrong_form(saved: Any, expected: str, remedy: str | None = None) -> MissingStateError:
+    """The error for what is not an optimizer state dict of the expected form."""
     return MissingStateError(
         "What was passed is not an optimizer state dict of the form that this function loads; nothing was loaded.",
         expected=expected,
-        got=f"a dict of {', '.join(map(repr, saved)) or 'nothing'}",
+        got=f"a dict of {', '.join(map(repr, saved)) or 'nothing'}"
+        if isinstance(saved, Mapping)
+        else class_and_value(saved),
         remedy=remedy,
         topic="optimizer-state",
     )
+
+
+def form_error(saved: Any) -> MissingStateError | None:
+    """The error for `saved` if it is not of the form of `named_state`."""
+    if not isinstance(saved, Mapping) or "state" not in saved:
+        return wrong_form(saved, "a dict with 'state'")
+    states, groups = saved["state"], saved.get("param_groups", ())
+    if not isinstance(states, Mapping):
+        return wrong_form(states, "a dict, by parameter, as its 'state'")
+    if (name := next((name for name, state in states.items() if not isinstance(state, Mapping)), None)) is not None:
+        return wrong_form(states[name], f"a dict as the state of {name!r}")
+    if not isinstance(groups, (list, tuple)):
+        return wrong_form(groups, "a list of dicts as its 'param_groups'")
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            return wrong_form(group, "a dict with a list as its 'params', in its 'param_groups'")
+    return None
 
 
 def state_to_load(
@@ -492,7 +516,7 @@ def state_to_load(
         needs_all, optimizer: see `cut_states`.
 
     Raises:
-        MissingStateError: `saved` has no `state` on some rank; see also `cut_states`.
+        MissingStateError: see `form_error`, on some rank, and `cut_states`.
         CheckpointError: see `cut_states` and `settings_to_load`.
         DivergenceError: ranks' optimizers have different parameters.
     """
@@ -502,8 +526,7 @@ def state_to_load(
         targets = targets_of(table, groups)
     except CheckpointError as caught:
         error = caught
-    if "state" not in saved:
-        error = wrong_form(saved, "a dict with 'state'")
+    error = form_error(saved) or error
     merged_kinds(table, targets, len(groups), {}, error)
     states = cut_states(table, targets, saved["state"], needs_all, optimizer)
     keys = {t.index: table.raw.get(id(t.tensor), t.rows[0].name) if named else t.index for t in targets}

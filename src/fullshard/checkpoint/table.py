@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_module
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..readers import wait_for_readers
@@ -166,6 +166,7 @@ def settle(model: nn.Module) -> None:
 
     To be called before a table is built.
     """
+    check_module("This function", model)
     take_over_replaced(model)
     for unit, runner in _units_in(model):
         if runner is not None and not all(has_full_tensor(member) for member in unit.members):

@@ -74,7 +74,7 @@ def local_of(bucket: Bucket, value: Any, member: Member) -> torch.Tensor:
         return chunk
     shape, stride = member.part.shape, member.part.stride
     local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=bucket.shard_device)
-    if member.part.numel and not whole.is_meta:
+    if member.part.numel:
         local.copy_(bucket.cut(whole, member))
     return local
 

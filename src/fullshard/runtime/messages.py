@@ -95,9 +95,9 @@ def object_holds_view(parameter: str, rank: int) -> PhaseError:
 def called_by_itself(unit: str) -> PhaseError:
     """The error for a part of a model that was called before the whole model."""
     return PhaseError(
-        f"Unit {unit!r} was called on its own before the model that contains it.",
-        expected="the first forward to be that of the whole model, the outermost sharded module",
-        got=f"a forward of {unit!r}, which made it a separate root",
+        f"Unit {unit!r} was used on its own before the model that contains it.",
+        expected="the first use to be of the whole model, the outermost sharded module",
+        got=f"a forward, state_dict or other use of {unit!r}, which made it a separate root",
         remedy="build and shard the model again, and call the whole model once before you call its parts (under "
         "torch.no_grad() is enough)",
         topic="unit-called-alone",

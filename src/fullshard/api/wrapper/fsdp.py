@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
+from ...errors import check_switch
 from ...forms import owner_of
 from ...mesh import Axis
 from ...optim import guard as optimizer_guard
@@ -53,7 +54,7 @@ from .instances import (
 )
 from .markers import Markers, mark_wrapped
 from .precision import FullPrecision, cast_buffers, policy_of, use_full_precision
-from .state_dicts import StateDictMethods, default_settings
+from .state_dicts import StateDictMethods, default_settings, instances_of
 from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 
 _OF_ROOT = ("self", "__class__", "module", "auto_wrap_policy", "full_precision_in_eval", "check", "unused")
@@ -131,6 +132,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
         for name in _OF_ROOT:
             keywords.pop(name, None)
         keywords = without_iterators({**keywords, "comm": make_comm(comm)})
+        check_switch("FullyShardedDataParallel(full_precision_in_eval=)", full_precision_in_eval)
         arguments = check_arguments(module, keywords)
         super().__init__()
         plan = PlannedInstance(module, keywords, arguments, *checked(check, unused))
@@ -314,10 +316,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All instances in `module`, itself included; with `root_only` only roots (runs lazy initialization)."""
-        instances = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
-        if not root_only:
-            return instances
-        return [child for child in instances if child.check_is_root()]
+        check_switch("fsdp_modules(root_only=)", root_only)
+        return [child for child in instances_of(module) if not root_only or child.check_is_root()]
 
     # Training.
 

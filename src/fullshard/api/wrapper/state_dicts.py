@@ -12,12 +12,13 @@ from torch import nn
 
 from ...checkpoint import model as core
 from ...checkpoint.functions import state_from_rank0
-from ...checkpoint.optimizer_state import load_state, named_state, state_to_load
+from ...checkpoint.optimizer_state import form_error, load_state, named_state, state_to_load
 from ...checkpoint.table import Table, settle
 from ...checkpoint.targets import targets_of
 from ...checkpoint.value_forms import StateForm
-from ...errors import AssertedError
+from ...errors import AssertedError, check_module, check_switch
 from ...forms import ATTRIBUTE
+from ...optimizers import groups_of
 from ...text import clean_name
 from . import messages
 from .configs import (
@@ -46,7 +47,12 @@ _KINDS: dict[StateDictType, tuple[Any, type[StateDictConfig], type[OptimStateDic
 
 
 def instances_of(module: nn.Module) -> list[Any]:
-    """All wrapper instances in `module`, itself included."""
+    """All wrapper instances in `module`, itself included.
+
+    Raises:
+        ConfigError: it is not a module.
+    """
+    check_module("This method of FullyShardedDataParallel", module)
     return [child for child in module.modules() if isinstance(child, StateDictMethods)]
 
 
@@ -243,8 +249,10 @@ class StateDictMethods:
             CheckpointError: a shape or scalar does not fit, or a part of a `FlatParameter` has no state (a
                 `ValueError` too); nothing was loaded then.
         """
+        check_switch("optim_state_dict_to_load(is_named_optimizer=)", is_named_optimizer)
+        check_switch("optim_state_dict_to_load(load_directly=)", load_directly)
         sent = form_of(first_instance(model), optimizer=True).rank0_only
-        result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent, optim)
+        result = _to_load(model, groups_of(optim), optim_state_dict, is_named_optimizer, sent, optim)
         if load_directly:
             load_state(optim, result)
         return result
@@ -286,7 +294,7 @@ class StateDictMethods:
     ) -> dict[str, Any]:
         """Like `optim_state_dict_to_load`, from sharded values. Deprecated in PyTorch."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(model, optim.param_groups, sharded_optim_state_dict, optim=optim)
+        return _to_load(model, groups_of(optim), sharded_optim_state_dict, optim=optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -322,6 +330,9 @@ class StateDictMethods:
             AssertedError: invalid `optim_state_key_type`.
         """
         kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type", AssertedError)
+        if (error := form_error(optim_state_dict)) is not None:
+            raise error
+        check_module("rekey_optim_state_dict", model)
         _warn_of_input(optim_input)
         targets = targets_of(Table(model), _groups(model, optim, optim_input))
         names = [row.name for target in targets for row in target.rows]
@@ -366,7 +377,7 @@ def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
 
 def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[dict[str, Any]]:
     if optim is not None:
-        return optim.param_groups
+        return groups_of(optim)
     entries = list(optim_input if optim_input is not None else model.parameters())
     if entries and isinstance(entries[0], dict):
         return [{**group, "params": list(group["params"])} for group in entries]

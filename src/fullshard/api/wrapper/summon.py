@@ -13,7 +13,7 @@ from ...checkpoint.table import rows_in
 from ...checkpoint.whole import Wanted, whole_values
 from ...comm import reduce_value
 from ...dtypes import as_bits
-from ...errors import ConfigError
+from ...errors import ConfigError, check_module, check_switch
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...optim.clip import local_gradients
 from ...readers import wait_for_readers
@@ -89,8 +89,12 @@ def summon_full_params(
         UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance;
             a forward of a summoned instance on a rank that shows no whole parameters; a backward through such a
             forward or into other instances of its model; a later backward that reaches summoned parameters.
-        ConfigError: on leaving, a parameter was replaced by one of a different shape.
+        ConfigError: an invalid argument; or, on leaving, a parameter that was replaced by one of a different shape.
     """
+    check_module("summon_full_params", module)
+    switches = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only}
+    for name, value in (switches | {"offload_to_cpu": offload_to_cpu, "with_grads": with_grads}).items():
+        check_switch(f"summon_full_params({name}=)", value)
     if writeback and rank0_only:
         raise messages.writes_back_from_one_rank()
     instances = [child for child in module.modules() if hasattr(child, "_arguments") and runner_of(child) is not None]
