@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,3 +292,18 @@ def unused_on_one_rank() -> None:
         layer(torch.full((2, 4), 1.0 + index)).square().sum().backward()  # what the rank of that parity does
     for mine, theirs in zip(model.layers.parameters(), whole.layers.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / dist.get_world_size())
+
+
+@pytest.mark.parametrize("off", [False, 0, numpy.bool_(False)])
+def test_switches_take_numpys_bools_and_0_and_1(fake_world, off):
+    """A program decides by `step % 4 == 3`, NumPy or a flag of its command line."""
+    fake_world(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module)
+    for value in (off, type(off)(1)):
+        model.set_requires_gradient_sync(value)
+        model.set_reshard_after_backward(value)
+        model.set_reshard_after_forward(value)
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -174,13 +174,16 @@ def invalid_argument(
     return kind(f"{argument} is invalid.", expected=expected, got=class_and_value(value), remedy=remedy)
 
 
-def check_switch(argument: str, value: object, remedy: str | None = None) -> None:
-    """Raise unless a switch is a bool: "no", taken for its truth, would turn it on.
+def check_switch(argument: str, value: object, remedy: str | None = None) -> bool:
+    """Return a switch as a bool: a bool, also NumPy's, or 0 or 1. "no", taken for its truth, would turn it on.
 
     Args: see `invalid_argument`.
     """
-    if not isinstance(value, bool):
+    if value is True or value is False:
+        return value
+    if type(value).__name__ not in ("bool", "bool_") and not (isinstance(value, int) and value in (0, 1)):
         raise invalid_argument(argument, value, "True or False", remedy)
+    return bool(value)
 
 
 def check_module(function: str, value: object) -> None:

@@ -121,6 +121,18 @@ CALLS = [
         "ConfigError: set_reshard_after_forward() is invalid ... 2",
     ),
     (
+        lambda: sharded().set_requires_gradient_sync("no"),
+        "ConfigError: set_requires_gradient_sync() is invalid ... True or False ... 'no'",
+    ),
+    (
+        lambda: sharded().set_reshard_after_backward(None),
+        "ConfigError: set_reshard_after_backward() is invalid ... True or False ... None",
+    ),
+    (
+        lambda: sharded().set_reduce_scatter_unused_params([True]),
+        "ConfigError: set_reduce_scatter_unused_params() is invalid ... True or False",
+    ),
+    (
         sharded,
         lambda m: m.set_custom_reduce_scatter(lambda *_: None),
         "ConfigError: A custom reduce-scatter must be callable and have a method ... allocate",

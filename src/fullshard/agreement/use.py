@@ -99,6 +99,7 @@ class UseAgreement:
         if not self.reduced:
             refuse_changed(units, changed)
             return []
+        self.position.reduced = True
         deliveries = [*map(_DELIVERY, chain.from_iterable(map(_GRADIENTS, units)))]
         fingerprint = self.position.log.fingerprint()
         self.reduced.clear()

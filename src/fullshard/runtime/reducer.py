@@ -176,7 +176,6 @@ class Reducer:
                 runner.unit.ledger.reduce(-reduction.scratch)
                 raise
         gradients.state, gradients.running = REDUCING, reduction.planned
-        position.reduced = True
         in_flight.append((self, runner, reduction))
         self._use.reduced.add(runner.index)
 
@@ -248,7 +247,6 @@ class Reducer:
         if stream.listeners:
             unit.emit("collect", sum([gradients.live_bytes for gradients in unit_gradients]))
         self.position.issue(REDUCE, index)
-        self.position.reduced = True
         for gradients in unit_gradients:
             if gradients.state is PENDING:
                 gradients.issue_reduce(settings.comm, rules, self._tokens, unit.name)

@@ -20,7 +20,7 @@ from ...comm import (
     custom_of,
     separate_group,
 )
-from ...errors import ArgumentTypeError, ConfigError, invalid_argument
+from ...errors import ArgumentTypeError, ConfigError, check_switch, invalid_argument
 from ...runtime import (
     RUNNER_KEY,
     InFlight,
@@ -141,6 +141,7 @@ class FSDPModule:
         Raises:
             PhaseError: this module has lost its unit.
         """
+        check_switch("set_is_last_backward()", is_last_backward)
         self._runner()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -152,6 +153,7 @@ class FSDPModule:
         Raises:
             PhaseError: this is not the root; or a backward has begun and is not finalized yet.
         """
+        check_switch("set_manual_backward_finalization()", enabled)
         runner = self._root_runner("set_manual_backward_finalization()")
         root = runner.root
         if runner.settings.manual_finalization is bool(enabled):
@@ -196,18 +198,19 @@ class FSDPModule:
 
         Unsharded gradients accumulate in the dtype of the reduction and are included in the next reduction.
         """
+        requires_gradient_sync = check_switch("set_requires_gradient_sync()", requires_gradient_sync)
         for runner in self._units(recurse):
             runner.set(reduce_sync=requires_gradient_sync, reduce_all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a 2-D mesh, reduce over the replicate axis too (True), or for now only over the shard axis (False)."""
+        requires_all_reduce = check_switch("set_requires_all_reduce()", requires_all_reduce)
         for runner in self._units(recurse):
             runner.set(reduce_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
-        if not isinstance(reshard_after_forward, bool):
-            raise invalid_argument("set_reshard_after_forward()", reshard_after_forward, "True or False")
+        reshard_after_forward = check_switch("set_reshard_after_forward()", reshard_after_forward)
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
             runner.unit.drop_kept()
@@ -218,6 +221,7 @@ class FSDPModule:
 
         A unit that stays gathered is gathered again if its shard has changed: an optimizer step in between is safe.
         """
+        reshard_after_backward = check_switch("set_reshard_after_backward()", reshard_after_backward)
         for runner in self._units(recurse):
             runner.set(reshard_after_backward=reshard_after_backward)
 
@@ -227,6 +231,7 @@ class FSDPModule:
         For CUDA graphs and generators that hold data pointers. The unit then takes as much memory as if it were
         never freed; its values are gathered again all the same.
         """
+        keep = check_switch("set_keep_unsharded_storage()", keep)
         for runner in self._units(recurse):
             runner.unit.keep_storage(keep)
 
@@ -305,6 +310,7 @@ class FSDPModule:
         Raises:
             ConfigError: the backend has no such memory (gloo has none), or custom collectives are set.
         """
+        check_switch("set_allocate_memory_from_process_group_for_comm()", enable)
         runner = self._runner()
         if not enable:
             if runner.settings.group_memory:
@@ -335,6 +341,7 @@ class FSDPModule:
 
         Creates a group for each set of ranks, collectively: call it on every rank.
         """
+        check_switch("set_separate_reduce_scatter_group()", enable)
         for runner in self._units(recurse):
             groups: dict[tuple[int, ...], Any] = {}
             if enable:
@@ -379,6 +386,7 @@ class FSDPModule:
         Raises:
             ConfigError: the unit's `reduction` is not "mean": gradients are summed already.
         """
+        enable = check_switch("set_force_sum_reduction_for_comms()", enable)
         if enable:
             refuse_divisor(self._runner(), "set_force_sum_reduction_for_comms(True)")
         self._runner().set(reduce_force_sum=enable)
@@ -390,6 +398,7 @@ class FSDPModule:
         this setting, a parameter that no rank used gets no `.grad`. With it, units whose forward did not run take part
         as well.
         """
+        reduce_scatter_unused_params = check_switch("set_reduce_scatter_unused_params()", reduce_scatter_unused_params)
         for runner in self._units(recurse):
             runner.set(reduce_fill_unused=reduce_scatter_unused_params)
 
@@ -404,6 +413,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's parameters are needed in its backward (an embedding's are not)."""
+        unshard_in_backward = check_switch("set_unshard_in_backward()", unshard_in_backward)
         self._runner().set(unshard_in_backward=unshard_in_backward)
 
     def __copy__(self) -> Any:
