@@ -540,3 +540,24 @@ def test_a_group_that_the_class_refuses_changes_nothing(fake_world):
         parameter.grad = torch.ones(2, 2)
     optimizer.step()
     assert weight.eq(0.5).all() and other.eq(0.75).all()
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_state_that_does_not_fit_is_refused_when_loaded(fake_world, layout):
+    """The owner's next step would fail, while other ranks wait for it."""
+    fake_world(2)
+    model = fullshard.fully_shard(nn.Linear(4, 6, bias=False), layout=layout)
+    optimizer = fullshard.OwnerOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    before = optimizer.state[model.weight]["exp_avg"].to_local().clone()
+    values = torch.ones(2), torch.ones(6, 4).to_sparse(), torch.ones(6, 4, device="meta"), "no", None
+    for value in values:
+        state = {**saved, "state": {0: {**saved["state"][0], "exp_avg": value}}}
+        with pytest.raises(fullshard.CheckpointError, match=r"does not fit its parameter(.|\n)*weight\.exp_avg"):
+            optimizer.load_state_dict(state)
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"].to_local(), before)
+    for value in (torch.ones(6, 4), saved["state"][0]["exp_avg"]):  # whole, and split
+        optimizer.load_state_dict({**saved, "state": {0: {**saved["state"][0], "exp_avg": value}}})
+        optimizer.step()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import objects_of_all
 from ..containers import leaves_in
-from ..errors import CheckpointError, ConfigError, check_switch, message
+from ..errors import CheckpointError, ConfigError, check_switch, class_and_value, message
 from ..forms import NAME_KEY, PART_KEY, FlatShard, owner_of
 from ..forms.flat_shard import Run
 from ..optimizers import group_settings
@@ -335,7 +335,8 @@ class OwnerOptimizer(OnOwners[_Param]):
 
         Raises:
             CheckpointError: the state has tensor subclasses and this optimizer has not stepped yet; use
-                `fullshard.load` instead.
+                `fullshard.load` instead. Or a value is not split like its parameter, or whole, where the current
+                state is; nothing was loaded then.
         """
         if not self._knows_classes and any("<" in key for state in state_dict["state"].values() for key in state):
             raise CheckpointError(
@@ -344,8 +345,10 @@ class OwnerOptimizer(OnOwners[_Param]):
                 topic="optimizer-state",
             )
         self.share_state()
-        super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for param, key in zip(self._listed(), keys, strict=False):  # torch compares their numbers
+            _check_loaded(param, self.state.get(param.tensor, {}), state_dict["state"].get(key, {}))
+        super().load_state_dict(state_dict)
         for param, key in zip(self._listed(), keys, strict=True):
             if key in state_dict["state"]:  # torch casts 8-bit state to the parameter's dtype
                 self.state[param.tensor] = dict(state_dict["state"][key])
@@ -648,6 +651,28 @@ def _not_one_by_one(got: str, remedy: str) -> ConfigError:
         remedy=remedy,
         topic="optimizer-on-shards",
     )
+
+
+def _check_loaded(param: _Param, current: State, loaded: State) -> None:
+    """Refuse values to load that do not fit where the current state is split like its parameter.
+
+    The owner's next step would fail, while other ranks wait for it.
+    """
+    shape, local = param.tensor.shape, inside(param.tensor).shape
+    for key in [key for key, value in current.items() if key in loaded and param.is_split_like(value)]:
+        value = loaded[key]
+        is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+        if not is_dense or value.shape != shape or inside(value).shape not in (shape, local):
+            raise CheckpointError(
+                "OwnerOptimizer: state to load does not fit its parameter; nothing was loaded.",
+                parameter=f"{param.name}.{key}",
+                expected=f"a dense tensor of shape {tuple(shape)}, whole or split like the parameter",
+                got=f"shape {tuple(value.shape)}, {value.layout}"
+                if isinstance(value, torch.Tensor)
+                else class_and_value(value),
+                remedy="load the state of the same parameters: fullshard.load fits it to any number of ranks",
+                topic="optimizer-state",
+            )
 
 
 def _empty(whole: nn.Parameter) -> None:
