@@ -73,6 +73,7 @@ CALLS = [
         "ConfigError: set_check_nonfinite takes a sharded model",
     ),
     (lambda: fullshard.nonfinite_gradients(nn.Linear(4, 4)), "ConfigError: Linear has no units: neither front-end was"),
+    (lambda: fullshard.nonfinite_gradients("model"), "ConfigError: nonfinite_gradients takes a module ... 'model'"),
     *(
         (lambda given=given: fullshard.clip_grad_norm_(sharded().parameters(), *given), words)
         for given, words in NOT_CLIPPED
@@ -143,6 +144,10 @@ CALLS = [
     ),
     # Optimizers.
     (lambda: optimizer_view(nn.Linear(4, 4)), "ConfigError: optimizer_view needs a model that fully_shard was applied"),
+    (
+        lambda: optimizer_view(sharded(), "weights"),
+        "ArgumentTypeError: optimizer_view(params=) is invalid ... 'weights'",
+    ),
     (
         lambda: optimizer_view(sharded(layout="flat"), [torch.ones(4)]),
         "ConfigError: optimizer_view: a tensor in params is not",

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..comm import objects_of_all, reduce_value
 from ..dtypes import as_real
-from ..errors import ConfigError
+from ..errors import ConfigError, check_module
 from ..forms import owner_of
 from ..runtime import Runner, runners_in
 from ..shard import Gradients
@@ -92,8 +92,9 @@ def nonfinite_gradients(model: nn.Module) -> list[NonfiniteGradient]:
         One entry per parameter with nonfinite gradients, in the order of the model.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: not a module, or one without units.
     """
+    check_module("nonfinite_gradients", model)
     runners = runners_in(model)
     if not runners:
         raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import ArgumentTypeError, ConfigError
+from ..errors import ArgumentTypeError, ConfigError, invalid_argument
 from ..runtime import take_over_replaced
 from ..shard import Bucket, members_of, run_of, units_of
 
@@ -49,6 +49,8 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             remedy="pass the model itself: optimizer_view(model); params= takes parameters",
         )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
+    if not all(isinstance(parameter, torch.Tensor) for parameter in (wanted or {}).values()):
+        raise invalid_argument("optimizer_view(params=)", params, "sharded parameters", kind=ArgumentTypeError)
 
     def is_wanted(parameter: torch.Tensor) -> bool:
         return parameter.requires_grad if wanted is None else id(parameter) in wanted
