@@ -20,7 +20,7 @@ import pytest
 from fullshard.errors import DivergenceError
 from fullshard.watcher import issued, roll_call
 from fullshard.watcher.issued import MOST_ROOTS, ROOT, TURN, records_of, step_word, word
-from fullshard.watcher.process import frames_at
+from fullshard.watcher.process import DUMPS_ARE_SAFE, frames_at
 from fullshard.watcher.rank import Rank, WatchSettings
 from fullshard.watcher.roll_call import Watcher, start
 from stores import Store
@@ -164,9 +164,10 @@ def test_a_backends_own_error_is_printed_with_the_report() -> None:
     assert "RuntimeError: Connection closed by peer\nfullshard reported earlier: Ranks are stuck" in ended.stderr
 
 
-def test_no_frame_objects_of_other_threads_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPython 3.11 they deadlock, or crash the process, and keep variables alive of functions that have returned."""
-    monkeypatch.delattr(sys, "_current_frames")
+def test_stacks_of_other_threads_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPython 3.11 without frame objects: they deadlock, or crash the process."""
+    if sys.version_info < (3, 12):
+        monkeypatch.delattr(sys, "_current_frames")
     ready, over = threading.Event(), threading.Event()
 
     def waits_here() -> None:
@@ -182,9 +183,10 @@ def test_no_frame_objects_of_other_threads_are_made(monkeypatch: pytest.MonkeyPa
     finally:
         over.set()
         other.join()
-    assert frames_at(other.ident or 0)[0].function == "frames_at"  # it has ended: the main thread's
+    assert frames_at(other.ident or 0)[0].path.endswith("process.py")  # it has ended: the main thread's
 
 
+@pytest.mark.skipif(not DUMPS_ARE_SAFE, reason="CPython 3.13 and newer do not answer the signal")
 def test_asking_for_a_stack_does_not_end_a_process_whose_threads_come_and_go() -> None:
     """A stack of a thread that ends meanwhile cannot be read: on CPython 3.11 the handler crashed within a second."""
     ended = subprocess.run([sys.executable, "-c", ASKED_OFTEN], capture_output=True, text=True, check=False)

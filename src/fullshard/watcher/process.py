@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """The signal by which neighbours ask for Python stacks; programs do not use it."""
+DUMPS_ARE_SAFE = sys.hexversion < 0x030D0000
+"""Whether `faulthandler` may read a stack at any time. It crashes CPython 3.13 in functions that Dynamo compiles."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -105,7 +107,7 @@ def frames_at(thread: int) -> list[Frame]:
     """A thread's current frames, innermost first; the main thread's if the thread has ended. Empty if unreadable.
 
     In CPython 3.11 frames of other threads (`sys._current_frames`) crash or deadlock (python/cpython#99110, #106883),
-    so `faulthandler` reads them there. That crashes CPython 3.13 while Dynamo compiles: its frames may have no code.
+    so `faulthandler` reads them there; see `DUMPS_ARE_SAFE` why not in newer ones.
     """
     if sys.hexversion < 0x030C0000:
         return _frames_dumped(thread)
@@ -301,7 +303,10 @@ def look_at(last: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stack_of(last: dict[str, Any]) -> list[Frame]:
-    """A neighbour's Python stack: `faulthandler` writes it on a signal, even if a thread holds the interpreter lock."""
+    """A neighbour's Python stack: `faulthandler` writes it on a signal, even if a thread holds the interpreter lock.
+
+    Empty if that is not safe (`DUMPS_ARE_SAFE`): the neighbour then does not handle the signal.
+    """
     pid, path = last["pid"], f"/proc/{last['pid']}/fd/{last['stacks']}"
     if state(pid) == "T" or not int(_field(pid, "SigCgt:") or "0", 16) >> (SIGNAL - 1) & 1:
         return []  # the signal would kill a process that is shutting down, or runs a different program now

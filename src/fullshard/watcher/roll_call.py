@@ -118,7 +118,8 @@ class Watcher:
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         # Of the thread that gets the signal, the main one. Stacks of others change while they are read: the handler may
         # end a healthy process (python/cpython#116008).
-        faulthandler.register(process.SIGNAL, file=self._stacks, all_threads=False, chain=False)
+        if process.DUMPS_ARE_SAFE:
+            faulthandler.register(process.SIGNAL, file=self._stacks, all_threads=False, chain=False)
         self._heard: dict[int, float] = {}  # rank -> time of its last answer
         self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
         self._roll_at = self._called = self._looked = 0.0  # times: roll seen; roll called here; own stack sampled
