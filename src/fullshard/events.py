@@ -90,7 +90,7 @@ class Ledger:
     """Bytes on this rank that are alive only for part of a step. One per root.
 
     Changes are listed as they happen, and added up when somebody asks or a pass ends: a steady step lists its own by
-    `list.append`, bound when it was planned. Another thread may read at any time.
+    `list.append`, bound when it was planned.
 
     Args:
         gathered, reducing: bytes alive now.
