@@ -151,7 +151,7 @@ def test_unshard_before_the_first_forward_is_counted_once(fake_world, way):
     def check(gathered: int | None) -> None:
         held = memory_use(model)
         assert min(held.gathered, held.reducing, held.total, held.peak_transient) >= 0
-        assert gathered is None or gathered <= held.gathered <= 1.1 * gathered  # one in flight has padding
+        assert gathered is None or 0.9 * gathered <= held.gathered <= 1.1 * gathered  # one in flight is padded less
         assert held.peak_transient >= held.gathered + held.reducing
 
     check(0)

@@ -32,12 +32,12 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 
 # Of four blocks, on two ranks: two gathers of each, and one reduction, all the usual way. A block has 80 bytes of
 # parameters in float32; in `rows` they are gathered as chunks of both, rounded up to 16 bytes, in one buffer, and
-# copied out of it into another.
+# copied out of it into another, with room for equal chunks.
 TABLES: dict[str, dict[tuple[str, str, int], int]] = {
     # function, buffer, bytes: how often in a step
     "rows": {
         ("step.py: gather_ahead", "gathered", 96): 8,
-        ("step.py: open_unit", "copied out", 80): 8,
+        ("step.py: open_unit", "copied out", 96): 8,
         ("reducer.py: close", "to be reduced", 96): 4,
         ("reducer.py: close", "slice", 48): 4,
     },
@@ -64,7 +64,7 @@ TABLES: dict[str, dict[tuple[str, str, int], int]] = {
 }
 # Buffers of one size get each other's blocks: a step leaves them in another order than it found them.
 WANDERING: dict[str, set[str]] = {
-    "rows": {"gathered", "to be reduced"},
+    "rows": {"gathered", "copied out"},
     "flat": {"gathered in place", "to be reduced"},
     "rows, bf16": {"gathered", "slice"},
     "flat, bf16": {"gathered in place", "slice"},
