@@ -111,3 +111,49 @@ def evaluated(layout: str, folder: str) -> bool:
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_an_evaluation_in_inference_mode_saves_and_loads(run_ranks, layout, tmp_path: Path):
     assert run_ranks(evaluated, layout, str(tmp_path / "checkpoint")) == [True] * 2
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    return model
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: 2 * value.detach() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "assigned": assigned,
+    "loaded": loaded,
+    "cast": lambda model: model.double(),
+    "copied": copy.deepcopy,
+}
+
+
+def changed(layout: str, name: str, mode: Any) -> list[float]:
+    """Losses of a model whose storage was replaced, first used or even replaced in `mode`, and that trains on."""
+    losses = []
+    for inside in (False, True):
+        model, _ = trained(layout)
+        with mode() if inside else torch.no_grad():
+            model = CHANGES[name](model)
+        ones = torch.ones(2, 5, dtype=torch.float64 if name == "cast" else None)
+        with mode():
+            losses.append(model(ones).sum().item())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(ones).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_storage_replaced_before_or_in_inference_mode(run_ranks, layout, name):
+    expected = run_ranks(changed, layout, name, torch.no_grad)
+    assert run_ranks(changed, layout, name, torch.inference_mode) == expected

@@ -325,6 +325,7 @@ class Bucket:
             self.untouched = self.form.untouched(self.members, self.shard)
         return not self.untouched.holds()
 
+    @torch.inference_mode(False)  # the shard must serve training later, and counts its versions
     def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
         """Copy replaced storage into a new shard, or refuse it and change nothing.
 

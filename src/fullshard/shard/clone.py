@@ -32,6 +32,7 @@ from .unit import Unit
 from .views import FlatView
 
 
+@torch.inference_mode(False)  # the copy must serve training later
 def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     """Return a unit with shards equal to `unit`'s, without gradients; not registered on any module yet.
 

@@ -433,6 +433,7 @@ class FSDPModule:
         """Copy with separate shards on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
         return deepcopy_module(self, memo)
 
+    @torch.inference_mode(False)  # the new shards must serve training later
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Apply `to`, `to_empty`, `float`, ... to whole shards: they allocate a single new shard and copy nothing."""
         unit = self._runner().unit
